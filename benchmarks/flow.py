@@ -91,7 +91,7 @@ class Benchmark:
 
     async def start(self, stack: contextlib.AsyncExitStack, name: str, folder: Path) -> None:
         """Starts one engine; its server joins a fleet of its own."""
-        from fake_fleet import FakeFleet
+        from support.fakes.fake_fleet import FakeFleet
 
         arguments = argparse.Namespace(**vars(self.arguments), engine=json.dumps(ENGINES[name]))
         make_model(folder / "model", arguments.shape, arguments.dtype)
@@ -171,7 +171,7 @@ async def _arrived(server: Server, number: int, turn: asyncio.Task[Any]) -> None
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     """All engines side by side, in rounds, until time is over."""
-    sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
+    sys.path.insert(0, str(HERE.parent / "tests"))
     began_s = time.monotonic()
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Weights = dict[str, torch.Tensor]
 
-sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
+sys.path.insert(0, str(HERE.parent / "tests"))
 
 BUCKET_BYTES = 64 << 20
 NUM_UPDATES = 20
@@ -181,9 +181,9 @@ def faults(new: Weights, old: Weights) -> Iterator[tuple[str, Weights]]:
 
 async def deliver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Returns a real engine's log-probabilities after each delivery, by version and fault."""
-    from gloo_sender import GlooSender, layout_of
     from safetensors.torch import load_file
     from slipstream.rollout_server.inference.engine import VllmEngine
+    from support.fakes.gloo_sender import GlooSender, layout_of
 
     engine = await VllmEngine.start(config_of(arguments.model, arguments.dtype), seed=1)
     sender = GlooSender("probe", deadline_s=300.0)

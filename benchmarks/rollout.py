@@ -178,7 +178,7 @@ class Benchmark:
         self, stack: contextlib.AsyncExitStack, role: str, folder: Path, limit_s: float
     ) -> None:
         """Starts one engine; a server joins a fleet of its own."""
-        from fake_fleet import FakeFleet
+        from support.fakes.fake_fleet import FakeFleet
 
         arguments = self.arguments
         sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
@@ -253,7 +253,7 @@ class Benchmark:
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     """Both engines side by side; then the server alone."""
-    sys.path.insert(0, str(HERE.parent / "tests" / "fakes"))
+    sys.path.insert(0, str(HERE.parent / "tests"))
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
         if "bench" in arguments.engines:

@@ -3,9 +3,9 @@
     python tests/fuzz.py --seconds 3600 --folder /tmp/fuzz
 
 A real controller trains with an honest rollout server and trainer while this program calls it with
-`tests/fakes/fuzz_calls.py`, and reads with `tests/fakes/fuzz_readers.py` and `fuzz_files.py`. An
-honest client asks for the status meanwhile. It ends with a table, and 1 if a rule was broken: an
-answer that callers do not know, more than one line, a traceback, or an honest peer that ends.
+`tests/support/rigs/fuzz_calls.py`, and reads with `fuzz_readers.py` and `fuzz_files.py` beside it.
+An honest client asks for the status meanwhile. It ends with a table, and 1 if a rule was broken:
+an answer that callers do not know, more than one line, a traceback, or an honest peer that ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -21,14 +22,14 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "fakes"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 import grpc.aio  # noqa: E402
-from controller_runs import make_config  # noqa: E402
-from fuzz_calls import FATAL, METHODS, Answers, answered, random_case  # noqa: E402
-from fuzz_files import file_readers  # noqa: E402
-from fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample  # noqa: E402
 from slipstream.client.run_folder import write_config  # noqa: E402
+from support.rigs.controller_runs import make_config  # noqa: E402
+from support.rigs.fuzz_calls import FATAL, METHODS, Answers, answered, random_case  # noqa: E402
+from support.rigs.fuzz_files import file_readers  # noqa: E402
+from support.rigs.fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample  # noqa: E402
 
 CALLS = tuple(name for name in METHODS if name not in FATAL)
 CALLERS, READINGS_A_TURN, TELL_S = 32, 32, 60.0
@@ -156,7 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     (arguments.folder / "files").mkdir(parents=True)
     config = make_config(arguments.folder, run__steps=10**6)
-    path, fakes = write_config(config, arguments.folder), ROOT / "tests" / "fakes"
+    path, fakes = write_config(config, arguments.folder), ROOT / "tests" / "support" / "fakes"
     with (
         (arguments.folder / "controller.log").open("wb") as log,
         (arguments.folder / "peers.log").open("wb") as peers_log,
@@ -174,6 +175,7 @@ def main() -> int:
         address, latencies = config.controller.address, arguments.folder / "latencies.txt"
         arguments.peers = subprocess.Popen(
             [sys.executable, fakes / "honest_peers.py", address, latencies],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=peers_log,
             stderr=peers_log,
         )

@@ -1,5 +1,5 @@
 """Fixtures for tests that need GPUs."""
 
-from rank_pool import rank_pool
+from support.ranks.rank_pool import rank_pool
 
 __all__ = ["rank_pool"]

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_runs import LORA, check
-from run_processes import (
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.adapter_runs import LORA, check
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     rows_of,
     run_command,
     write_config,
 )
-from tiny_models import make_model_folder
 
 # Rehearses everything without a GPU, in shared memory.
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ

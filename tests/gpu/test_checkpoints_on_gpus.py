@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import checkpoint_ranks
 import pytest
 import torch
-from rank_pool import RankPool
+from support.ranks import checkpoint_ranks
+from support.ranks.rank_pool import RankPool
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,12 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import parity_run
 import pytest
 import torch
-from rank_pool import RankPool
-from run_processes import (
+from support.fakes.tiny_models import make_model_folder
+from support.ranks.rank_pool import RankPool
+from support.rigs import parity_run
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     rows_of,
@@ -20,7 +21,6 @@ from run_processes import (
     summary_of,
     write_config,
 )
-from tiny_models import make_model_folder
 
 # Rehearses everything without a GPU: on gloo, and in float32.
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ

@@ -10,7 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-import ipc_learner
 import pytest
 import torch
 from slipstream.protocol.errors import WeightSyncError
@@ -18,6 +17,7 @@ from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.v1 import weights_pb2
+from support.ranks import ipc_learner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kill_scenario import Moment, check, config_of, kill_one_of_two
 from rig import Placement
 from shapes import make_apart
+from support.rigs.kill_scenario import Moment, check, config_of, kill_one_of_two
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lora_ranks
-import memory_ranks
 import pytest
-import role_ranks
 import torch
-from memory_ranks import DETERMINISTIC_JOBS, GPU_JOBS
-from parity_models import make_models
-from parity_run import COMPARED
-from rank_pool import RankPool
+from support.fakes.parity_models import make_models
+from support.ranks import lora_ranks, memory_ranks, role_ranks
+from support.ranks.memory_ranks import DETERMINISTIC_JOBS, GPU_JOBS
+from support.ranks.rank_pool import RankPool
+from support.rigs.parity_run import COMPARED
 
 pytestmark = [
     pytest.mark.gpu,

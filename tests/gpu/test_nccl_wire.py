@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
-MEMBER = Path(__file__).parents[1] / "fakes" / "nccl_member.py"
+MEMBER = Path(__file__).parents[1] / "support" / "ranks" / "nccl_member.py"
 MIB = 1 << 20
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import parity_run
 import pytest
 import torch
-from parity_layouts import LAYOUTS, batches, config_of
-from plain_policy import PlainPolicy
-from rank_pool import RankPool
+from support.ranks.parity_layouts import LAYOUTS, batches, config_of
+from support.ranks.rank_pool import RankPool
+from support.references.plain_policy import PlainPolicy
+from support.rigs import parity_run
 
 pytestmark = [
     pytest.mark.gpu,

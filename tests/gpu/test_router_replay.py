@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import parity_run
 import pytest
-import router_replay_run
 import torch
-from parity_layouts import batches, config_of
-from plain_policy import PlainPolicy
-from rank_pool import RankPool
+from support.ranks.parity_layouts import batches, config_of
+from support.ranks.rank_pool import RankPool
+from support.references.plain_policy import PlainPolicy
+from support.rigs import parity_run, router_replay_run
 
 pytestmark = [
     pytest.mark.gpu,

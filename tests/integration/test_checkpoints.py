@@ -12,8 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-import checkpoint_ranks  # noqa: E402
-from rank_pool import RankPool  # noqa: E402
 from slipstream.protocol.checkpoints import (  # noqa: E402
     check_files,
     checkpoint_path,
@@ -21,6 +19,8 @@ from slipstream.protocol.checkpoints import (  # noqa: E402
     read_manifest,
 )
 from slipstream.protocol.errors import CheckpointError  # noqa: E402
+from support.ranks import checkpoint_ranks  # noqa: E402
+from support.ranks.rank_pool import RankPool  # noqa: E402
 
 PROGRAM = Path(checkpoint_ranks.__file__)
 TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}

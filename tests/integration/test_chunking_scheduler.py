@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
-from tiny_models import SMALLEST, make_model_folder  # noqa: E402
+from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 BLOCK = 16
 PROMPT = list(range(4, 14))

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from run_processes import run_command
 from slipstream.client.launch.preflight import free_port
+from support.rigs.run_processes import run_command
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 LLAMA3_ROPE = {

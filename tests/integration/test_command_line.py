@@ -16,11 +16,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from run_processes import address_of, command, copy_environments, run_command, write_config
 from slipstream.client.cli import parse
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.settings.config_file import load_config
+from support.rigs.run_processes import (
+    address_of,
+    command,
+    copy_environments,
+    run_command,
+    write_config,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compose_file import (
+from slipstream.client import health
+from slipstream.client.cli import _parser
+from slipstream.protocol.access.security import is_loopback
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.queue.redis_durability import REQUIRED_SETTINGS
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import load_config
+from support.rigs.compose_file import (
     COMPOSE_FILE,
     DEPLOY,
     GPU_FILE,
@@ -20,13 +27,6 @@ from compose_file import (
     resolve,
     write_env,
 )
-from slipstream.client import health
-from slipstream.client.cli import _parser
-from slipstream.protocol.access.security import is_loopback
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.queue.redis_durability import REQUIRED_SETTINGS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config
 
 ENV_FILES = sorted((DEPLOY / "env").glob("*.env"))
 FILES = {

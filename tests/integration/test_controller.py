@@ -8,9 +8,6 @@ import statistics
 
 import grpc.aio
 import pytest
-from controller_runs import evaluation_rows, make_config, play, with_evaluations
-from fake_server import OPEN, FakeServer, environment_failure
-from fake_trainer import FakeTrainer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client import Client
@@ -27,6 +24,9 @@ from slipstream.v1 import (
     trainer_pb2,
     trajectory_pb2,
 )
+from support.fakes.fake_server import OPEN, FakeServer, environment_failure
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
 
 
 async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tmp_path):

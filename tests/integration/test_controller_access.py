@@ -12,7 +12,6 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from guarded_controller import TOKEN, serving, with_token
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import (
@@ -23,6 +22,7 @@ from slipstream.v1 import (
     trainer_pb2,
     trajectory_pb2,
 )
+from support.fakes.guarded_controller import TOKEN, serving, with_token
 
 MODULES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
 OTHERS = (health_pb2, reflection_pb2)

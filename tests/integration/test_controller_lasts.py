@@ -9,10 +9,10 @@ import time
 import types
 from pathlib import Path
 
-from controller_runs import make_config, play
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
 from slipstream.learner.controller.application import Controller
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import make_config, play
 
 # Bytes kept of a step of two trajectories with some sixty metrics: mostly its event's text.
 MOST_BYTES_A_STEP = 2000

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from receiver_story import judge, run_rig  # noqa: E402
+from support.rigs.receiver_story import judge, run_rig  # noqa: E402
 
 
 def test_a_plan_copies_what_the_loader_would_load(tmp_path: Path) -> None:

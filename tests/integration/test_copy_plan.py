@@ -10,18 +10,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from loader_ranks import (  # noqa: E402
+from support.fakes.receiver_worker import (  # noqa: E402
+    first_update_with_slow_recording,
+    updates,
+    updates_of_layers_with_scales,
+    updates_while_experts_move,
+)
+from support.ranks.loader_ranks import (  # noqa: E402
     SHAPES,
     Outcome,
     in_ranks,
     outcomes,
     with_room_for_adapters,
-)
-from receiver_worker import (  # noqa: E402
-    first_update_with_slow_recording,
-    updates,
-    updates_of_layers_with_scales,
-    updates_while_experts_move,
 )
 
 

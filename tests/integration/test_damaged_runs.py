@@ -13,13 +13,13 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from controller_runs import make_config, play
-from fake_server import OPEN, FakeServer
-from fake_trainer import FakeTrainer
 from slipstream.learner.controller.application import Controller
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
-from small_checkpoints import save_checkpoint
+from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.small_checkpoints import save_checkpoint
+from support.rigs.controller_runs import make_config, play
 
 STEPS = 6
 

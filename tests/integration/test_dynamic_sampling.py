@@ -6,14 +6,14 @@ import asyncio
 import json
 
 import pytest
-from controller_runs import evaluation_rows, make_config, play, with_evaluations
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
 from slipstream.client.run_folder import check_run_folder, write_config
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
 
 
 async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):

@@ -20,7 +20,7 @@ from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.settings.engine_table import OWNED  # noqa: E402
 from slipstream.protocol.settings.vllm_source import VllmSource, check_engine  # noqa: E402
-from tiny_models import SMALLEST, make_model_folder  # noqa: E402
+from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 from vllm import AsyncEngineArgs  # noqa: E402
 
 

@@ -6,13 +6,13 @@ import asyncio
 from collections import Counter
 
 import pytest
-from controller_runs import evaluation_rows, make_config, play, with_evaluations
-from fake_server import FakeServer, environment_failure
-from fake_trainer import FakeTrainer
 from slipstream.client import Client
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trajectory_pb2
+from support.fakes.fake_server import FakeServer, environment_failure
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
 
 
 def evaluation_leases(server: FakeServer, name: str = "held") -> list:

@@ -12,8 +12,11 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from fuzz_budget import BUDGET
-from fuzz_calls import (
+from hypothesis import example, given
+from hypothesis import strategies as st
+from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
+from support.rigs.fuzz_budget import BUDGET
+from support.rigs.fuzz_calls import (
     FATAL,
     METHODS,
     Answers,
@@ -24,10 +27,7 @@ from fuzz_calls import (
     random_case,
     registered,
 )
-from hypothesis import example, given
-from hypothesis import strategies as st
-from live_run import LiveRun
-from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
+from support.rigs.live_run import LiveRun
 
 CALLS = tuple(name for name in METHODS if name not in FATAL)
 # A run that ends takes no calls; one whose controller has ended has no port.

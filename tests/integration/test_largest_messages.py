@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from fuzz_calls import METHODS, opening
-from fuzzing import new
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
-from largest_messages import largest
-from live_run import LiveRun
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.trajectories.intake import SMALL_BYTES as LARGEST_IN_LOOP
 from slipstream.protocol.access.checked_calls import SMALL_BYTES
@@ -27,6 +23,10 @@ from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.protocol.codec import decode_trajectory
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import fleet_pb2, trainer_pb2, trajectory_pb2
+from support.fakes.largest_messages import largest
+from support.rigs.fuzz_calls import METHODS, opening
+from support.rigs.fuzzing import new
+from support.rigs.live_run import LiveRun
 
 # 50 ms on a machine that has nothing else to do; a busy one has colder caches.
 HELD_S = 0.05

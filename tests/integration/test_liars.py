@@ -13,10 +13,6 @@ import json
 import grpc
 import grpc.aio
 import pytest
-from controller_runs import make_config, play
-from fake_server import OPEN, FakeServer
-from fake_trainer import FakeTrainer
-from liars import Liar, attacked, deliver, ended
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
@@ -32,6 +28,10 @@ from slipstream.v1 import (
     trainer_pb2_grpc,
     trajectory_pb2,
 )
+from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.liars import Liar, attacked, deliver, ended
+from support.rigs.controller_runs import make_config, play
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import field_ranks
 import pytest
 import torch
-from field_models import (
+from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
+from support.fakes.field_models import (
     CASES,
     CHOICES,
     DEFAULT_ROPE,
@@ -19,9 +19,9 @@ from field_models import (
     make_field_model,
     write_as_transformers_4,
 )
-from field_ranks import probe
-from rank_pool import RankPool
-from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
+from support.ranks import field_ranks
+from support.ranks.field_ranks import probe
+from support.ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from parity_models import make_models
 from slipstream.protocol.settings.model_files import read_header
 from slipstream.protocol.settings.model_tensors import needed_tensors, tensor_problems
 from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
+from support.fakes.parity_models import make_models
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import namespaces
 import pytest
 from slipstream.client.launch.preflight import free_port
+from support.rigs import namespaces
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import settings_ranks
-from megatron_fields import FREE
-from parity_models import make_models
-from rank_pool import RankPool
-from settings_ranks import PASSED, REFUSED
 from slipstream.learner.trainer.model.settings import OWNED
 from slipstream.protocol.settings.transformer_table import FROM_MODEL, OFF
+from support.fakes.parity_models import make_models
+from support.ranks import settings_ranks
+from support.ranks.rank_pool import RankPool
+from support.ranks.settings_ranks import PASSED, REFUSED
+from support.references.megatron_fields import FREE
 
 
 @pytest.fixture(scope="module")

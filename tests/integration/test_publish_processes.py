@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import publish_scenario
 import pytest
-from publish_scenario import Scenario
-from tiny_models import make_model_folder
+from support.fakes.tiny_models import make_model_folder
+from support.rigs import publish_scenario
+from support.rigs.publish_scenario import Scenario
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,6 @@ import dataclasses
 import json
 
 import numpy as np
-from controller_runs import make_config, play, with_evaluations
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
-from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.controller.events import EventLog
@@ -24,6 +20,10 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import Trajectory, TrajectoryId
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.fake_trajectories import GOOD
+from support.rigs.controller_runs import make_config, play, with_evaluations
 
 
 def above_zero(trajectory: Trajectory) -> Trajectory:

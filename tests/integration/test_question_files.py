@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from run_processes import empty_model, run_command, write_config
+from support.rigs.run_processes import empty_model, run_command, write_config
 
 QUESTIONS = "slipstream.client.builtin.questions:Questions"
 

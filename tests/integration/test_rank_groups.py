@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import rank_groups
-from rank_groups import LAYOUTS
-from rank_pool import RankPool
 from slipstream.protocol.settings.config import ParallelSection
 from slipstream.protocol.settings.rank_layout import RankLayout
+from support.ranks import rank_groups
+from support.ranks.rank_groups import LAYOUTS
+from support.ranks.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

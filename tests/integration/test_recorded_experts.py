@@ -14,14 +14,14 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from gloo_sender import GlooSender, layout_of  # noqa: E402
-from parity_models import NUM_EXPERTS, make_mixture  # noqa: E402
-from running_replies import until_generated  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import Generation, Sampling  # noqa: E402
-from started_engine import started_engine  # noqa: E402
+from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
+from support.fakes.parity_models import NUM_EXPERTS, make_mixture  # noqa: E402
+from support.rigs.running_replies import until_generated  # noqa: E402
+from support.rigs.started_engine import started_engine  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_processes import write_config
+from support.rigs.run_processes import write_config
 
 pytest.importorskip("megatron.core")
 

@@ -20,7 +20,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     CONTROLLER,
     ROLLOUT_SERVER,
     TRAINER,
@@ -39,8 +41,6 @@ from run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from tiny_models import make_model_folder  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from controller_runs import make_config, play, with_evaluations
-from fake_server import FakeServer, environment_failure
-from fake_trainer import START, FakeTrainer
 from slipstream.client import Client
 from slipstream.client.launch.preflight import free_port
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
@@ -26,6 +23,9 @@ from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
+from support.fakes.fake_server import FakeServer, environment_failure
+from support.fakes.fake_trainer import START, FakeTrainer
+from support.rigs.controller_runs import make_config, play, with_evaluations
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import role_ranks
 import torch
-from parity_layouts import batches
-from parity_models import make_models
-from rank_pool import RankPool
-from role_ranks import CRITIC_RATE, LAYOUTS, STEP_METRICS, VALUE_CLIP, config_of
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.roles.critic import explained_variance
 from slipstream.protocol.types import Trajectory
+from support.fakes.parity_models import make_models
+from support.ranks import role_ranks
+from support.ranks.parity_layouts import batches
+from support.ranks.rank_pool import RankPool
+from support.ranks.role_ranks import CRITIC_RATE, LAYOUTS, STEP_METRICS, VALUE_CLIP, config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

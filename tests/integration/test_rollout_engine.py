@@ -13,9 +13,6 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
-from gloo_sender import GlooSender, layout_of  # noqa: E402
-from running_replies import until_generated  # noqa: E402
 from slipstream.protocol.errors import ConfigError, WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import (  # noqa: E402
@@ -25,6 +22,9 @@ from slipstream.rollout_server.engine_interface import (  # noqa: E402
     Sampling,
 )
 from slipstream.rollout_server.inference.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
+from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
+from support.rigs.running_replies import until_generated  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

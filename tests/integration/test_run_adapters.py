@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from adapter_runs import LORA, check  # noqa: E402
-from run_processes import (  # noqa: E402
+from support.rigs.adapter_runs import LORA, check  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     ROLLOUT_SERVER,
     check_ledger,
     command,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from controller_runs import make_config, play
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
 from slipstream.client import Client
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import make_config, play
 
 # The controller gives up a trainer that is silent for so long at the end.
 TIMEOUT_S, GRACE_S = 2.2, 0.3

@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from example_environments import Repeat  # noqa: E402
-from run_processes import (  # noqa: E402
+from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from support.fakes.example_environments import Repeat  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     WORKER,
     address_of,
     check_ledger,
@@ -25,8 +27,6 @@ from run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
-from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

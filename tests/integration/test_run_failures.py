@@ -14,7 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
+from slipstream.client import Client  # noqa: E402
+from slipstream.client.status import Event  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     CONTROLLER,
     ROLLOUT_SERVER,
     TRAINER,
@@ -31,8 +33,6 @@ from run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
-from slipstream.client import Client  # noqa: E402
-from slipstream.client.status import Event  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

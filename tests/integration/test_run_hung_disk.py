@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
+from support.fakes.throttled_disk import ThrottledDisk  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     command,
     copy_environments,
     summary_of,
     write_config,
 )
-from throttled_disk import ThrottledDisk  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

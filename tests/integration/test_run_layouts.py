@@ -11,14 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
+from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,
     run_command,
     summary_of,
     write_config,
 )
-from tiny_models import make_model_folder  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

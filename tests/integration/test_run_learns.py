@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from documented_metrics import tables  # noqa: E402
-from run_processes import (  # noqa: E402
+from support.references.documented_metrics import tables  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     rows_of,
     run_command,

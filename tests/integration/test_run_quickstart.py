@@ -14,8 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from documented_metrics import tables  # noqa: E402
-from run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from slipstream.protocol.settings.config_file import load_config  # noqa: E402
+from support.references.documented_metrics import tables  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,
     plain_loop,
@@ -24,8 +26,6 @@ from run_processes import (  # noqa: E402
     summary_of,
     write_config,
 )
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from slipstream.protocol.settings.config_file import load_config  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

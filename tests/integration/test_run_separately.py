@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     Command,
     address_of,
     check_ledger,

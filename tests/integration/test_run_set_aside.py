@@ -11,13 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
-    check_ledger,
-    copy_environments,
-    run_command,
-    summary_of,
-    write_config,
-)
 from slipstream.learner.controller.records.history import read_history  # noqa: E402
 from slipstream.learner.controller.records.journal import Journal, read_records  # noqa: E402
 from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
@@ -27,6 +20,13 @@ from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
     tokens_by_server,
 )
 from slipstream.protocol.types import GroupId, PolicyVersion, VersionSpan  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    copy_environments,
+    run_command,
+    summary_of,
+    write_config,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

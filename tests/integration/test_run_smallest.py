@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import ROOT, check_ledger, run_command, summary_of  # noqa: E402
 from slipstream.client.launch.placement import uses_gpus  # noqa: E402
 from slipstream.client.launch.preflight import free_port  # noqa: E402
+from support.rigs.run_processes import ROOT, check_ledger, run_command, summary_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

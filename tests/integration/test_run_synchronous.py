@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from slipstream.v1 import trainer_pb2  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,
     plain_loop,
@@ -18,8 +20,6 @@ from run_processes import (  # noqa: E402
     summary_of,
     write_config,
 )
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from slipstream.v1 import trainer_pb2  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

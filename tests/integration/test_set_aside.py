@@ -9,10 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from controller_runs import make_config, play
-from fake_server import FakeServer
-from fake_trainer import START, FakeTrainer
-from run_processes import run_command
 from slipstream.client.run_folder import hold_folder, write_config
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
@@ -22,6 +18,10 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
 from slipstream.v1 import trainer_pb2
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import START, FakeTrainer
+from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import run_command
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
 

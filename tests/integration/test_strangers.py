@@ -18,8 +18,6 @@ import grpc.aio
 import psutil
 import pytest
 import torch
-from guarded_controller import TOKEN, serving, with_token
-from loopbacks import LOOPBACKS
 from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.ranks.meeting import meeting_place
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
@@ -31,6 +29,8 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
 from slipstream.v1 import status_pb2, status_pb2_grpc
+from support.fakes.guarded_controller import TOKEN, serving, with_token
+from support.rigs.loopbacks import LOOPBACKS
 
 HOST = "127.0.0.1"
 JOIN_S = 10.0

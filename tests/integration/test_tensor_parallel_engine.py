@@ -11,13 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from gloo_sender import GlooSender, layout_of  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
-from started_engine import started_engine  # noqa: E402
-from tiny_models import make_model_folder  # noqa: E402
+from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
+from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from support.rigs.started_engine import started_engine  # noqa: E402
 
 PROMPT = [1, 4, 5, 6, 3]
 SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)

@@ -6,10 +6,10 @@ import importlib.util
 import json
 
 import pytest
-from controller_runs import make_config, play, with_evaluations
-from fake_server import FakeServer
-from fake_trainer import FakeTrainer
-from run_processes import empty_model, run_command, write_config
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.run_processes import empty_model, run_command, write_config
 
 without_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is not None, reason="wandb is installed"

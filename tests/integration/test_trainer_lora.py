@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import lora_ranks
 import numpy as np
 import pytest
 import torch
-from lora_ranks import ALPHA, JOBS, MIXTURES, RANK, config_of, jobs_of
-from parity_layouts import STEPS, batches, probe
-from parity_models import make_models
-from rank_pool import RankPool
 from safetensors.torch import load_file
+from support.fakes.parity_models import make_models
+from support.ranks import lora_ranks
+from support.ranks.lora_ranks import ALPHA, JOBS, MIXTURES, RANK, config_of, jobs_of
+from support.ranks.parity_layouts import STEPS, batches, probe
+from support.ranks.rank_pool import RankPool
 
 SCALE = ALPHA / RANK
 # Matrices of the four targets in the 4 layers of a model.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import memory_ranks
 import pytest
 import torch
-from memory_ranks import JOBS, jobs_of
-from parity_models import make_models
-from rank_pool import RankPool
+from support.fakes.parity_models import make_models
+from support.ranks import memory_ranks
+from support.ranks.memory_ranks import JOBS, jobs_of
+from support.ranks.rank_pool import RankPool
 
 OFFLOADED = [name for name in JOBS if name.endswith("-offload")]
 

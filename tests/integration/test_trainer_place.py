@@ -13,8 +13,6 @@ import grpc
 import grpc.aio
 import pytest
 import tomli_w
-from controller_runs import make_config
-from fake_server import OPEN
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.access.security import open_channel
@@ -22,6 +20,8 @@ from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from support.fakes.fake_server import OPEN
+from support.rigs.controller_runs import make_config
 
 FIRST = """
 import sys

@@ -17,13 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fake_controller import (
-    FakeController,
-    batch_order,
-    make_batch,
-    publish_order,
-    stop_order,
-)
 from safetensors.torch import load_file
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
@@ -31,8 +24,15 @@ from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
-from throttled_disk import ThrottledDisk
-from tiny_models import make_model_folder
+from support.fakes.fake_controller import (
+    FakeController,
+    batch_order,
+    make_batch,
+    publish_order,
+    stop_order,
+)
+from support.fakes.throttled_disk import ThrottledDisk
+from support.fakes.tiny_models import make_model_folder
 
 TIMEOUT_S = 300
 BATCHES = [

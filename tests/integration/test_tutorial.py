@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from run_processes import PROGRAM  # noqa: E402
 from slipstream.client.launch.preflight import free_port  # noqa: E402
+from support.rigs.run_processes import PROGRAM  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
 import tomli_w
-from compose_file import DEPLOY, read_env, resolve, write_env
-from namespaces import Container, Host, Mount, Network, Socket, poll
+from support.rigs import namespaces
+from support.rigs.compose_file import DEPLOY, read_env, resolve, write_env
+from support.rigs.namespaces import Container, Host, Mount, Network, Socket, poll
 
 MISSING = namespaces.missing()
 pytestmark = [
@@ -179,7 +179,7 @@ def start(host: Host, name: str, model: dict[str, Any], folder: Path) -> Contain
     command = service["command"]
     if name == "redis":
         # The wheel's Valkey has no TLS.
-        program = Path(__file__).parents[1] / "fakes" / "tls_valkey.py"
+        program = Path(__file__).parents[1] / "support" / "fakes" / "tls_valkey.py"
         mounts.append(Mount(program, Path("/tls_valkey.py")))
         command = ["python", "/tls_valkey.py", *command[1:]]
     given = {k: v for k, v in (service.get("environment") or {}).items() if v is not None}

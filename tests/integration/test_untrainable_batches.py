@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import poisoned_ranks
 import pytest
 import torch
-from poisoned_ranks import FAULTY, JOBS, POISONS, good_batch
-from rank_pool import RankPool
-from tiny_models import make_model_folder
+from support.fakes.tiny_models import make_model_folder
+from support.ranks import poisoned_ranks
+from support.ranks.poisoned_ranks import FAULTY, JOBS, POISONS, good_batch
+from support.ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

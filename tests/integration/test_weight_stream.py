@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import stream_ranks
 import torch
-from parity_layouts import LAYOUTS
-from parity_models import make_models
-from rank_pool import RankPool
+from support.fakes.parity_models import make_models
+from support.ranks import stream_ranks
+from support.ranks.parity_layouts import LAYOUTS
+from support.ranks.rank_pool import RankPool
 
 # Layout -> ranks that send.
 SENDERS = {

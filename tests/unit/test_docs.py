@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import inspect
 import json
+import os
 import re
 import runpy
 import shlex
@@ -64,6 +65,7 @@ def python_commands(page: Path) -> Iterator[list[str]]:
     for text in blocks(page, "", "sh", "bash", "console"):
         for line in text.replace("\\\n", " ").splitlines():
             line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
+            line = line.removeprefix("PYTHONPATH=tests ")
             if line.startswith("python "):
                 program = shlex.split(line, comments=True)[1:]
                 ours = program[0] not in {"-", *NOT_OURS}
@@ -156,11 +158,12 @@ def test_our_programs_take_every_command() -> None:
     commands = [command for page in PAGES for command in python_commands(page)]
     assert len(commands) > 20
     asked = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "fakes" / "only_parse.py")],
+        [sys.executable, str(ROOT / "tests" / "support" / "rigs" / "only_parse.py")],
         input=json.dumps(commands),
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
     )
     said = [json.loads(line) for line in asked.stdout.splitlines()]
     assert len(said) == len(commands), asked.stderr

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from fuzz_budget import BUDGET
-from fuzz_files import RECORDS, file_readers, journal_bytes
-from fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample
 from hypothesis import example, given
 from hypothesis import strategies as st
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
+from support.rigs.fuzz_budget import BUDGET
+from support.rigs.fuzz_files import RECORDS, file_readers, journal_bytes
+from support.rigs.fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample
 
 READERS = {r.name: r for r in [*request_readers(), *message_readers(), *file_readers()]}
 DEEP = b"[" * 100_000

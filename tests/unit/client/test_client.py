@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from fake_workers import Empty, Good
 from slipstream.client import Client, patience
 from slipstream.client.cli import parse
 from slipstream.client.launch.preflight import free_port
@@ -23,6 +22,7 @@ from slipstream.v1 import (
     status_pb2_grpc,
     trajectory_pb2,
 )
+from support.fakes.fake_workers import Empty, Good
 
 LIMIT_S = 60.0
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)

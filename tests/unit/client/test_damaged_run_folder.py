@@ -13,8 +13,8 @@ from slipstream.client.run_folder import check_run_folder, version_to_export, wr
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import dump_config, load_config
-from small_checkpoints import save_checkpoint
-from small_configs import config_of
+from support.fakes.small_checkpoints import save_checkpoint
+from support.fakes.small_configs import config_of
 
 
 def run_of(tmp_path: Path) -> Config:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from model_folders import write_loadable_files
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
 from slipstream.client.doctor import machine, packages
@@ -23,6 +22,7 @@ from slipstream.protocol.machine.gpus import list_gpus
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
+from support.fakes.model_folders import write_loadable_files
 
 
 def config_of(tmp_path: Path, **sections: dict) -> Config:

@@ -21,7 +21,7 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
 from slipstream.protocol.errors import ConfigError
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 
 def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:

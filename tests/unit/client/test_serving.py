@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 
 import pytest
-from fake_workers import Empty, Good, Misbehaving, Plain
 from slipstream.client import Environment, Message, StepResult
 from slipstream.client.serving import EpisodeHost, answer_commands
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
+from support.fakes.fake_workers import Empty, Good, Misbehaving, Plain
 
+FAKE = "support.fakes.fake_workers"
 ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 INFRASTRUCTURE = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
 
@@ -212,12 +213,12 @@ async def test_a_loaded_environment_answers() -> None:
     [
         ("fake_workers", "", "a reference is package.module:Class, got 'fake_workers'"),
         ("no_such.module:X", "", "there is no module 'no_such' in Python's path"),
-        ("fake_workers:Missing", "", "module fake_workers has no class Missing"),
-        ("fake_workers:NoEnvironment", "", "fake_workers:NoEnvironment is no subclass of"),
-        ("fake_workers:Good", '{"sides": 3}', "Good(...) failed: TypeError: "),
-        ("fake_workers:Good", "[3]", "the arguments must be a JSON object, got [3]"),
-        ("fake_workers:Good", "{", "the arguments are not JSON: "),
-        ("fake_workers:Empty", "", "ValueError: Empty.tasks() gives no task"),
+        (f"{FAKE}:Missing", "", f"module {FAKE} has no class Missing"),
+        (f"{FAKE}:NoEnvironment", "", f"{FAKE}:NoEnvironment is no subclass of"),
+        (f"{FAKE}:Good", '{"sides": 3}', "Good(...) failed: TypeError: "),
+        (f"{FAKE}:Good", "[3]", "the arguments must be a JSON object, got [3]"),
+        (f"{FAKE}:Good", "{", "the arguments are not JSON: "),
+        (f"{FAKE}:Empty", "", "ValueError: Empty.tasks() gives no task"),
     ],
 )
 async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(

@@ -14,7 +14,7 @@ from slipstream.client.cli import main
 from slipstream.client.launch.display import Display
 from slipstream.client.terminal import plain
 from slipstream.v1 import status_pb2
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 # Clears the screen, sets the title, moves the cursor, turns the writing direction.
 HOSTILE = "\x1b[2J\x1b]0;title\x07 a\rb \x9b1A \u202eevil \ud800"

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_workers import LIMIT_S, WorkerServer, worker_process
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
+from support.fakes.fake_workers import LIMIT_S, WorkerServer, worker_process
 
-FAKES = str(Path(__file__).parents[2] / "fakes")
+FAKES = str(Path(__file__).parents[2] / "support" / "fakes")
 
 
 async def check(*arguments: str) -> tuple[int, str, str]:

@@ -15,7 +15,7 @@ from slipstream.protocol.checkpoints import (
     remove_partial,
 )
 from slipstream.protocol.errors import CheckpointError
-from small_checkpoints import save_checkpoint
+from support.fakes.small_checkpoints import save_checkpoint
 
 
 def folder_in_place(path: Path) -> None:

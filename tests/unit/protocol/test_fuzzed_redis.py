@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from fuzz_budget import BUDGET
-from fuzzing import TEXTS, mutated
 from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver
 from slipstream.protocol.queue.seal import opener, seal, server_key
 from slipstream.protocol.types import TrajectoryId
+from support.rigs.fuzz_budget import BUDGET
+from support.rigs.fuzzing import TEXTS, mutated
 
 LIMIT_S = 30.0
 KEY = b"k" * 32

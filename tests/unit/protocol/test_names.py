@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.names import check_server_id
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 OUTSIDE = [
     "",

@@ -3,12 +3,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from fake_trajectories import make_trajectory
 from pydantic import JsonValue
 from slipstream.protocol.rewards import has_variance, is_counted, overlong_penalty, shaped_reward
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Status, Trajectory
+from support.fakes.fake_trajectories import make_trajectory
 
 PENALTY: JsonValue = {"penalty": 0.5, "cache_tokens": 4}
 

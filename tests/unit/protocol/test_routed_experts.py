@@ -5,7 +5,6 @@ import hashlib
 
 import numpy as np
 import pytest
-from fake_trajectories import make_trajectory
 from slipstream.protocol.codec import (
     decode_trajectory,
     encode_trajectory,
@@ -20,6 +19,7 @@ from slipstream.protocol.routed_experts import (
     unpack_experts,
 )
 from slipstream.protocol.types import Trajectory
+from support.fakes.fake_trajectories import make_trajectory
 
 
 def with_experts(ids: np.ndarray, num_experts: int) -> Trajectory:

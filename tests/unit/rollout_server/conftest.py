@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine
-from fake_fleet import Connection, FakeFleet
 from make_tiny_model import make_tokenizer
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
@@ -18,6 +16,8 @@ from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
 from slipstream.v1 import environment_pb2 as env_pb
+from support.fakes.fake_engine import FakeEngine
+from support.fakes.fake_fleet import Connection, FakeFleet
 
 
 @pytest.fixture(scope="session")

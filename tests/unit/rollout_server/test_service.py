@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from failing_thread import end_writing
-from fake_fleet import FakeFleet
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
@@ -13,6 +11,8 @@ from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
+from support.fakes.failing_thread import end_writing
+from support.fakes.fake_fleet import FakeFleet
 
 
 def draining_within(config, limit_s: float):

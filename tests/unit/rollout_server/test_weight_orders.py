@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from fake_engine import DIGESTS, FakeEngine
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.types import LogprobArray, PolicyVersion, ServerId
@@ -19,6 +18,7 @@ from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.publish_phases import Phase
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
+from support.fakes.fake_engine import DIGESTS, FakeEngine
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING

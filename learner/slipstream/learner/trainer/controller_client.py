@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -65,11 +66,10 @@ class ControllerClient:
         """
         until_s = time.monotonic() + self._long_timeout_s
         backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
+        call = functools.partial(self._stub.Register, metadata=self._metadata)
         while True:
             try:
-                welcome: pb.TrainerWelcome = self._retried(
-                    "Register", self._stub.Register, hello, CALL_TIMEOUT_S
-                )
+                welcome: pb.TrainerWelcome = self._retried("Register", call, hello, CALL_TIMEOUT_S)
                 break
             except grpc.RpcError as error:
                 is_over = self._stop_reason is not None or time.monotonic() > until_s

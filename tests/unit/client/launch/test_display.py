@@ -10,7 +10,7 @@ import pytest
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 ERROR = status_pb2.SEVERITY_ERROR
 SUMMARY = {

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from loopbacks import LOOPBACKS
 from slipstream.client.launch import preflight
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_learner
@@ -25,7 +24,8 @@ from slipstream.client.launch.preflight import (
 )
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
-from small_configs import config_of
+from support.fakes.small_configs import config_of
+from support.rigs.loopbacks import LOOPBACKS
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:

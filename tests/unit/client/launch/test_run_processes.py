@@ -19,7 +19,7 @@ from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2, status_pb2_grpc
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import exits
 import pytest
 from slipstream.client.launch import restarts
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
 from slipstream.protocol.settings.config_file import parse_config
+from support.fakes import exits
 
 
 class ScriptedRanks(TrainerRanks):

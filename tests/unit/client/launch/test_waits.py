@@ -13,7 +13,7 @@ from slipstream.client.launch.waits import tell_waits, wait_line
 from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LOADING = fleet_pb2.SERVER_STATE_LOADING

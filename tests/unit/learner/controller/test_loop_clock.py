@@ -6,7 +6,6 @@ import asyncio
 import time
 
 import pytest
-from publishing_scene import joined, nothing, progress_of
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
@@ -16,6 +15,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
+from support.rigs.publishing_scene import joined, nothing, progress_of
 
 KEY = ServerKey(ServerId("a"), 1)
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED

@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from publishing_scene import Scene, progress_of
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.v1 import status_pb2
+from support.rigs.publishing_scene import Scene, progress_of
 
 
 @dataclass

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from fake_controller import FakeController, batch_order, make_batch
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
+from support.fakes.fake_controller import FakeController, batch_order, make_batch
 
 
-def config(address: str, tmp_path: Path) -> Config:
+def config(address: str, tmp_path: Path, **sections: object) -> Config:
     return parse_config(
         {
             "run": {"name": "client", "steps": 1},
@@ -21,6 +23,7 @@ def config(address: str, tmp_path: Path) -> Config:
             "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
             "controller": {"address": address},
+            **sections,
         },
         source="test",
     )
@@ -69,3 +72,29 @@ def test_controller_that_stays_away_fails_the_run(tmp_path: Path) -> None:
         client.register(pb.TrainerHello(world_size=1))
     client.report_failure(pb.TrainerFailure(message="unheard"))
     client.close()
+
+
+def test_every_call_carries_the_token(tmp_path: Path) -> None:
+    token = "t" * 40
+    (tmp_path / "token").write_text(token)
+    security = {"token_file": str(tmp_path / "token")}
+    methods = pb.DESCRIPTOR.services_by_name["TrainerService"].methods_by_name
+    with FakeController([[pb.Directive(wait=pb.WaitOrder())]], token=token) as controller:
+        client = ControllerClient(config(controller.address, tmp_path, security=security))
+        client.register(pb.TrainerHello(world_size=1))
+        ask(client)
+        client.report_step(pb.StepReport())
+        client.start_publish(pb.PublishStart(publish_id="p"), join_deadline_s=1.0)
+        client.has_all_receivers("p", 1)
+        client.finish_publish(pb.PublishResult())
+        client.report_checkpoint(pb.CheckpointReport())
+        client.report_work(Activity())
+        client.report_failure(pb.TrainerFailure())
+        client.set_batch_aside(pb.TrainerFailure())
+        client.finish(pb.TrainerGoodbye())
+        until_s = time.monotonic() + 30
+        while controller.guard.admitted < set(methods) and time.monotonic() < until_s:
+            time.sleep(0.005)
+        client.close()
+    assert controller.guard.refused == set()
+    assert controller.guard.admitted == set(methods)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from fake_controller import batch_order, make_batch, publish_order, stop_order
 from slipstream.learner.trainer.orders import (
     Stop,
     Wait,
@@ -12,6 +11,7 @@ from slipstream.learner.trainer.orders import (
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import trainer_pb2 as pb
+from support.fakes.fake_controller import batch_order, make_batch, publish_order, stop_order
 
 BATCH = make_batch(3, num_groups=2, group_size=4, vocab_size=9, max_tokens=12)
 

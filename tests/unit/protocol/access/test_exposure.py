@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import namespaces
 import pytest
 from slipstream.protocol.access.exposure import (
     check_private,
@@ -17,6 +16,7 @@ from slipstream.protocol.access.exposure import (
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
+from support.rigs import namespaces
 
 MISSING = namespaces.missing()
 

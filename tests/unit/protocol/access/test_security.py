@@ -21,7 +21,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.queue_section import QueueSection
 from slipstream.protocol.settings.sections import SecuritySection
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 TOKEN = "s" * 32
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_folders import write_loadable_files
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import check_model, model_warnings, parse_config
 from slipstream.protocol.settings.model_fields import (
@@ -19,6 +18,7 @@ from slipstream.protocol.settings.model_fields import (
     unknown_fields,
 )
 from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
+from support.fakes.model_folders import write_loadable_files
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL = ARCHITECTURES
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}

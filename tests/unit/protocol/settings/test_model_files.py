@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from model_folders import write_loadable_files, write_safetensors
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.model_files import missing_files
 from slipstream.protocol.settings.model_sizes import read_model_sizes
+from support.fakes.model_folders import write_loadable_files, write_safetensors
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from model_folders import write_loadable_files, write_safetensors
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import check_model
 from slipstream.protocol.settings.model_files import INDEX, read_header
 from slipstream.protocol.settings.model_tensors import needed_tensors, tensor_problems
-from small_configs import config_of
+from support.fakes.model_folders import write_loadable_files, write_safetensors
+from support.fakes.small_configs import config_of
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from model_folders import write_loadable_files
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
@@ -18,6 +17,7 @@ from slipstream.protocol.settings.config_file import (
     parse_config,
 )
 from slipstream.protocol.settings.roles import critic_config, reference_config
+from support.fakes.model_folders import write_loadable_files
 
 Table = dict[str, JsonValue]
 

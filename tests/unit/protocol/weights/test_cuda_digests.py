@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from types import SimpleNamespace
 
-import fake_cupy
 import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.cuda_digests import CudaDigests
+from support.fakes import fake_cupy
 
 
 def test_kernel_is_compiled_and_loaded_before_any_bucket_is_digested() -> None:

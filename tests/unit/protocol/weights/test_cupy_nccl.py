@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fake_cupy
 import pytest
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.nccl_group import NcclGroup
+from support.fakes import fake_cupy
 
 
 def test_communicator_whose_warm_up_fails_is_aborted_before_it_is_finalised() -> None:

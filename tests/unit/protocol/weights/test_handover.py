@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import handover_ends
 import numpy as np
 import pytest
-from loopbacks import LOOPBACKS
 from slipstream.protocol.access import callers
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer, host_id
 from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
+from support.rigs import handover_ends
+from support.rigs.loopbacks import LOOPBACKS
 
 NUM_BYTES = handover_ends.NUM_BYTES
 # No test waits so long: whoever is told of an end does not wait for a deadline.

@@ -7,10 +7,10 @@ import threading
 import time
 
 import pytest
-from fake_nccl import FakeCommunicator, FakeNccl, Meeting
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights import nccl_group
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from support.fakes.fake_nccl import FakeCommunicator, FakeNccl, Meeting
 
 # Without the watchdog some tests would wait for ever.
 pytestmark = pytest.mark.timeout(60)

@@ -7,10 +7,10 @@ import os
 import secrets
 from pathlib import Path
 
-import fake_cupy
 import pytest
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.shared_buffers import HostBuffers, make_buffers, open_buffers
+from support.fakes import fake_cupy
 
 SHARED = Path("/dev/shm")
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from failing_thread import end_writing
 from slipstream.protocol.errors import RunFailed
 from slipstream.rollout_server.episodes.worker_logs import BoundedLog, WorkerLogs
+from support.fakes.failing_thread import end_writing
 
 LIMIT_S = 30.0
 

@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from running_replies import until_generated
+from support.rigs.running_replies import until_generated
 
 
 async def reply(engine: SimpleNamespace, tokens: int) -> None:

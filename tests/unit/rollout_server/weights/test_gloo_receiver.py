@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from gloo_sender import GlooSender, layout_of
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
+from support.fakes.gloo_sender import GlooSender, layout_of
 
 LONG_S = 30.0
 WEIGHTS = {name: torch.arange(1e6) for name in "abc"}

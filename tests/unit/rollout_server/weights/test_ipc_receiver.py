@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import fake_cupy
-import ipc_learner
 import pytest
 import torch
 from slipstream.learner.trainer.weights.ipc_sender import IpcSender
@@ -22,6 +20,8 @@ from slipstream.protocol.weights.handover import HandoverSender, Offer
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.v1 import weights_pb2
+from support.fakes import fake_cupy
+from support.ranks import ipc_learner
 
 BUCKETS = ipc_learner.BUCKETS
 LONG_S = 30.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import fake_cupy
-import fake_streams
 import pytest
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
@@ -14,6 +12,7 @@ from slipstream.rollout_server.weights import nccl_receiver
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
 from slipstream.v1 import weights_pb2
+from support.fakes import fake_cupy, fake_streams
 
 BROADCAST, DIGEST, COPY = 4.0, 1.0, 2.0
 NUM_BUCKETS = 5

@@ -59,29 +59,36 @@ def single(index: int, length: int) -> Bundle:
     return [Segment(index, 0, length)]
 
 
-def bundles(
-    sequences: Sequence[TrainingSequence],
-    members: Sequence[int],
-    *,
-    max_tokens: int,
-    min_shared: int,
-) -> list[Bundle]:
-    """Returns bundles of all `members`, each of at most `max_tokens` unless it has one sequence.
+class Families:
+    """Sequences sorted so that those with a common beginning are neighbours.
 
     A common beginning shorter than `min_shared` tokens is not shared. The same sequences give the
     same bundles.
     """
-    keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
-    order = sorted(members, key=lambda index: (keys[index], index))
-    if not order:
-        return []
-    neighbours = itertools.pairwise(sequences[index].token_ids for index in order)
-    run = _Run(order, [0, *itertools.starmap(_common, neighbours)])
-    builder = _Builder(sequences, min_shared)
-    found: list[Bundle] = []
-    for related in run.cut(min_shared + 1):
-        _add_fitting(found, builder, related, max_tokens)
-    return found
+
+    def __init__(
+        self, sequences: Sequence[TrainingSequence], members: Sequence[int], *, min_shared: int
+    ) -> None:
+        self._sequences = sequences
+        self._min_shared = min_shared
+        keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
+        order = sorted(members, key=lambda index: (keys[index], index))
+        neighbours = itertools.pairwise(sequences[index].token_ids for index in order)
+        common = [_MANY, *itertools.starmap(_common, neighbours)]
+        self._families = _Run(order, common[: len(order)]).cut(min_shared + 1)
+
+    @property
+    def share(self) -> bool:
+        """Whether any two sequences may share a beginning."""
+        return any(len(family.indices) > 1 for family in self._families)
+
+    def bundles(self, max_tokens: int) -> list[Bundle]:
+        """Returns bundles of all members, each of at most `max_tokens` or of one sequence."""
+        builder = _Builder(self._sequences, self._min_shared)
+        found: list[Bundle] = []
+        for family in self._families:
+            _add_fitting(found, builder, family, max_tokens)
+        return found
 
 
 def _add_fitting(found: list[Bundle], builder: _Builder, run: _Run, max_tokens: int) -> None:
@@ -107,6 +114,8 @@ class _Run:
 
     def cut(self, least: int) -> list[_Run]:
         """Returns the parts whose neighbours have at least `least` tokens in common."""
+        if not self.indices:
+            return []
         cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]
         bounds = itertools.pairwise([0, *cuts, len(self.indices)])
         return [_Run(self.indices[one:end], self.common[one:end]) for one, end in bounds]

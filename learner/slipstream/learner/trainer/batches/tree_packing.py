@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from slipstream.learner.trainer.batches.packing import (
     MicroBatch,
     Paths,
@@ -55,7 +55,7 @@ def _part(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
     )
 
 
-def _targets(sequence: TrainingSequence, segment: Segment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _targets(sequence: TrainingSequence, segment: Segment) -> npt.NDArray[np.int64]:
     """Returns the token after each position, 0 after the last one of the sequence."""
     found = np.zeros(len(segment), dtype=np.int64)
     following = sequence.token_ids[segment.start + 1 : segment.end + 1]
@@ -65,13 +65,13 @@ def _targets(sequence: TrainingSequence, segment: Segment) -> np.ndarray[tuple[i
 
 def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
     """Returns the keys of all segments, and of filler, whose tokens lie between `bounds`."""
-    places: list[torch.Tensor] = []
+    places: list[npt.NDArray[np.int64]] = []
     for bundle in bundles:
         first = len(places)
         for segment in bundle:
-            own = torch.arange(bounds[len(places)], bounds[len(places) + 1])
+            own = np.arange(bounds[len(places)], bounds[len(places) + 1])
             before = [] if segment.parent is None else [places[first + segment.parent]]
-            places.append(torch.cat([*before, own]))
+            places.append(np.concatenate([*before, own]))
     if len(places) < len(bounds) - 1:
-        places.append(torch.arange(bounds[-2], bounds[-1]))
+        places.append(np.arange(bounds[-2], bounds[-1]))
     return Paths.of(places, bounds[-1])

@@ -17,10 +17,10 @@ from slipstream.learner.trainer.batches.packing import (
     round_up,
 )
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
-from slipstream.learner.trainer.batches.prefix_tree import Bundle, bundles, num_squares, num_tokens
+from slipstream.learner.trainer.batches.prefix_tree import Bundle, Families, num_squares, num_tokens
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
-from slipstream.protocol.types import LogprobArray, Trajectory
+from slipstream.protocol.types import LogprobArray, TokenSequence
 from torch import Tensor
 
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
@@ -38,7 +38,8 @@ def batch_outputs(
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    Each is float32 [sampled tokens], with 0 for a sampled first token, which nothing predicts. The
+    Each is float32 [sampled tokens], with 0 for the sampled first token of a sequence, which
+    nothing predicts. The
     layout of `model` must be in force; each replica computes its share. Collective: besides the
     model's own messages, it sums 4 bytes for each sampled token of the batch over all ranks.
     """
@@ -47,10 +48,10 @@ def batch_outputs(
         for trajectory in batch.trajectories
     ]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
-    found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
+    found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens))
     return [
-        _sampled_outputs(trajectory, outputs)
-        for trajectory, outputs in zip(batch.trajectories, found, strict=True)
+        np.concatenate([_sampled_outputs(part, next(found)) for part in trajectory.sequences()])
+        for trajectory in batch.trajectories
     ]
 
 
@@ -143,10 +144,12 @@ def _shared_plan(
     lengths are planned, and the plan with the least work is taken.
     """
     assert model.sharing is not None
+    families = Families(sequences, members, min_shared=model.sharing.min_tokens)
+    if not families.share:
+        return None
     found = []
     for parts in _PARTS:
-        longest = max_tokens // parts
-        made = bundles(sequences, members, max_tokens=longest, min_shared=model.sharing.min_tokens)
+        made = families.bundles(max_tokens // parts)
         sizes = [num_tokens(bundle) for bundle in made]
         plan = plan_micro_batches(
             sizes,
@@ -161,14 +164,11 @@ def _shared_plan(
             for bins in plan
         )
         chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
-        found.append((work, -parts, chosen))
-        if all(len(bundle) == 1 for bundle in made):
-            break
-    work, parts, chosen = min(found, key=lambda one: one[:2])
-    is_shared = any(len(bundle) > 1 for bins in chosen for places in bins for bundle in places)
-    return chosen if is_shared else None
+        found.append((work, parts, chosen))
+    _, _, best = min(found, key=lambda one: one[:2])
+    return best
 
 
-def _sampled_outputs(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
-    unpredicted = trajectory.num_sampled_tokens - len(found)
+def _sampled_outputs(part: TokenSequence, found: LogprobArray) -> LogprobArray:
+    unpredicted = part.sampled.stop - part.sampled.start - len(found)
     return np.concatenate([np.zeros(unpredicted, dtype=np.float32), found])

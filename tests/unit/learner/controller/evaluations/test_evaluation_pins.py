@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from publishing_scene import READY, joined, nothing, progress_of, sent
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -23,6 +22,7 @@ from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+from support.rigs.publishing_scene import READY, joined, nothing, progress_of, sent
 
 
 class Rig:

@@ -11,7 +11,7 @@ from slipstream.learner.controller.records.history import RunHistory, ServerToke
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.v1 import fleet_pb2
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 
 def test_the_time_before_the_first_generation_does_not_count() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from fake_trajectories import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.controller.leasing.groups import Fate, Group
@@ -20,6 +19,7 @@ from slipstream.protocol.types import (
     Trajectory,
     TrajectoryName,
 )
+from support.fakes.fake_trajectories import GOOD
 
 SIZE = 2
 NAMES = ("a", "b")

@@ -8,8 +8,6 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from fake_trajectories import GOOD
-from lease_rig import Rig
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import Grant
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
@@ -18,6 +16,8 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.protocol import reservation, staleness
 from slipstream.protocol.types import PolicyVersion
+from support.fakes.fake_trajectories import GOOD
+from support.rigs.lease_rig import Rig
 
 NUM_RUNS = 150
 # Processor time of a pass, however busy the machine is.

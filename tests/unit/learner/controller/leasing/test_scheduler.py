@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lease_rig import Rig
 from slipstream.learner.controller.leasing import scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.protocol.errors import RunFailed
 from slipstream.v1 import fleet_pb2
-from slow_disk import SlowDisk, several_turns
+from support.fakes.slow_disk import SlowDisk, several_turns
+from support.rigs.lease_rig import Rig
 
 LIMIT_S = 5.0
 

@@ -6,13 +6,21 @@ import asyncio
 
 import numpy as np
 import pytest
-from publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, progress_of
 from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
+from support.rigs.publishing_scene import (
+    DIGESTS,
+    LOADED,
+    READY,
+    SERVING,
+    Scene,
+    next_order,
+    progress_of,
+)
 
 
 def texts(scene: Scene) -> list[str]:

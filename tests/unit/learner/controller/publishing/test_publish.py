@@ -6,7 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from publishing_scene import (
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_PUBLISHES
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
+from support.rigs.publishing_scene import (
     DIGESTS,
     FAILED,
     LOADED,
@@ -16,11 +21,6 @@ from publishing_scene import (
     next_order,
     progress_of,
 )
-from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_PUBLISHES
-from slipstream.learner.controller.servers.fleet import ServerSession
-from slipstream.protocol.types import PolicyVersion
-from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
-from small_checkpoints import save_checkpoint
+from support.fakes.small_checkpoints import save_checkpoint
 
 
 def texts(events: EventLog) -> list[str]:

@@ -28,7 +28,7 @@ from slipstream.protocol.types import (
     VersionSpan,
 )
 from slipstream.v1 import trainer_pb2
-from slow_disk import SlowDisk, several_turns
+from support.fakes.slow_disk import SlowDisk, several_turns
 
 TRAINED = {
     "run_id": "r-1",

@@ -15,7 +15,7 @@ from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.protocol.errors import ProtocolError
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 FILES = ("metrics.jsonl", "trajectories.jsonl")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from documented_metrics import tables
-from fake_trajectories import make_trajectory
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.reporting.readable import (
     TokenTexts,
@@ -17,7 +15,9 @@ from slipstream.learner.controller.reporting.readable import (
     readable,
 )
 from slipstream.protocol.settings.config import Config
-from small_configs import config_of
+from support.fakes.fake_trajectories import make_trajectory
+from support.fakes.small_configs import config_of
+from support.references.documented_metrics import tables
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 WORDS = ["<s>", "</s>", "a", "b", "c", "d"]

@@ -19,7 +19,7 @@ from slipstream.learner.controller.reporting.trackers.opening import RunIds
 from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 
 @pytest.fixture

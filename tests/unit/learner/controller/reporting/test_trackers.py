@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 
 import pytest
-from controller_runs import make_config
 from slipstream.learner.controller.reporting.trackers import writers
 from slipstream.learner.controller.reporting.trackers.event_file import crc32c
 from slipstream.learner.controller.reporting.trackers.opening import RunIds, _ways_to_open
@@ -21,6 +20,7 @@ from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.measurement_sections import TrackingSection
 from slipstream.protocol.settings.tracking import check_trackers
+from support.rigs.controller_runs import make_config
 
 TRACKERS = writers.__package__
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from publishing_scene import joined, nothing, progress_of
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
+from support.rigs.publishing_scene import joined, nothing, progress_of
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from slipstream.learner.controller.servers import outbox
 from slipstream.learner.controller.servers.outbox import Outbox
-from slow_disk import several_turns
+from support.fakes.slow_disk import several_turns
 
 LIMIT_S = 10.0
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from publishing_scene import nothing, progress_of
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.trajectories.batches import Batch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
+from support.rigs.publishing_scene import nothing, progress_of
 
 
 class OneBatch:

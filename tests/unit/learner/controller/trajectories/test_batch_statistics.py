@@ -22,7 +22,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
-from small_configs import config_of
+from support.fakes.small_configs import config_of
 
 
 def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajectory:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_trajectories import GOOD
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.protocol.types import TrajectoryId
-from slow_disk import SlowDisk, several_turns
+from support.fakes.fake_trajectories import GOOD
+from support.fakes.slow_disk import SlowDisk, several_turns
 
 LIMIT_S = 5.0
 

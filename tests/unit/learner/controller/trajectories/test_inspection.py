@@ -4,8 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from controller_runs import make_config
-from fake_trajectories import GOOD
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.progress import RunProgress
@@ -19,6 +17,8 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion, VersionSpan
+from support.fakes.fake_trajectories import GOOD
+from support.rigs.controller_runs import make_config
 
 KEY = ServerKey(GOOD.server_id, GOOD.server_epoch)
 

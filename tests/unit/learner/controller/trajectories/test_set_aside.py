@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import pytest
-from fake_controller import make_batch
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
@@ -20,6 +19,7 @@ from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol import staleness
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, Purpose, ServerId
+from support.fakes.fake_controller import make_batch
 
 SERVER = ServerKey(ServerId("s"), 7)
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fake_trajectories import GOOD
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
@@ -15,6 +14,7 @@ from slipstream.protocol.types import (
     ServerId,
     VersionSpan,
 )
+from support.fakes.fake_trajectories import GOOD
 
 KEY = ServerKey(ServerId("a"), 0xF)
 FACTS = KnownFacts(

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from packed import micro_batch
 from slipstream.learner.trainer.algorithms.correction import Correction, correct
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.protocol.settings.algorithm_section import CorrectionSection
+from support.fakes.packed import micro_batch
 
 # Two sequences: ratios 1.5 and 4, and 0.5 and 0.25.
 RATIOS = [1.5, 4.0, 0.5, 0.25]

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from packed import algorithm, micro_batch
 from slipstream.learner.trainer.algorithms.objectives import (
     cispo_losses,
     clipped_losses,
@@ -14,6 +13,7 @@ from slipstream.learner.trainer.algorithms.objectives import (
     token_losses,
 )
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
 LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")

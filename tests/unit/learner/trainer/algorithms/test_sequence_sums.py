@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import torch
-from packed import micro_batch
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from support.fakes.packed import micro_batch
 
 
 def test_sums_and_means_run_over_the_trained_tokens_of_each_sequence() -> None:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from packed import algorithm, micro_batch
 from slipstream.learner.trainer.algorithms.loss import policy_loss
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
+from support.fakes.packed import algorithm, micro_batch
 
 
 class OneRank:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from packed import algorithm
 from slipstream.learner.trainer.algorithms.advantages import Episode, token_advantages
 from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.correction import correct
@@ -14,8 +13,9 @@ from slipstream.learner.trainer.algorithms.objectives import token_losses
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.learner.trainer.batches.packing import MicroBatch
 from slipstream.protocol.settings.algorithm_section import CorrectionSection
+from support.fakes.packed import algorithm
+from support.references.verl_formulas import ActorConfig, core_algos, rollout_correction
 from torch import Tensor
-from verl_formulas import ActorConfig, core_algos, rollout_correction
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fake_controller import make_batch
 from slipstream.learner.trainer.batches.batch import Batch, token_lags
 from slipstream.protocol.errors import RunFailed, StalenessError
 from slipstream.protocol.types import (
@@ -15,6 +14,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from support.fakes.fake_controller import make_batch
 
 
 def batch_of(step: int, *spans: tuple[VersionSpan, ...]) -> Batch:

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from fake_controller import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.trainer.batches.context_parallel import (
@@ -17,6 +16,7 @@ from slipstream.learner.trainer.batches.packing import (
     TrainingSequence,
     build_micro_batch,
 )
+from support.fakes.fake_controller import make_batch
 from torch import Tensor
 
 PARTS = st.lists(st.integers(1, 6), min_size=1, max_size=6)

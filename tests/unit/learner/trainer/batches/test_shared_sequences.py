@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from packed import algorithm, micro_batch
 from slipstream.learner.trainer.algorithms.loss import policy_loss
+from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
 NUMBER = 24

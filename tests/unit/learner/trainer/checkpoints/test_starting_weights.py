@@ -13,8 +13,8 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (  # noqa: E
     check_saved,
 )
 from slipstream.protocol.errors import CheckpointError, ConfigError  # noqa: E402
-from small_checkpoints import save_checkpoint  # noqa: E402
-from thread_ranks import ThreadRanks, run_ranks  # noqa: E402
+from support.fakes.small_checkpoints import save_checkpoint  # noqa: E402
+from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 
 MATRIX = "decoder.layers.self_attention.linear_qkv.weight"

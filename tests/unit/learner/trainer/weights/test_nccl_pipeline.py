@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import fake_streams
 import torch
-from fake_nccl import FakeNccl
 from slipstream.learner.trainer.weights.nccl_sender import CudaStream, NcclSender
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.protocol.weights.digests import HostDigests
-from thread_ranks import Meeting, PlainFilling, PlainModel, ThreadRanks
+from support.fakes import fake_streams
+from support.fakes.fake_nccl import FakeNccl
+from support.ranks.thread_ranks import Meeting, PlainFilling, PlainModel, ThreadRanks
 
 FILL, DIGEST, BROADCAST = 2.0, 1.0, 4.0
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_controller import FakeController, publish_order
-from fake_nccl import FakeNccl, Meeting
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
@@ -24,7 +22,9 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup
 from slipstream.v1 import trainer_pb2, weights_pb2
-from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from support.fakes.fake_controller import FakeController, publish_order
+from support.fakes.fake_nccl import FakeNccl, Meeting
+from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 
 PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
 # Deadlines for a receiver that never joins, and for one that stops taking buckets.

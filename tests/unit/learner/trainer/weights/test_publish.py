@@ -12,7 +12,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fake_controller import FakeController, publish_order
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
@@ -25,7 +24,8 @@ from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
-from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from support.fakes.fake_controller import FakeController, publish_order
+from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 
 BUCKET_BYTES = 4_000

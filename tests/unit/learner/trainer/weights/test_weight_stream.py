@@ -7,7 +7,7 @@ from slipstream.learner.trainer.weights.weight_stream import Release, WeightStre
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 from slipstream.protocol.weights.digests import BucketDigests, HostDigests, tensor_digest
-from thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 
 # One bucket each.

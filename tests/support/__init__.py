@@ -1,0 +1,1 @@
+"""What tests share: fakes, rigs that set a scene, programs of ranks, and plain references."""

@@ -1,0 +1,1 @@
+"""Stand-ins that implement the same Protocol or service as the real thing."""

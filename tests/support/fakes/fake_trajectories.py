@@ -1,0 +1,154 @@
+"""Trajectories of every shape, for hypothesis."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.routed_experts import RoutedExperts, expert_dtype
+from slipstream.protocol.types import (
+    Branch,
+    Failure,
+    FailureKind,
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+
+# A whole one, with tokens of two versions.
+GOOD = Trajectory(
+    run_id="r",
+    group_id=GroupId("g"),
+    member=1,
+    attempt=0,
+    server_id=ServerId("a"),
+    server_epoch=0xF,
+    environment="e",
+    task_index=3,
+    seed=4,
+    purpose=Purpose.TRAINING,
+    status=Status.COMPLETED,
+    token_ids=np.array([1, 9, 3], np.uint32),
+    run_lengths=(1, 2),
+    behavior_logprobs=np.array([-0.5, 5e-4], np.float32),
+    version_spans=(VersionSpan(1, PolicyVersion(0, 6)), VersionSpan(1, PolicyVersion(1, 7))),
+)
+
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+names = st.text("abcXYZ0189._:-", max_size=20)
+lines = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Zl", "Zp")), max_size=20)
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+steps = st.integers(0, 2**31 - 1)
+seconds = st.floats(0, 1e9)
+versions = st.builds(PolicyVersion, steps, steps)
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
+    """Draws the experts of `num_tokens` tokens; at some positions none are recorded."""
+    num_experts = draw(st.sampled_from([1, 4, 255, 256, 300, 65535]))
+    top_k = draw(st.integers(1, min(3, num_experts)))
+    shape = (num_tokens, draw(st.integers(1, 3)), top_k)
+    missing = np.iinfo(expert_dtype(num_experts)).max
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    ids = random.integers(0, num_experts, shape)
+    ids[random.random(shape) < 0.2] = missing
+    return RoutedExperts(ids.astype(expert_dtype(num_experts)), num_experts)
+
+
+@st.composite
+def branches(draw: st.DrawFn, num_runs: int) -> tuple[Branch, ...]:
+    """Draws the branches of a trajectory of `num_runs` runs; none where the number is odd."""
+    if num_runs % 2 or not draw(st.booleans()):
+        return ()
+    found = []
+    while num_runs:
+        number = 2 * draw(st.integers(1, num_runs // 2))
+        found.append(Branch(number, draw(st.floats(-1e6, 1e6)), draw(names)))
+        num_runs -= number
+    return tuple(found)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    run_lengths = tuple(draw(st.lists(st.integers(0, 12), max_size=7)))
+    num_sampled = sum(run_lengths[1::2])
+    num_tokens = sum(run_lengths)
+    spans, left = [], num_sampled
+    while left:
+        length = draw(st.integers(1, left))
+        spans.append(VersionSpan(length, draw(versions)))
+        left -= length
+    status = draw(st.sampled_from(Status))
+    failure = st.builds(Failure, st.sampled_from(FailureKind), texts)
+    return Trajectory(
+        run_id=draw(names),
+        group_id=GroupId(draw(names)),
+        member=draw(st.integers(0, 65535)),
+        attempt=draw(st.integers(0, 1_000_000)),
+        server_id=ServerId(draw(names)),
+        server_epoch=draw(uint64),
+        environment=draw(lines),
+        task_index=draw(uint64),
+        seed=draw(uint64),
+        purpose=draw(st.sampled_from(Purpose)),
+        status=status,
+        failure=draw(failure) if status is Status.FAILED else None,
+        will_retry=draw(st.booleans()),
+        token_ids=np.array(
+            draw(st.lists(uint32, min_size=num_tokens, max_size=num_tokens)), np.uint32
+        ),
+        run_lengths=run_lengths,
+        behavior_logprobs=np.array(
+            draw(
+                st.lists(st.floats(-1e3, 0, width=32), min_size=num_sampled, max_size=num_sampled)
+            ),
+            np.float32,
+        ),
+        version_spans=merge_spans(spans),
+        reward=draw(st.floats(-1e6, 1e6)),
+        metrics=draw(st.dictionaries(lines, st.floats(-1e18, 1e18), max_size=3)),
+        num_turns=draw(st.integers(0, 65536)),
+        generation_s=draw(seconds),
+        environment_s=draw(seconds),
+        prompt_text=draw(texts),
+        reply_text=draw(texts),
+        routed_experts=draw(st.none() | routed_experts(num_tokens)),
+        branches=draw(branches(len(run_lengths))),
+    )
+
+
+def make_trajectory(num_context: int, num_sampled: int, num_versions: int = 1) -> Trajectory:
+    """An ordinary one, with names of the usual length."""
+    generator = np.random.default_rng(1)
+    cut = np.linspace(0, num_sampled, num_versions + 1).astype(int)
+    return Trajectory(
+        run_id="quickstart-7f3a9c21",
+        group_id=GroupId("g000123"),
+        member=3,
+        attempt=0,
+        server_id=ServerId("server-0"),
+        server_epoch=0x1234567890ABCDEF,
+        environment="echo",
+        task_index=12345,
+        seed=0x1234567890ABCDEF,
+        purpose=Purpose.TRAINING,
+        status=Status.COMPLETED,
+        token_ids=generator.integers(0, 150_000, num_context + num_sampled).astype(np.uint32),
+        run_lengths=(num_context, num_sampled),
+        behavior_logprobs=-generator.random(num_sampled).astype(np.float32),
+        version_spans=tuple(
+            VersionSpan(int(b - a), PolicyVersion(0, 100 + i))
+            for i, (a, b) in enumerate(zip(cut, cut[1:], strict=False))
+        ),
+        reward=1.0,
+        metrics={"right": 1.0},
+        num_turns=1,
+        generation_s=1.5,
+        environment_s=0.1,
+    )

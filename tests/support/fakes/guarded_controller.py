@@ -1,0 +1,44 @@
+"""A real controller that asks its callers for a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+from slipstream.learner.controller.application import Controller
+from slipstream.protocol.access.security import Credentials, call_metadata
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+from support.rigs.controller_runs import make_config
+
+TOKEN = "t" * 40
+
+
+def with_token(token: str | None) -> Credentials:
+    return Credentials(certificate=None, key=None, ca=None, token=token)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a controller with a token."""
+    config = make_config(tmp_path)
+    controller = Controller(config, with_token(TOKEN))
+    running = asyncio.ensure_future(controller.run())
+    address = config.controller.address
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = status_pb2_grpc.StatusServiceStub(channel)
+            await stub.GetStatus(
+                status_pb2.GetStatusRequest(),
+                metadata=call_metadata(with_token(TOKEN)),
+                wait_for_ready=True,
+                timeout=20,
+            )
+        yield address
+    finally:
+        controller.stop("the test is over")
+        async with asyncio.timeout(30):
+            await running

@@ -1,0 +1,139 @@
+"""Tiny models of every family that is trained, as Hugging Face folders."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+VOCAB = 64
+NUM_LAYERS = 4
+NUM_EXPERTS = 4
+EXPERTS_PER_TOKEN = 2
+
+
+def make_models(folder: Path) -> None:
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "dtype": "float32",
+    }
+    rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    # Llama 3.1's scaling, with a base high enough that it also scales the frequencies of such
+    # short heads.
+    scaled = {
+        "rope_theta": 500000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    mixture = {
+        **sizes,
+        **rope,
+        "tie_word_embeddings": False,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 48,
+    }
+    torch.manual_seed(0)
+    models = {
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
+        "tied": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
+        # A vocabulary that two ranks do not divide.
+        "odd": LlamaForCausalLM(
+            LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
+        ),
+        "llama3": LlamaForCausalLM(
+            LlamaConfig(
+                **sizes | {"max_position_embeddings": 16384},
+                rope_parameters=scaled,
+                tie_word_embeddings=True,
+            )
+        ),
+        # Queries, keys and values have biases.
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, **rope, tie_word_embeddings=True)),
+        # Heads are wider than their share of the hidden size.
+        "qwen3": Qwen3ForCausalLM(
+            Qwen3Config(**sizes | {"head_dim": 32}, **rope, tie_word_embeddings=False)
+        ),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
+        "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),
+        "moe-shared": Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
+        ),
+        "mixtral": MixtralForCausalLM(
+            MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
+        ),
+    }
+    for name, model in models.items():
+        # Larger weights than a fresh model's, so that attention and norms matter.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3.0)
+                else:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+
+
+def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:
+    """A mixture of experts of sizes that vLLM's kernels take, with the tokenizer of tests."""
+    # A script of this folder may not have `deploy` on its path.
+    sys.path.append(str(Path(__file__).parents[3] / "deploy"))
+    from make_tiny_model import make_tokenizer
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    make_tokenizer(folder)
+    torch.manual_seed(seed)
+    ordinary = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 64,
+    }
+    config = Qwen3MoeConfig(
+        **ordinary | sizes,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    model.save_pretrained(folder)

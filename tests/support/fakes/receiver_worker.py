@@ -1,0 +1,186 @@
+"""The receiver of weights in a vLLM worker without an engine: a real model that nothing runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from slipstream.protocol.errors import WeightSyncError
+
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.plain_matrices import keep_matrices_plain
+from support.ranks.loader_ranks import SHAPES, checkpoint, two_models
+
+Weights = Mapping[str, torch.Tensor]
+SMALL, LARGE = 20_000, 30_000
+
+
+class Scene:
+    """One worker and its sender; `seen` has the outcome of each update."""
+
+    def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
+        keep_matrices_plain()
+        config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
+        config.parallel_config.enable_eplb = moving
+        self._worker = _worker(config, self._model)
+        self._sender, self._stage, self._count = GlooSender("first"), stage, 0
+        self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
+        self._model.load_weights(iter(self.first.items()))
+        self.seen: list[Any] = []
+
+    def publish(self, weights: Weights, bucket_bytes: int, most: int | None = None) -> None:
+        """A whole update; notes (by plan, the weights are what the loader makes of them)."""
+        self._count += 1
+        layout = layout_of(weights, bucket_bytes)
+        if most is not None:
+            # Somebody waits for those that do not come.
+            self._sender.deadline_s = 1.0
+        order = self._sender.order(f"p{self._count}", self._count)
+        sending = threading.Thread(
+            target=self._sender.send, args=(layout, weights), kwargs={"max_buckets": most}
+        )
+        sending.start()
+        try:
+            ready = value_of(
+                self._worker.slipstream_prepare(
+                    0, order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+                )
+            )
+            while not ready:
+                time.sleep(0.002)
+                ready = value_of(self._worker.slipstream_is_ready(0))
+            if self._worker.weight_transfer_engine.can_copy:
+                value_of(self._worker.slipstream_begin(0))
+            result = value_of(self._worker.slipstream_receive(0))
+        except WeightSyncError as error:
+            self.seen.append(str(error))
+            return
+        finally:
+            sending.join()
+        self._fresh.load_weights(iter(weights.items()))
+        loaded = dict(self._model.named_parameters())
+        same = all(torch.equal(loaded[n], p) for n, p in self._fresh.named_parameters())
+        self.seen.append((result["by_plan"], same))
+
+    def meet_again(self, deadline_s: float = 30.0) -> None:
+        """A new communicator at the next update, with this deadline of a bucket."""
+        self._sender = GlooSender("second", deadline_s=deadline_s)
+
+    def slow_down_recording(self, seconds: float) -> None:
+        """The next call of the model's loader, which is recorded, takes longer."""
+        load_weights = self._model.load_weights
+
+        def slow(weights: Any) -> Any:
+            self._model.load_weights = load_weights
+            time.sleep(seconds)
+            return load_weights(weights)
+
+        self._model.load_weights = slow
+
+    def add_scales(self) -> list[Any]:
+        """Linear layers compute a scale when their weights have come, as quantised ones do."""
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+        from vllm.model_executor.utils import replace_parameter
+
+        class Scaled(UnquantizedLinearMethod):  # type: ignore[misc]
+            def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+                replace_parameter(layer, "weight_scale", scale_of(layer))
+
+        layers = [
+            layer
+            for layer in self._model.modules()
+            if type(vars(layer).get("quant_method")) is UnquantizedLinearMethod
+        ]
+        for layer in layers:
+            layer.quant_method = Scaled()
+            layer.quant_method.process_weights_after_loading(layer)
+        return layers
+
+
+def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
+    """Other weights, other buckets, a transfer that stops, and one more after it."""
+    scene = Scene(folder, shape, stage=stage)
+    for weights in (scene.first, scene.second, scene.first):
+        scene.publish(weights, SMALL)
+    for weights in (scene.second, scene.first):
+        scene.publish(weights, LARGE)
+    scene.publish(scene.second, LARGE, most=1)
+    scene.meet_again()
+    scene.publish(scene.second, LARGE)
+    return scene.seen
+
+
+def updates_of_layers_with_scales(rank: int, folder: Path, shape: str) -> list[Any]:
+    """Two of them, and whether all scales are those of the new weights then."""
+    scene = Scene(folder, shape, stage=False)
+    layers = scene.add_scales()
+    for weights in (scene.first, scene.second):
+        scene.publish(weights, SMALL)
+        scene.seen.append(all(torch.equal(each.weight_scale, scale_of(each)) for each in layers))
+    return [len(layers), *scene.seen]
+
+
+def scale_of(layer: torch.nn.Module) -> torch.Tensor:
+    """What `Scene.add_scales` adds to it."""
+    return layer.weight.detach().abs().amax().reshape(1)
+
+
+def updates_while_experts_move(rank: int, folder: Path, shape: str) -> list[Any]:
+    """Two of them, in an engine that balances the load of its experts."""
+    scene = Scene(folder, shape, stage=False, moving=True)
+    for weights in (scene.first, scene.second):
+        scene.publish(weights, SMALL)
+    return scene.seen
+
+
+def first_update_with_slow_recording(rank: int, folder: Path, shape: str) -> list[Any]:
+    """The loader takes longer to be recorded than a bucket may take."""
+    scene = Scene(folder, shape, stage=False)
+    scene.slow_down_recording(seconds=2.0)
+    scene.meet_again(deadline_s=1.0)
+    scene.publish(scene.first, LARGE)
+    return scene.seen
+
+
+def value_of(answer: dict[str, Any]) -> Any:
+    """What a worker answered; WeightSyncError for an error."""
+    if "error" in answer:
+        raise WeightSyncError(answer["error"])
+    return answer["value"]
+
+
+def _worker(config: Any, model: Any) -> Any:
+    from slipstream.rollout_server.weights.weight_receiver import BACKEND, SlipstreamWeightTransfer
+    from slipstream.rollout_server.weights.worker_extension import WorkerExtension
+    from vllm.config import WeightTransferConfig, set_current_vllm_config
+
+    transfer = WeightTransferConfig(backend=BACKEND)
+
+    class Worker(WorkerExtension):
+        """What vLLM's worker does around its weight-transfer engine."""
+
+        weight_transfer_engine = SlipstreamWeightTransfer(
+            transfer, config, torch.device("cpu"), model
+        )
+
+        def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+            engine = self.weight_transfer_engine
+            engine.init_transfer_engine(engine.parse_init_info(info))
+
+        def start_weight_update(self) -> None:
+            with set_current_vllm_config(config):
+                self.weight_transfer_engine.start_weight_update()
+
+        def update_weights(self, info: dict[str, Any]) -> None:
+            with set_current_vllm_config(config):
+                self.weight_transfer_engine.update_weights(info)
+
+        def finish_weight_update(self) -> None:
+            with set_current_vllm_config(config):
+                self.weight_transfer_engine.finish_weight_update()
+
+    return Worker()

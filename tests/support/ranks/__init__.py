@@ -1,0 +1,1 @@
+"""Programs of several ranks, and the pool that forks them."""

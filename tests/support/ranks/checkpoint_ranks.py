@@ -1,0 +1,189 @@
+"""Ranks that save and load checkpoints: a program of `rank_pool`.
+
+What a job does stands in FOLDER/JOB.json: the run and its settings, whether to load the newest
+checkpoint, until which version to train, and which versions to save. What came of it lies in
+FOLDER/JOB.pt afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from slipstream.protocol.checkpoints import checkpoint_path
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion
+
+from support.fakes.fake_controller import make_batch
+
+VOCAB = 64
+STEPS = 4
+BATCHES = [
+    make_batch(step, num_groups=4, group_size=4, vocab_size=VOCAB, max_tokens=40)
+    for step in range(STEPS)
+]
+
+
+def config_of(folder: Path, job: dict) -> Config:
+    table = {
+        "run": {"name": job["run"], "steps": STEPS, "dir": str(folder / "runs")},
+        "model": {"path": str(folder / job.get("model", "llama")), "dtype": "float32"},
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 4,
+            "max_staleness": 1,
+            "learning_rate": 1e-3,
+            **job.get("algorithm", {}),
+        },
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40},
+        "learner": {
+            "micro_batch_tokens": 96,
+            "weight_decay": 0.01,
+            "adam_eps": 1e-3,
+            "timeout_s": 100.0,
+            **job.get("learner", {}),
+        },
+        "checkpoint": job.get("checkpoint", {}),
+    }
+    table["model"]["dtype"] = job.get("dtype", "float32")
+    return parse_config(table, source="checkpoint job")
+
+
+def make_models(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "head_dim": 16,
+        "dtype": "float32",
+    }
+    torch.manual_seed(0)
+    for name, is_tied in (("llama", False), ("tied", True)):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied))
+        model.save_pretrained(folder / name)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
+    mixture.save_pretrained(folder / "moe")
+
+
+def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
+    """The optimizer's state by parameter, as whole tensors where no rank holds a part of one."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from slipstream.learner.trainer.model.model import unwrapped
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    of_chunks = {
+        f"model{place}": unwrapped(chunk).sharded_state_dict(metadata=dict(metadata))
+        for place, chunk in enumerate(policy.chunks)
+    }
+    state = of_chunks if len(of_chunks) > 1 else of_chunks["model0"]
+    state = policy.optimizer.sharded_state_dict(state, metadata=metadata)
+    apply_factories(state)
+    leaves = [leaf for leaf in nested_values(state) if isinstance(leaf, ShardedTensor)]
+    return {
+        f"{leaf.key.replace('.fp32_param.', '.param.')} {leaf.global_offset}": leaf.data.clone()
+        for leaf in leaves
+    }
+
+
+def damage_written(path: Path) -> None:
+    """Waits until the thread of a save is done with this rank's file, and changes a byte of it."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    (file,) = path.with_name(f"{path.name}.partial").glob("state/*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def run_rank(folder: Path, name: str) -> None:
+    from slipstream.learner.trainer.checkpoints import gathered_state
+    from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+    from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+    from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
+    from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
+    from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.export import hf_tensors
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
+    from slipstream.protocol.errors import SlipstreamError
+
+    # Many parts of each bucket, the last of which is a shorter one.
+    gathered_state.PART_ELEMENTS = 5000
+    job = json.loads((folder / f"{name}.json").read_text())
+    config = config_of(folder, job)
+    policy = open_policy(config, Launch.from_environment())
+    training = TrainingStep(policy, config)
+    models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
+    checkpointer = Checkpointer(config, policy.ranks, models)
+    result: dict = {"metrics": [], "saved": [], "error": ""}
+    step = 0
+    try:
+        loaded = checkpointer.load_newest() if job.get("resume") else None
+    except SlipstreamError as error:
+        result["error"] = str(error)
+        loaded = None
+    if loaded is not None:
+        step = loaded.step
+        result["loaded_digest"] = loaded.weight_digest
+    result["loaded"] = step
+    if loaded is not None:
+        result["loaded_optimizer"] = optimizer_tensors(policy)
+    probe = [t.token_ids for t in BATCHES[0].trajectories[:6]]
+    found = sequence_logprobs(policy, probe, max_tokens=64)
+    result["logprobs"] = torch.from_numpy(np.concatenate(found))
+    stream = open_stream(policy, config)
+    result["digest"] = stream.run().identity.hex()
+    if job.get("late"):
+        # Training changes the tensors after the copy and before the write.
+        state = folder / f"{name}-late"
+        if policy.ranks.is_main:
+            state.mkdir()
+        policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
+        disk, host = DiskWork(state, policy.ranks), HostCopies(policy.ranks.device)
+        pending = begin_save(models, state, copy=True, host=host, disk=disk)
+        training.run(BATCHES[step])
+        pending.write()
+        policy.ranks.gather_bytes(b"")
+        pending.finish()
+        load_models(models, state, disk)
+        result["late_digest"] = stream.run().identity.hex()
+    while step < job["until"]:
+        result["metrics"].append(training.run(BATCHES[step]).metrics)
+        step += 1
+        digest = stream.run().identity
+        if step in job.get("save", []):
+            result["saved"].append(checkpointer.save(PolicyVersion(0, step), digest))
+            result["saved_optimizer"] = optimizer_tensors(policy)
+            if job.get("damage"):
+                damage_written(checkpoint_path(config.run_dir / "checkpoints", step))
+    result["saved"].append(checkpointer.finish())
+    result["saved"] = [saved.manifest.step for saved in result["saved"] if saved is not None]
+    result["weights"] = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    result["groups"] = [
+        {key: group.get(key, 0) for key in ("lr", "max_lr", "betas", "step")}
+        for group in policy.optimizer.param_groups
+    ]
+    result["random"] = torch.rand(4)
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"{name}.pt")
+    policy.ranks.close()

@@ -1,0 +1,197 @@
+"""The program of ranks that train low-rank adapters.
+
+What a job saw lies in FOLDER/lora-JOB.pt afterwards, on rank 0; FOLDER/lora-JOB-merged and
+FOLDER/lora-JOB-adapters are what it exported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
+
+from support.ranks.parity_layouts import SETTINGS, STEPS, batches, probe
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.weights.published import Published
+
+RANK, ALPHA = 4, 8.0
+SP = {"tp": 2, "sequence_parallel": True}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+# name -> (ranks, model, settings of the learner)
+JOBS: dict[str, tuple[int, str, dict]] = {
+    "one": (1, "llama", {}),
+    "one-recompute": (1, "llama", {"transformer": RECOMPUTE}),
+    "one-tied": (1, "tied", {}),
+    "one-qwen3": (1, "qwen3", {}),
+    "tp2": (2, "llama", {"parallel": {"tp": 2}}),
+    "tp2-sp-qwen3": (2, "qwen3", {"parallel": SP}),
+    "dp2-distributed": (2, "llama", {"use_distributed_optimizer": True}),
+    "pp2-tied": (2, "tied", {"parallel": {"pp": 2}}),
+}
+
+
+# Mixtures of experts: adapters on attention alone, and experts on ranks that send no adapters.
+MIXTURES: dict[str, tuple[int, str, dict]] = {
+    "ep2-moe": (2, "moe", {"parallel": {"ep": 2}}),
+    "pp2-ep2-moe": (4, "moe", {"parallel": {"pp": 2, "ep": 2}}),
+}
+
+
+def jobs_of(world_size: int) -> list[str]:
+    return [name for name, (size, _, _) in JOBS.items() if size == world_size]
+
+
+def config_of(name: str, folder: Path) -> Config:
+    world_size, model, learner = (JOBS | MIXTURES)[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / model), "dtype": "float32"}
+    table["learner"] |= learner | {"world_size": world_size}
+    table["lora"] = {"rank": RANK, "alpha": ALPHA}
+    if name in MIXTURES:
+        table["lora"]["target_modules"] = ["linear_qkv", "linear_proj"]
+    return parse_config(table, source=name)
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job does."""
+    from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_models
+    from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+    from slipstream.learner.trainer.model import offload
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.export import hf_tensors, save_adapters, save_hf_folder
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    step = TrainingStep(policy, config)
+    metrics, logprobs = [], []
+    before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    published = see_published(policy, config)
+    first_identity = published.digests().identity
+    save_adapters(policy, config, folder / f"lora-{job}-first")
+    disk = DiskWork(folder, policy.ranks)
+    stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
+    for batch in batches(config):
+        if batch.step == STEPS - 1:
+            save(stored, folder / f"lora-{job}-checkpoint", disk)
+        metrics.append(step.run(batch).metrics)
+        found = sequence_logprobs(policy, probe(config), max_tokens=64)
+        logprobs.append(torch.from_numpy(np.concatenate(found)))
+    save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
+    save_adapters(policy, config, folder / f"lora-{job}-adapters")
+    weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    published.fill_ahead()
+    sent = {
+        "first_identity": first_identity.hex(),
+        "identity": published.digests().identity.hex(),
+        "senders": list(published.senders),
+        "kinds": [type(s._filling).__name__ for s in (published._weights, published._adapters)],
+        "whole": sent_by(published, policy, adapters_alone=False),
+        "alone": sent_by(published, policy, adapters_alone=True),
+        "announced": [digest.hex() for digest in published.digests().buckets],
+        "moved": moved_matrix(published, policy),
+    }
+    torch.save(sent, folder / f"lora-{job}-sent-{policy.ranks.rank}.pt")
+    load_models(stored, folder / f"lora-{job}-checkpoint", disk)
+    loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    step.run(batches(config)[-1])
+    retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    state = offload.optimizer_state(policy.optimizer, policy.chunks)
+    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
+    result = {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "before": before,
+        "weights": weights,
+        "loaded": loaded,
+        "retrained": retrained,
+        "state_elements": sum(t.numel() for t in state),
+        "trained_elements": sum(p.numel() for p in trained),
+    }
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"lora-{job}.pt")
+    policy.ranks.close()
+
+
+def see_published(policy: Policy, config: Config) -> Published:
+    """What a run with `lora.publish = "adapters"` sends."""
+    from slipstream.learner.trainer.weights.published import open_published
+
+    lora = config.lora.model_copy(update={"publish": "adapters"})
+    return open_published(policy, config.model_copy(update={"lora": lora}))
+
+
+def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> dict:
+    """Names, sizes and digests of a pass, and what was in the buckets that this rank leads."""
+    layout = published.layout(adapters_alone=adapters_alone)
+    expected = layout_from_pb(layout)
+    places, tensors = [], {}
+
+    def send(place: int, bucket: Bucket, data: torch.Tensor) -> Callable[[], None]:
+        assert bucket == expected[place]
+        places.append(place)
+        if published.senders[bucket.root] == policy.ranks.rank:
+            tensors.update({name: tensor.clone() for name, tensor in cut(data, bucket)})
+        return lambda: None
+
+    digests = published.run(send, adapters_alone=adapters_alone)
+    assert places == (list(range(len(expected))) if published.sender is not None else [])
+    assert len(digests.buckets) == len(expected)
+    num_bytes = published.num_bytes(adapters_alone=adapters_alone)
+    assert num_bytes == sum(bucket.num_bytes for bucket in expected)
+    return {
+        "tensors": tensors,
+        "identity": digests.identity.hex(),
+        "buckets": [digest.hex() for digest in digests.buckets],
+        "scale": layout.adapter_scale,
+        "adapters": [tensor.name for tensor in layout.adapters],
+    }
+
+
+def cut(data: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    for span in bucket.spans:
+        raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
+        yield span.tensor.name, raw.view(torch.float32).view(span.tensor.shape)
+
+
+def moved_matrix(published: Published, policy: Policy) -> str:
+    """What is said when a frozen parameter is another one at the next whole pass."""
+    frozen = next(p for p in policy.chunks[0].parameters() if not p.requires_grad)
+    before = frozen.detach().clone()
+    with torch.no_grad():
+        frozen.add_(1.0)
+    try:
+        published.run()
+    except RunFailed as error:
+        return str(error)
+    finally:
+        frozen.data.copy_(before)
+    return ""
+
+
+def save(models: list, path: Path, disk) -> None:
+    from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
+    from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
+
+    path.mkdir(exist_ok=True)
+    host = HostCopies(torch.device("cpu"))
+    pending = begin_save(models, path, copy=False, host=host, disk=disk)
+    pending.write()
+    pending.finish()

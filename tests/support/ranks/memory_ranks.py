@@ -1,0 +1,149 @@
+"""The program of ranks that train with their memory on the host, in half precision, and so on.
+
+What a job saw lies in FOLDER/memory-JOB.pt afterwards, on rank 0; `parity_ranks` has the settings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+
+from support.ranks.parity_layouts import SETTINGS, batches, probe
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
+CPU_OPTIMIZER = {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}
+BF16 = {"model": {"dtype": "bfloat16"}}
+# Megatron itself refuses fusions that are not installed.
+NO_FUSIONS = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
+FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS}
+DETERMINISTIC = {"transformer": {"deterministic_mode": True}}
+# Jobs that run only on a machine with a GPU.
+GPU_JOBS = {
+    "bf16-cpu-optimizer": (1, BF16 | {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
+}
+# In a process of their own: they choose kernels for all that it does.
+DETERMINISTIC_JOBS = {
+    "exact": (1, BF16 | {"learner": DETERMINISTIC}),
+    "exact-again": (1, BF16 | {"learner": DETERMINISTIC}),
+    "exact-offload": (1, BF16 | {"learner": DETERMINISTIC | OFFLOAD}),
+}
+# name -> (ranks, changes of the settings)
+JOBS: dict[str, tuple[int, dict]] = {
+    "plain": (1, {}),
+    "plain-offload": (1, {"learner": OFFLOAD}),
+    "bf16": (1, BF16),
+    "bf16-offload": (1, BF16 | {"learner": OFFLOAD}),
+    "fp8": (1, BF16 | {"learner": FP8}),
+    "distributed": (2, {"learner": DISTRIBUTED}),
+    "distributed-offload": (2, {"learner": DISTRIBUTED | OFFLOAD}),
+    "replicated": (2, {}),
+    "bf16-distributed": (2, BF16 | {"learner": DISTRIBUTED}),
+    "bf16-distributed-offload": (2, BF16 | {"learner": DISTRIBUTED | OFFLOAD}),
+}
+
+
+def jobs_of(world_size: int) -> list[str]:
+    return [name for name, (size, _) in JOBS.items() if size == world_size]
+
+
+def config_of(name: str, folder: Path) -> Config:
+    world_size, changes = (JOBS | GPU_JOBS | DETERMINISTIC_JOBS)[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
+    for section, values in changes.items():
+        table[section] |= values
+    table["learner"]["world_size"] = world_size
+    return parse_config(table, source=name)
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job does."""
+    if job == "fp8" and not torch.cuda.is_available():
+        torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
+        return
+    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    step = TrainingStep(policy, config)
+    stream = open_stream(policy, config)
+    metrics, digests, between = [], [], []
+    for batch in batches(config):
+        metrics.append(step.run(batch).metrics)
+        between.append(num_bytes(policy))
+        digests.append(stream.run().identity)
+        assert num_bytes(policy) == between[-1]
+    logprobs = sequence_logprobs(policy, probe(config), max_tokens=64)
+    with policy.memory.resident(*Part):
+        inside = num_bytes(policy)
+        dtypes = {part.value: dtypes_of(policy, part) for part in Part}
+    result = {
+        "metrics": metrics,
+        "digests": digests,
+        "logprobs": torch.from_numpy(np.concatenate(logprobs)),
+        "between": between,
+        "inside": inside,
+        "dtypes": dtypes,
+    }
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"memory-{job}.pt")
+    policy.ranks.close()
+
+
+def see_fp8(config: Config) -> dict:
+    """What the model is built from, were TransformerEngine there; and what is said without it."""
+    from slipstream.learner.trainer.model.recipe import provider_of
+    from slipstream.learner.trainer.ranks import compat
+    from slipstream.protocol.errors import ConfigError
+
+    bridge = compat.install().from_hf_pretrained(str(config.model.path))
+    error = ""
+    try:
+        provider_of(bridge, bridge.hf_pretrained.config, config, load_weights=True)
+    except ConfigError as refusal:
+        error = str(refusal)
+    compat.has_transformer_engine = lambda: True
+    provider = provider_of(bridge, bridge.hf_pretrained.config, config, load_weights=True)
+    return {"error": error, "fp8": provider.fp8, "fp8_recipe": str(provider.fp8_recipe)}
+
+
+def num_bytes(policy: Policy) -> dict[str, int]:
+    """What each part occupies now, in bytes of storage; where there is a GPU, of that alone."""
+    from slipstream.learner.trainer.model.offload import Part
+
+    found = {}
+    for part in Part:
+        storages = map(torch.Tensor.untyped_storage, tensors(policy, part))
+        here = [s for s in storages if s.is_cuda or not torch.cuda.is_available()]
+        unique = {s.data_ptr(): s.nbytes() for s in here}
+        found[part.value] = sum(unique.values())
+    return found
+
+
+def dtypes_of(policy: Policy, part: object) -> list[str]:
+    return sorted({str(tensor.dtype) for tensor in tensors(policy, part)})
+
+
+def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
+    from slipstream.learner.trainer.model import offload
+
+    if part is offload.Part.PARAMETERS:
+        return list(offload.parameters(policy.chunks))
+    if part is offload.Part.GRADIENTS:
+        return list(offload.gradient_buffers(policy.chunks))
+    return list(offload.optimizer_state(policy.optimizer, policy.chunks))

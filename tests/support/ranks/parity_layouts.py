@@ -1,0 +1,346 @@
+"""Parallel layouts that must all train alike, and what they train.
+
+A name says the sizes of a layout, what else differs, and the model where it is not the Llama.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import Trajectory
+
+from support.fakes.fake_controller import make_batch, with_branches
+from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
+
+STEPS = 3
+SETTINGS = {
+    "run": {"name": "parity", "steps": STEPS},
+    "algorithm": {
+        "group_size": 4,
+        "groups_per_step": 4,
+        "max_staleness": 1,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "correction": {"cap": 1.2},
+    },
+    "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
+    # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
+    "learner": {
+        "micro_batch_tokens": 96,
+        "shared_prefix_tokens": 0,
+        "weight_decay": 0.01,
+        "adam_eps": 1e-3,
+        "timeout_s": 300.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, which model, and what differs from `SETTINGS`."""
+
+    world_size: int
+    model: str = "llama"
+    parallel: dict = field(default_factory=dict)
+    learner: dict = field(default_factory=dict)
+    algorithm: dict = field(default_factory=dict)
+    # Episodes of several branches, with as many tokens together as `TREES` says.
+    sampling: dict = field(default_factory=dict)
+    # What others show too, so that it need not be tried at every change.
+    is_slow: bool = False
+    # Pipeline stages send what they hand on only a moment after they were asked to.
+    is_slow_network: bool = False
+
+    @property
+    def reference(self) -> str:
+        """The layout of one rank that does the same."""
+        return next(
+            name
+            for name, layout in LAYOUTS.items()
+            if layout.world_size == 1
+            and (layout.model, layout.algorithm, layout.sampling)
+            == (self.model, self.algorithm, self.sampling)
+        )
+
+
+SP = {"tp": 2, "sequence_parallel": True}
+VPP = {"pp": 2, "vpp": 2}
+DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
+OVERLAP = DISTRIBUTED_OPTIMIZER | {
+    "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
+}
+FULL_RECOMPUTE = {
+    "transformer": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+}
+SELECTIVE_RECOMPUTE = {"transformer": {"recompute_granularity": "selective"}}
+MOE_RECOMPUTE = {
+    "transformer": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+}
+UNEVEN_STAGES = {"transformer": {"num_layers_in_first_pipeline_stage": 1}}
+TWO_MINI_BATCHES = {"mini_batches": 2}
+# Fewer sequences than replicas.
+FEW = {"groups_per_step": 1, "group_size": 3}
+BEHAVIOR_RATIO = {"ratio": "behavior", "correction": {"weight": "none"}}
+# What is summed over sequences, or over all tokens of a batch, wherever they lie.
+GSPO = {
+    "mini_batches": 2,
+    "loss": "gspo",
+    "clip_low": 3e-4,
+    "clip_high": 4e-4,
+    "aggregation": "sequence_mean",
+    "entropy_coefficient": 0.1,
+    "correction": {"weight": "sequence", "cap": 1.2},
+}
+CISPO = {
+    "advantage": "reinforce_pp",
+    "loss": "cispo",
+    "clip_high": 0.5,
+    "aggregation": "fixed",
+    "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
+}
+# Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
+REPLAY = {"router_replay": "rollout", "mini_batches": 2}
+TREES = {"max_total_tokens": 120}
+
+# Every common beginning is computed once, however short.
+SHARED = {"shared_prefix_tokens": 1}
+
+LAYOUTS = {
+    "one": Layout(1),
+    "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
+    "one-few": Layout(1, algorithm=FEW),
+    "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
+    "one-gspo": Layout(1, algorithm=GSPO),
+    "one-cispo": Layout(1, algorithm=CISPO),
+    "one-qwen3": Layout(1, "qwen3"),
+    "one-qwen2": Layout(1, "qwen2"),
+    "one-llama3": Layout(1, "llama3"),
+    "one-tied": Layout(1, "tied"),
+    "one-odd": Layout(1, "odd"),
+    "one-moe": Layout(1, "moe"),
+    "one-moe-softmax": Layout(1, "moe-softmax"),
+    "one-moe-shared": Layout(1, "moe-shared"),
+    "one-mixtral": Layout(1, "mixtral"),
+    "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
+    "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
+    "one-trees": Layout(1, sampling=TREES),
+    "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
+    "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
+    "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES),
+    "one-trees-moe": Layout(1, "moe", sampling=TREES),
+    "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
+    "dp2": Layout(2),
+    "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
+    "dp2-overlap": Layout(2, learner=OVERLAP),
+    "dp2-gspo": Layout(2, algorithm=GSPO),
+    "dp2-cispo": Layout(2, algorithm=CISPO),
+    "tp2-sp-gspo": Layout(2, parallel=SP, algorithm=GSPO),
+    "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO),
+    "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO),
+    "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO),
+    "tp2": Layout(2, parallel={"tp": 2}),
+    "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
+    "tp2-sp": Layout(2, parallel=SP),
+    "tp2-sp-qwen3": Layout(2, "qwen3", parallel=SP),
+    "tp2-sp-recompute": Layout(2, parallel=SP, learner=FULL_RECOMPUTE),
+    "pp2": Layout(2, parallel={"pp": 2}),
+    "pp2-vpp2": Layout(2, parallel=VPP),
+    "pp2-vpp2-slow-network": Layout(
+        2,
+        parallel=VPP,
+        learner={"transformer": {"overlap_p2p_comm_warmup_flush": True}},
+        is_slow_network=True,
+    ),
+    "pp2-tied": Layout(2, "tied", parallel={"pp": 2}),
+    "pp2-uneven": Layout(2, parallel={"pp": 2}, learner=UNEVEN_STAGES),
+    "cp2": Layout(2, parallel={"cp": 2}),
+    "cp2-qwen3": Layout(2, "qwen3", parallel={"cp": 2}),
+    "cp2-tied": Layout(2, "tied", parallel={"cp": 2}),
+    "cp2-mini-batches": Layout(2, parallel={"cp": 2}, algorithm=TWO_MINI_BATCHES),
+    "cp2-long": Layout(2, parallel={"cp": 2}, learner={"micro_batch_tokens": 20}),
+    "cp2-recompute": Layout(2, parallel={"cp": 2}, learner=FULL_RECOMPUTE),
+    "cp2-selective": Layout(2, parallel={"cp": 2}, learner=SELECTIVE_RECOMPUTE),
+    "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP, is_slow=True),
+    "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
+    "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
+    "dp2-trees": Layout(2, sampling=TREES),
+    "dp2-trees-shared": Layout(2, learner=SHARED, sampling=TREES),
+    "tp2-sp-trees-shared": Layout(2, parallel=SP, learner=SHARED | FULL_RECOMPUTE, sampling=TREES),
+    "pp2-vpp2-trees-shared": Layout(2, parallel=VPP, learner=SHARED, sampling=TREES),
+    "dp2-trees-shared-gspo": Layout(2, learner=SHARED, algorithm=GSPO, sampling=TREES),
+    "ep2-trees-shared-moe": Layout(
+        2, "moe", parallel={"ep": 2}, learner=SHARED, sampling=TREES
+    ),
+    "dp2-trees-gspo": Layout(2, algorithm=GSPO, sampling=TREES),
+    "tp2-sp-trees": Layout(2, parallel=SP, sampling=TREES),
+    "pp2-vpp2-trees": Layout(2, parallel=VPP, sampling=TREES),
+    "cp2-trees-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, sampling=TREES),
+    "cp2-trees-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, sampling=TREES),
+    "cp2-trees-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY, sampling=TREES),
+    "dp2-moe": Layout(2, "moe"),
+    "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
+    "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "ep2-overlap-moe": Layout(2, "moe", parallel={"ep": 2}, learner=OVERLAP, is_slow=True),
+    "etp2-moe": Layout(2, "moe", parallel={"etp": 2}, is_slow=True),
+    "tp2-sp-moe": Layout(2, "moe", parallel=SP),
+    "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}, is_slow=True),
+    "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}),
+    "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True),
+    "pp2-moe": Layout(2, "moe", parallel={"pp": 2}),
+    "ep2-moe-shared": Layout(2, "moe-shared", parallel={"ep": 2}, is_slow=True),
+    "tp2-sp-moe-shared": Layout(2, "moe-shared", parallel=SP),
+    "tp2-sp-ep2-etp1-mixtral": Layout(2, "mixtral", parallel=SP | {"etp": 1, "ep": 2}),
+    "dp2-replay-moe": Layout(2, "moe", algorithm=REPLAY, is_slow=True),
+    "cp2-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY),
+    "ep2-replay-moe": Layout(2, "moe", parallel={"ep": 2}, algorithm=REPLAY),
+    "pp2-vpp2-replay-moe": Layout(2, "moe", parallel=VPP, algorithm=REPLAY, is_slow=True),
+    "pp2-recompute-replay-moe": Layout(
+        2, "moe", parallel={"pp": 2}, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
+    ),
+    "pp2-vpp2-moe-recompute-replay-moe": Layout(
+        2, "moe", parallel=VPP, learner=MOE_RECOMPUTE, algorithm=REPLAY
+    ),
+    "tp2-sp-replay-moe": Layout(2, "moe", parallel=SP, algorithm=REPLAY, is_slow=True),
+    "tp2-sp-recompute-replay-moe": Layout(
+        2, "moe", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY
+    ),
+    "tp2-sp-etp1-ep2-replay-moe": Layout(
+        2, "moe", parallel=SP | {"etp": 1, "ep": 2}, algorithm=REPLAY, is_slow=True
+    ),
+    "dp4": Layout(4),
+    "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
+    "dp4-few": Layout(4, algorithm=FEW),
+    "dp2-tp2-sp-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-tp2-qwen3": Layout(4, "qwen3", parallel={"tp": 2}, is_slow=True),
+    "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
+    "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
+    "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-cp2-trees": Layout(4, parallel={"cp": 2}, sampling=TREES),
+    "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW),
+    "cp4": Layout(4, parallel={"cp": 4}),
+    "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}, is_slow=True),
+    "tp2-sp-cp2-recompute": Layout(4, parallel=SP | {"cp": 2}, learner=FULL_RECOMPUTE),
+    "tp2-sp-cp2-tied": Layout(4, "tied", parallel=SP | {"cp": 2}, is_slow=True),
+    "pp2-cp2": Layout(4, parallel={"pp": 2, "cp": 2}),
+    "pp2-vpp2-cp2-qwen3": Layout(4, "qwen3", parallel=VPP | {"cp": 2}),
+    "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | VPP),
+    "tp2-pp2-tied": Layout(4, "tied", parallel={"tp": 2, "pp": 2}, is_slow=True),
+    "dp4-ep2-distopt-moe": Layout(
+        4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True
+    ),
+    "tp2-sp-ep2-moe": Layout(4, "moe", parallel=SP | {"ep": 2}, is_slow=True),
+    "tp2-sp-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"ep": 4, "etp": 1}, is_slow=True),
+    "tp2-sp-cp2-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"cp": 2, "ep": 4, "etp": 1}),
+    "pp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2}, is_slow=True),
+    "pp2-vpp2-ep2-moe": Layout(4, "moe", parallel=VPP | {"ep": 2}),
+    "pp2-cp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2, "cp": 2}),
+    # All kinds at once; there is no room for replicas.
+    "tp2-sp-pp2-cp2": Layout(8, parallel=SP | {"pp": 2, "cp": 2}, is_slow=True),
+    "tp2-sp-pp2-cp2-ep2-moe": Layout(
+        8, "moe", parallel=SP | {"pp": 2, "cp": 2, "ep": 2}, is_slow=True
+    ),
+    "tp2-sp-pp2-vpp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}),
+    "tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe": Layout(
+        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 4, "etp": 1}, is_slow=True
+    ),
+    "tp2-sp-pp2-vpp2-cp2-ep2-replay-moe": Layout(
+        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, algorithm=REPLAY, is_slow=True
+    ),
+    "dp2-tp2-sp-cp2-distopt": Layout(8, parallel=SP | {"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe": Layout(
+        16, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, learner=OVERLAP, is_slow=True
+    ),
+    "dp2-tp2-sp-pp2-vpp2-cp2-qwen3": Layout(
+        16, "qwen3", parallel=SP | VPP | {"cp": 2}, is_slow=True
+    ),
+}
+# A learning rate with which the second step cannot be finite.
+OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
+# A batch whose episodes are all truncated and filtered: nothing is trained.
+NOTHING_TRAINED = Layout(
+    1, algorithm={"overlong": {"filter": True}, "aggregation": "sequence_mean"}
+)
+EXTRAORDINARY = {
+    "overflow": OVERFLOW,
+    "nothing-trained": NOTHING_TRAINED,
+    "disturbed-routers": LAYOUTS["one-replay-moe"],
+}
+
+
+def layouts_of(world_size: int) -> list[str]:
+    return [name for name, layout in LAYOUTS.items() if layout.world_size == world_size]
+
+
+def each_layout_of(world_size: int) -> list[object]:
+    """Parameters of a test."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if LAYOUTS[name].is_slow else name
+        for name in layouts_of(world_size)
+    ]
+
+
+def config_of(job: str, folder: Path) -> Config:
+    """The settings of a layout; `LAYOUT@bfloat16` in another precision."""
+    name, _, dtype = job.partition("@")
+    layout = (LAYOUTS | EXTRAORDINARY)[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / layout.model), "dtype": dtype or "float32"}
+    table["algorithm"] |= layout.algorithm
+    table["learner"] |= layout.learner
+    table["sampling"] |= layout.sampling
+    table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
+    return parse_config(table, source=job)
+
+
+def batches(config: Config) -> list[Batch]:
+    algorithm = config.algorithm
+    found = [
+        make_batch(
+            step,
+            num_groups=algorithm.groups_per_step,
+            group_size=algorithm.group_size,
+            vocab_size=VOCAB,
+            max_tokens=config.sampling.max_episode_tokens,
+        )
+        for step in range(STEPS)
+    ]
+    if config.sampling.max_total_tokens:
+        longest = config.sampling.max_episode_tokens
+        found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
+    return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
+
+
+def with_experts(batch: Batch) -> Batch:
+    """Tokens that go anywhere, whatever the routers say; of some nothing is recorded."""
+    random = np.random.default_rng(batch.step)
+
+    def routed(trajectory: Trajectory) -> Trajectory:
+        if random.random() < 0.2:
+            return trajectory
+        shape = (len(trajectory.token_ids), NUM_LAYERS, NUM_EXPERTS)
+        ids = random.random(shape).argsort(axis=-1)[..., :EXPERTS_PER_TOKEN].astype(np.uint8)
+        ids[random.random(len(ids)) < 0.1] = 255
+        for part in trajectory.sequences():
+            ids[part.tokens.stop - 1] = 255
+        return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS))
+
+    return dataclasses.replace(batch, trajectories=tuple(map(routed, batch.trajectories)))
+
+
+def probe(config: Config) -> list[np.ndarray]:
+    first = [(t, t.sequences()[0]) for t in batches(config)[0].trajectories[:6]]
+    return [trajectory.token_ids[part.tokens] for trajectory, part in first]

@@ -1,0 +1,192 @@
+"""The program of the ranks that train in a layout.
+
+What they saw and made lies in FOLDER/LAYOUT.pt afterwards, what entered the model of one rank in
+FOLDER/LAYOUT-rank-RANK.pt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+
+from support.ranks.parity_layouts import LAYOUTS, batches, config_of, probe
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.step import TrainingStep
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a layout does."""
+    if job in LAYOUTS and LAYOUTS[job].is_slow_network:
+        with slow_sends():
+            train(folder, job)
+    else:
+        train(folder, job)
+
+
+def train(folder: Path, job: str) -> None:
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    step = TrainingStep(policy, config)
+    extraordinary = {
+        "overflow": overflow,
+        "nothing-trained": nothing_trained,
+        "disturbed-routers": disturbed_routers,
+    }
+    if job in extraordinary:
+        torch.save(extraordinary[job](policy, step, config), folder / f"{job}.pt")
+        policy.ranks.close()
+        return
+    # `describe` compares Megatron's groups with the arithmetic of the dry run.
+    policy.ranks.describe(has_experts=True)
+    finalized = count_finalizations(policy)
+    stream = open_stream(policy, config)
+    digest = stream.run().identity
+    before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+
+    def score() -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(sequence_logprobs(policy, sequences, max_tokens=64)))
+
+    sequences, metrics = probe(config), []
+    logprobs = [score()]
+    for batch in batches(config):
+        with recorded_inputs(policy) as inputs:
+            metrics.append(step.run(batch).metrics)
+        if batch.step == 0:
+            torch.save(inputs, folder / f"{job}-rank-{policy.ranks.rank}.pt")
+    # The weights are read at once: they must be complete without a forward pass.
+    weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    logprobs.append(score())
+    if policy.ranks.world_size == 1:
+        save_hf_folder(policy, config.model.path, folder / f"{job}-final")
+    if policy.ranks.is_main:
+        result = {
+            "metrics": metrics,
+            "logprobs": logprobs,
+            "digest": digest.hex(),
+            "senders": list(stream.senders),
+            "before": before,
+            "weights": weights,
+            "finalizations": len(finalized),
+        }
+        torch.save(result, folder / f"{job}.pt")
+    policy.ranks.close()
+
+
+@contextmanager
+def slow_sends() -> Iterator[None]:
+    """Asynchronous sends read their tensor 10 ms later: a buffer must live until it was waited for.
+
+    On a fast machine a small message has left before the buffer is used for something else.
+    """
+    c10d, real = dist.distributed_c10d, dist.isend
+    # One thread keeps the messages in order.
+    with ThreadPoolExecutor(1) as thread:
+
+        def send(*args: object, **named: object) -> None:
+            time.sleep(0.01)
+            real(*args, **named).wait()
+
+        class Sending:
+            def __init__(self, *args: object, **named: object) -> None:
+                self._done = thread.submit(send, *args, **named)
+
+            def wait(self) -> None:
+                self._done.result()
+
+        c10d.isend = dist.isend = Sending
+        yield
+        c10d.isend = dist.isend = real
+
+
+@contextmanager
+def recorded_inputs(policy: Policy) -> Iterator[dict]:
+    """Records this rank's coordinates, and what enters its first chunk for each micro batch."""
+    ranks = policy.ranks
+    found: dict = {
+        "dp": ranks.dp_rank,
+        "cp": ranks.cp_rank,
+        "micro_batches": [],
+    }
+
+    def record(_: object, inputs: tuple, named: dict) -> None:
+        bounds = named["packed_seq_params"].cu_seqlens_q.tolist()
+        found["micro_batches"].append((inputs[0][0].cpu().clone(), bounds))
+
+    hook = policy.chunks[0].register_forward_pre_hook(record, with_kwargs=True)
+    yield found
+    hook.remove()
+
+
+def count_finalizations(policy: Policy) -> list[int]:
+    settings = policy.chunks[0].config
+    finalize, numbers = settings.finalize_model_grads_func, []
+
+    def counted(*args: object, **kwargs: object) -> None:
+        numbers.append(1)
+        finalize(*args, **kwargs)
+
+    settings.finalize_model_grads_func = counted
+    return numbers
+
+
+def nothing_trained(policy: Policy, step: TrainingStep, config: Config) -> dict:
+    """A step after an ordinary one, whose episodes are all truncated and filtered for it."""
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.weights.export import hf_tensors
+    from slipstream.protocol.types import Status
+
+    first, second = batches(config)[:2]
+    step.run(first)
+    cut = tuple(dataclasses.replace(t, status=Status.TRUNCATED) for t in second.trajectories)
+    metrics = step.run(Batch(second.step, second.batch_id, cut)).metrics
+    is_finite = all(bool(t.isfinite().all()) for _, t in hf_tensors(policy, torch.float32))
+    return {"metrics": metrics, "is_finite": is_finite}
+
+
+def overflow(policy: Policy, step: TrainingStep, config: Config) -> dict:
+    """Steps so far that the next step cannot be finite; how it ended, and if weights moved."""
+    from slipstream.learner.trainer.weights.export import hf_tensors
+
+    first, second = batches(config)[:2]
+    step.run(first)
+    before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+    try:
+        step.run(second)
+    except RunFailed as error:
+        after = dict(hf_tensors(policy, torch.float32))
+        is_same = all(torch.equal(after[name], before[name]) for name in before)
+        return {"error": str(error), "is_same": is_same}
+    return {"error": "", "is_same": False}
+
+
+def disturbed_routers(policy: Policy, step: TrainingStep, config: Config) -> dict:
+    """Gaps to what the policy itself sampled, before and after its routers are others."""
+    from support.references.replayed_gaps import ReplayedGaps, disturb_routers, sampled_by
+
+    batch = batches(config)[0]
+    sampled = tuple(sampled_by(policy, trajectory) for trajectory in batch.trajectories)
+    batch = dataclasses.replace(batch, trajectories=sampled)
+    gaps = ReplayedGaps(policy, batch, config)
+    found = gaps.both("")
+    disturb_routers(policy.chunks, scale=0.05)
+    return found | gaps.both("_disturbed") | step.run(batch).metrics

@@ -1,0 +1,201 @@
+"""The program of trainer ranks that are given batches which cannot be trained.
+
+What rank 0 told its controller lies in FOLDER/JOB.pt afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import Trajectory
+
+from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
+
+VOCABULARY, MAX_TOKENS = 32, 24
+MICRO_BATCH_TOKENS = 64
+GROUPS, MEMBERS = 4, 4
+# A trajectory of the third group of a batch.
+FAULTY = 9
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings of a trainer, and what spoils the batches between the two that can be trained."""
+
+    world_size: int = 1
+    learner: dict[str, object] = dataclasses.field(default_factory=dict)
+    poisons: tuple[str, ...] = ()
+    mini_batches: int = 1
+    # Whether the weights are no numbers before the second batch.
+    breaks_weights: bool = False
+    sets_aside: bool = True
+
+
+def far_reward(trajectory: Trajectory) -> Trajectory:
+    """Returns a trajectory whose advantage is no float32."""
+    return dataclasses.replace(trajectory, reward=-1e39)
+
+
+def impossible_sample(trajectory: Trajectory) -> Trajectory:
+    """Makes an advantage that is finite, but not its product with the ratio of the policies."""
+    logprobs = np.full_like(trajectory.behavior_logprobs, -30.0)
+    return dataclasses.replace(trajectory, behavior_logprobs=logprobs, reward=-1e36)
+
+
+def strange_token(trajectory: Trajectory) -> Trajectory:
+    token_ids = trajectory.token_ids.copy()
+    token_ids[-1] = VOCABULARY
+    return dataclasses.replace(trajectory, token_ids=token_ids)
+
+
+def too_long(trajectory: Trajectory) -> Trajectory:
+    (prompt, *rest), missing = trajectory.run_lengths, 4 * MICRO_BATCH_TOKENS
+    token_ids = np.concatenate([np.zeros(missing, np.uint32), trajectory.token_ids])
+    return dataclasses.replace(
+        trajectory, token_ids=token_ids, run_lengths=(prompt + missing, *rest)
+    )
+
+
+POISONS: dict[str, Callable[[Trajectory], Trajectory]] = {
+    "rewards": far_reward,
+    "loss": impossible_sample,
+    "token": strange_token,
+    "length": too_long,
+}
+JOBS = {
+    "plain": Job(),
+    "poisoned": Job(poisons=tuple(POISONS)),
+    "empty": Job(poisons=("empty",)),
+    "second-mini-batch": Job(poisons=("loss",), mini_batches=2),
+    "broken-weights": Job(breaks_weights=True),
+    "for-good": Job(poisons=("loss",), sets_aside=False),
+}
+for layout, learner in {
+    "dp": {
+        "use_distributed_optimizer": True,
+        "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    },
+    "tp": {"parallel": {"tp": 2, "sequence_parallel": True}},
+    "pp": {"parallel": {"pp": 2}},
+    "cp": {"parallel": {"cp": 2}},
+}.items():
+    JOBS |= {
+        f"{layout}-plain": Job(2, learner),
+        f"{layout}-poisoned": Job(2, learner, tuple(POISONS)),
+    }
+
+
+def good_batch(step: int) -> Batch:
+    return make_batch(
+        step, num_groups=GROUPS, group_size=MEMBERS, vocab_size=VOCABULARY, max_tokens=MAX_TOKENS
+    )
+
+
+def poisoned_batch(step: int, name: str) -> Batch:
+    """A batch of which one trajectory, or with "empty" all, is spoiled."""
+    batch = good_batch(step)
+    trajectories = list(batch.trajectories)
+    if name == "empty":
+        trajectories = [nothing(trajectory) for trajectory in trajectories]
+    else:
+        trajectories[FAULTY] = POISONS[name](trajectories[FAULTY])
+    return dataclasses.replace(batch, batch_id=f"bad-{name}", trajectories=tuple(trajectories))
+
+
+def nothing(trajectory: Trajectory) -> Trajectory:
+    return dataclasses.replace(
+        trajectory,
+        token_ids=trajectory.token_ids[:0],
+        run_lengths=(),
+        behavior_logprobs=trajectory.behavior_logprobs[:0],
+        version_spans=(),
+        num_turns=0,
+    )
+
+
+def config_of(folder: Path, name: str, address: str) -> Config:
+    job = JOBS[name]
+    return parse_config(
+        {
+            "run": {"name": name, "steps": 2, "dir": str(folder / "runs")},
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "algorithm": {
+                "group_size": MEMBERS,
+                "groups_per_step": GROUPS,
+                "max_staleness": 1,
+                "learning_rate": 1e-3,
+                "mini_batches": job.mini_batches,
+                "ratio": "behavior",
+                "advantage": "dr_grpo",
+                "correction": {"weight": "none"},
+            },
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": MAX_TOKENS},
+            "controller": {"address": address},
+            "learner": {
+                "world_size": job.world_size,
+                "timeout_s": 60.0,
+                "micro_batch_tokens": MICRO_BATCH_TOKENS,
+                "export_final": False,
+                **job.learner,
+            },
+        },
+        source="test",
+    )
+
+
+def run_rank(folder: Path, name: str) -> None:
+    from slipstream.learner.trainer.controller_client import ControllerClient
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.train import StartAgain, Trainer
+
+    job, launch = JOBS[name], Launch.from_environment()
+    bad = [poisoned_batch(1, poison) for poison in job.poisons]
+    batches = [good_batch(0), *bad, good_batch(1)]
+    orders = [*map(batch_order, batches), stop_order()]
+    with FakeController(orders) as controller:
+        controller.sets_aside = job.sets_aside
+        config = config_of(folder, name, controller.address)
+        policy = open_policy(config, launch)
+        trainer = Trainer(config, policy, ControllerClient(config))
+        if job.breaks_weights:
+            break_weights(trainer)
+        error = ""
+        try:
+            trainer.run()
+        except (RunFailed, StartAgain) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    told = {
+        "error": error,
+        "digests": [report.weight_digest.hex() for report in controller.steps],
+        "steps": [report.batch_id for report in controller.steps],
+        "failures": [
+            (f.message, f.data.step, f.data.batch_id, list(f.data.group_ids))
+            for f in controller.failures
+        ],
+    }
+    torch.save(told, folder / f"{name}-{launch.rank}.pt")
+    policy.ranks.close()
+
+
+def break_weights(trainer: object) -> None:
+    """Spoils a weight of every rank when the first step is done."""
+    step = trainer._step
+    real = step.run
+
+    def run(batch: Batch) -> object:
+        if batch.step:
+            with torch.no_grad():
+                next(iter(step.policy.chunks[0].parameters())).view(-1)[0] = float("nan")
+        return real(batch)
+
+    step.run = run

@@ -1,0 +1,368 @@
+"""The program of the ranks that hold models of several layouts; results lie in FOLDER/JOB.pt.
+
+In each job of `LAYOUTS` policy, reference and critic have other layouts, and all see the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
+from slipstream.protocol.settings.config import Config, LearnerSection, ParallelSection
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import LogprobArray
+
+from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, VPP, batches, probe
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.roles.roles import Roles
+
+CRITIC_RATE = 1e-3
+# Narrow enough that some values reach the clip in a second mini-batch.
+VALUE_CLIP = 0.03
+REFRESH_STEPS = 2
+STEP_METRICS = (
+    "loss",
+    "grad_norm",
+    "kl_reference",
+    "value_loss",
+    "value_mean",
+    "critic_grad_norm",
+    "explained_variance",
+)
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """How many ranks, which model, and the layout of each role."""
+
+    world_size: int
+    model: str = "llama"
+    policy: dict = field(default_factory=dict)
+    reference: dict = field(default_factory=dict)
+    critic: dict = field(default_factory=dict)
+    learner: dict = field(default_factory=dict)
+
+
+# All that can be away is, while another model works.
+OFFLOAD = {
+    "use_distributed_optimizer": True,
+    "offload": {"parameters": True, "gradients": True, "optimizer": True},
+}
+
+LAYOUTS = {
+    "one": RoleLayout(1),
+    "one-tied": RoleLayout(1, "tied"),
+    "tp2-pp2-dp2": RoleLayout(2, policy={"tp": 2}, reference={"pp": 2}),
+    "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
+    "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
+    "dp2-dp2-dp2-overlap": RoleLayout(2, learner=OVERLAP),
+    "dp2-cp2-cp2": RoleLayout(2, reference={"cp": 2}, critic={"cp": 2}),
+    "tp2-sp2-dp2-offload": RoleLayout(2, "llama", {"tp": 2}, SP, learner=OFFLOAD),
+    "tp2-tp2-tp2": RoleLayout(2, policy={"tp": 2}, reference={"tp": 2}, critic={"tp": 2}),
+    "sp2dp2-pp2dp2-sp2pp2": RoleLayout(4, policy=SP, reference={"pp": 2}, critic=SP | {"pp": 2}),
+    "sp2-pp2-pp2-tied": RoleLayout(2, "tied", SP, {"pp": 2}, {"pp": 2}),
+}
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job does."""
+    match job.split(":"):
+        case ["groups"]:
+            groups(folder)
+        case ["save", layout]:
+            save(folder, layout)
+        case ["load", saved, layout]:
+            load(folder, saved, layout)
+        case ["start", saved, layout]:
+            start(folder, saved, layout)
+        case [layout]:
+            roles(folder, layout)
+
+
+def config_of(name: str, folder: Path) -> Config:
+    """The settings of a layout; the critic's head is drawn from the run's seed."""
+    layout = LAYOUTS[name]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / layout.model), "dtype": "float32"}
+    table["algorithm"] |= {"advantage": "gae", "kl": {"coefficient": 0.1}}
+    table["learner"] |= layout.learner
+    table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
+    table["reference"] = {
+        "refresh_every_steps": REFRESH_STEPS,
+        "parallel": layout.reference,
+    }
+    table["critic"] = {
+        "learning_rate": CRITIC_RATE,
+        "warmup_steps": 0 if layout.model == "tied" else 1,
+        "value_clip": VALUE_CLIP,
+        "parallel": layout.critic,
+    }
+    return parse_config(table, source=name)
+
+
+def config_of_run(name: str, folder: Path, run: str, **tables: JsonValue) -> Config:
+    """Returns `config_of(name, folder)` with the checkpoints of run `run`."""
+    config = config_of(name, folder)
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["run"] |= {"name": run, "dir": str(folder / "runs")}
+    return parse_config(table | tables, source=name)
+
+
+def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
+    """Sequences with returns that rise along each trajectory."""
+    estimates = [
+        TokenEstimates(
+            np.zeros_like(known),
+            values=known,
+            returns=(trajectory.reward + 0.1 * np.arange(len(known))).astype(np.float32),
+        )
+        for trajectory, known in zip(batch.trajectories, values, strict=True)
+    ]
+    return TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
+
+
+def roles(folder: Path, job: str) -> None:
+    """What the roles say and learn by themselves, then what the policy learns with them."""
+    from slipstream.learner.trainer.model.model import unwrapped
+    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.weights.export import hf_tensors
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    opened = open_roles(config, policy)
+    reference, critic = opened.reference, opened.critic
+    assert reference is not None
+    assert critic is not None
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+
+    first = batches(config)[0]
+    before = weights()
+    found: dict = {
+        "reference": _joined(reference.logprobs(first)),
+        "gradients_of_reference": sum(
+            parameter.requires_grad
+            for chunk in reference.model.chunks
+            for parameter in chunk.parameters()
+        ),
+        "values": [],
+        "critic": [],
+    }
+    for batch in batches(config):
+        values = critic.values(batch)
+        found["values"].append(_joined(values))
+        found["critic"].append(critic.train(judged(batch, values), batch.mini_batches(2)))
+    found["values"].append(_joined(critic.values(first)))
+    found |= train(policy, opened, config)
+    found["is_policy_same"] = [
+        all(torch.equal(after[name], before[name]) for name in before)
+        for after in found.pop("weights")
+    ]
+    with critic.model.memory.resident(Part.PARAMETERS):
+        head = getattr(unwrapped(critic.model.chunks[-1]), "output_layer", None)
+        state = {} if head is None else head.state_dict()
+        found["head"] = {name: value.clone() for name, value in state.items()}
+    torch.save(found, folder / f"{job}-{policy.ranks.rank}.pt")
+    policy.ranks.close()
+
+
+def train(policy: Policy, opened: Roles, config: Config) -> dict:
+    """Three steps: the critic alone, then both until the reference is refreshed, then again."""
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.export import hf_tensors
+
+    reference = opened.reference
+    assert reference is not None
+    step = TrainingStep(policy, config, opened)
+    found: dict = {"metrics": [], "references": [], "weights": []}
+    for batch in batches(config):
+        found["metrics"].append(step.run(batch).metrics)
+        found["references"].append(_joined(reference.logprobs(batches(config)[0])))
+        found["weights"].append({n: t.clone() for n, t in hf_tensors(policy, torch.float32)})
+        if batch.step + 1 == REFRESH_STEPS:
+            found["policy"] = _joined(sequence_logprobs(policy, probe(config), max_tokens=64))
+            with reference.model.ranks.in_force():
+                refreshed = sequence_logprobs(reference.model, probe(config), max_tokens=64)
+            found["refreshed"] = _joined(refreshed)
+    return found
+
+
+def save(folder: Path, layout: str) -> None:
+    """Saves the models of a layout after two of three steps, asynchronously."""
+    from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
+    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.protocol.types import PolicyVersion
+
+    config = config_of_run(layout, folder, layout)
+    run = _Run(config)
+    for batch in batches(config)[:2]:
+        run.step.run(batch)
+    with contextlib.ExitStack() as stack:
+        for memory in (run.policy.memory, *run.roles.memories()):
+            stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
+        run.checkpointer.save(PolicyVersion(0, 2), b"digest")
+    found = run.last_step() | {"expected_bytes": sum(saved_sizes(run.models))}
+    run.checkpointer.finish()
+    rank = run.policy.ranks.rank
+    # Rank 0 says when it is published.
+    run.policy.ranks.gather_bytes(b"")
+    state = folder / "runs" / layout / "checkpoints" / "step-000002" / "state"
+    found["written_bytes"] = sum(path.stat().st_size for path in state.glob(f"__{rank}_*"))
+    torch.save(found, folder / f"save:{layout}-{rank}.pt")
+    run.policy.ranks.close()
+
+
+def load(folder: Path, saved: str, layout: str) -> None:
+    """Goes on in another layout from what `save` saved."""
+    run = _Run(config_of_run(layout, folder, saved))
+    manifest = run.checkpointer.load_newest()
+    assert manifest is not None
+    found = run.last_step() | {"models": manifest.models}
+    torch.save(found, folder / f"load:{saved}:{layout}-{run.policy.ranks.rank}.pt")
+    run.policy.ranks.close()
+
+
+def start(folder: Path, saved: str, layout: str) -> None:
+    """A new run whose starting weights are the policy's of what `save` saved."""
+    path = folder / "runs" / saved / "checkpoints" / "step-000002"
+    config = config_of_run(layout, folder, "new", checkpoint={"load": str(path)})
+    run = _Run(config)
+    reference, critic = run.roles.reference, run.roles.critic
+    assert reference is not None
+    assert critic is not None
+    first = batches(config)[0]
+    found = {
+        "reference": _joined(reference.logprobs(first)),
+        "values": _joined(critic.values(first)),
+        "kl_reference": run.step.run(first).metrics["kl_reference"],
+    }
+    torch.save(found, folder / f"start:{saved}:{layout}-{run.policy.ranks.rank}.pt")
+    run.policy.ranks.close()
+
+
+class _Run:
+    """A policy with its roles, and what saves them."""
+
+    def __init__(self, config: Config) -> None:
+        from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+        from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+        from slipstream.learner.trainer.opening import open_policy
+        from slipstream.learner.trainer.ranks.parallel import Launch
+        from slipstream.learner.trainer.roles.roles import open_roles
+        from slipstream.learner.trainer.step import TrainingStep
+
+        self.config = config
+        self.policy = open_policy(config, Launch.from_environment())
+        self.roles = open_roles(config, self.policy)
+        self.step = TrainingStep(self.policy, config, self.roles)
+        policy = StoredModel(POLICY, self.policy.chunks, self.policy.optimizer)
+        self.models = [policy, *self.roles.stored_models()]
+        self.checkpointer = Checkpointer(config, self.policy.ranks, self.models)
+
+    def last_step(self) -> dict:
+        """What the third step does, and what the critic says after it."""
+        last = batches(self.config)[2]
+        metrics = self.step.run(last).metrics
+        assert self.roles.critic is not None
+        return {
+            "metrics": {name: metrics[name] for name in STEP_METRICS},
+            "values": _joined(self.roles.critic.values(last)),
+        }
+
+
+def _joined(arrays: list[LogprobArray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def groups(folder: Path) -> None:
+    """Two ranks, the policy in tp 2, others in dp 2 and pp 2; without any model."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from slipstream.learner.trainer.ranks.grid import known_globals
+    from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+
+    learner = LearnerSection(world_size=2, parallel=ParallelSection(tp=2))
+    ranks = Ranks(Launch.from_environment(), learner, seed=1)
+    replicas = ranks.placed(ParallelSection())
+    stages = ranks.placed(ParallelSection(pp=2))
+    before = dict(vars(parallel_state))
+    made = len(parallel_state._global_process_group_list)
+    again = ranks.placed(ParallelSection(tp=2, sequence_parallel=True))
+    found = {
+        "unknown_globals": sorted(_assigned_globals(parallel_state) - known_globals()),
+        "sizes_outside": (ranks.tp_size, ranks.dp_size),
+        "refused_outside": refused(lambda: replicas.dp_size),
+        "groups_again": len(parallel_state._global_process_group_list) - made,
+    }
+    found["tp_of_same_groups"] = again.tp_size
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    tracked = get_cuda_rng_tracker().get_states()
+    with replicas.in_force():
+        found["sizes_inside"] = (replicas.tp_size, replicas.dp_size)
+        found["refused_inside"] = refused(lambda: ranks.tp_size)
+        found["refused_nested"] = refused(stages.in_force)
+        parallel_state._HYBRID_DP_CP_GROUPS[0] = "filled in place"
+        torch.rand(9)
+        with get_cuda_rng_tracker().fork():
+            torch.rand(9)
+    with stages.in_force(), stages.in_force():
+        found["is_last_stage"] = stages.is_last_stage
+        one = torch.ones(1)
+        dist.all_reduce(one, group=stages.tp_group)
+        found["sum_inside"] = float(one)
+    try:
+        with replicas.in_force():
+            raise KeyError
+    except KeyError:
+        found["sizes_after"] = (ranks.tp_size, ranks.dp_size)
+    one = torch.ones(1)
+    dist.all_reduce(one, group=ranks.tp_group)
+    found["sum_after"] = float(one)
+    found["changed"] = [
+        name for name, value in before.items() if vars(parallel_state)[name] is not value
+    ]
+    found["filled"] = dict(parallel_state._HYBRID_DP_CP_GROUPS)
+    found["is_same_draw"] = torch.equal(torch.rand(4), expected)
+    states = get_cuda_rng_tracker().get_states()
+    found["is_same_tracked"] = all(torch.equal(states[name], tracked[name]) for name in tracked)
+    torch.save(found, folder / f"groups-{ranks.rank}.pt")
+    ranks.close()
+
+
+def refused(action: Callable[[], object]) -> bool:
+    """Whether it raises RuntimeError, or does when it is entered."""
+    try:
+        result = action()
+        if isinstance(result, AbstractContextManager):
+            with result:
+                pass
+    except RuntimeError:
+        return True
+    return False
+
+
+def _assigned_globals(module: object) -> set[str]:
+    tree = ast.parse(inspect.getsource(module))
+    return {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}

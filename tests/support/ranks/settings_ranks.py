@@ -1,0 +1,158 @@
+"""Program of one rank: what Megatron's objects hold after settings were passed through to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+
+from support.ranks.parity_layouts import config_of
+
+PASSED = {
+    "ddp": {"overlap_grad_reduce": True, "bucket_size": 12345, "grad_reduce_in_fp32": False},
+    "optimizer": {"adam_beta2": 0.5, "min_lr": 1e-7, "log_num_zeros_in_grad": True},
+    "transformer": {
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_dtype": "fp64",
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+}
+# What differs from the settings of the layout one-moe, and part of the message.
+REFUSED = {
+    "unknown": (
+        {"ddp": {"overlap_grad_reduction": True}},
+        "unknown key learner.ddp.overlap_grad_r",
+    ),
+    "unknown-optimizer": ({"optimizer": {"adam_beta3": 1.0}}, "did you mean 'adam_beta"),
+    "unknown-transformer": (
+        {"transformer": {"moe_z_loss": 1.0}},
+        "did you mean 'moe_z_loss_coeff'",
+    ),
+    "owned": (
+        {"transformer": {"tensor_model_parallel_size": 2}},
+        "learner.transformer.tensor_model_parallel_size cannot be passed through: "
+        "set learner.parallel.tp instead",
+    ),
+    "owned-by-the-model": (
+        {"transformer": {"num_moe_experts": 8}},
+        "learner.transformer.num_moe_experts cannot be passed through: set model.path instead",
+    ),
+    "owned-by-us": ({"transformer": {"variable_seq_lengths": False}}, "the trainer depends on its"),
+    "fusion": (
+        {"transformer": {"moe_router_fusion": True}},
+        "learner.transformer.moe_router_fusion needs TransformerEngine, which is not installed",
+    ),
+    "value-of-the-transformer": (
+        {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["heads"]}},
+        "learner.transformer: Megatron refuses it",
+    ),
+    "value-of-the-optimizer": (
+        {"optimizer": {"main_params_dtype": "bfloat16"}},
+        "learner.optimizer: Megatron refuses it: main_params_dtype can only be fp32",
+    ),
+    "value-of-ddp": (
+        {"ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True}},
+        "learner.ddp: Megatron refuses it: Reuse grad buffer only when",
+    ),
+    "unknown-of-the-critic": (
+        {"critic": {"learning_rate": 1e-3, "optimizer": {"adam_beta3": 1.0}}},
+        "the critic: unknown key critic.optimizer.adam_beta3; did you mean",
+    ),
+    "value-of-the-critic": (
+        {
+            "critic": {
+                "learning_rate": 1e-3,
+                "transformer": {
+                    "recompute_granularity": "selective",
+                    "recompute_modules": ["heads"],
+                },
+            }
+        },
+        "the critic: critic.transformer: Megatron refuses it",
+    ),
+    "nothing": ({}, ""),
+}
+
+
+def changed(folder: Path, changes: dict) -> Config:
+    table = config_of("one-moe", folder).model_dump(mode="json", exclude_none=True)
+    changes = dict(changes)
+    if critic := changes.pop("critic", None):
+        table["critic"] = critic
+        table["algorithm"]["advantage"] = "gae"
+    table["learner"] |= changes
+    return parse_config(table, source="test")
+
+
+def run_rank(folder: Path, job: str) -> None:
+    answer: object
+    if job == "passed":
+        answer = built(changed(folder, PASSED))
+    elif job == "names":
+        answer = names_of_the_provider()
+    elif job == "mixture":
+        answer = mixture(config_of("one-moe", folder))
+    else:
+        answer = refusal(changed(folder, REFUSED[job][0]))
+    (folder / f"{job}.json").write_text(json.dumps(answer))
+
+
+def refusal(config: Config) -> str:
+    from slipstream.learner.trainer.check import check_settings
+
+    try:
+        check_settings(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def mixture(config: Config) -> dict:
+    """How the experts are chosen when nothing is said about it."""
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+
+    policy = open_policy(config, Launch.from_environment())
+    router = policy.chunks[0].module.decoder.layers[0].mlp.router
+    names = ("moe_router_dtype", "moe_aux_loss_coeff", "moe_router_pre_softmax")
+    found = {name: getattr(router.config, name) for name in names}
+    policy.ranks.close()
+    return found
+
+
+def names_of_the_provider() -> list[str]:
+    """What `learner.transformer` may name in the tested version of Megatron."""
+    from slipstream.learner.trainer.ranks import compat, cpu
+
+    cpu.install()
+    compat.install()
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    return [field.name for field in dataclasses.fields(GPTModelProvider) if field.init]
+
+
+def built(config: Config) -> dict:
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+
+    policy = open_policy(config, Launch.from_environment())
+    objects = {
+        "ddp": policy.chunks[0].ddp_config,
+        "optimizer": policy.optimizer.config,
+        "transformer": policy.chunks[0].config,
+    }
+    found = {
+        section: {key: getattr(objects[section], key) for key in PASSED[section]}
+        for section in PASSED
+    }
+    # Megatron's router really takes it from there.
+    found["router"] = str(
+        policy.chunks[0].module.decoder.layers[0].mlp.router.config.moe_router_dtype
+    )
+    policy.ranks.close()
+    return found

@@ -1,0 +1,128 @@
+"""The program of ranks that put their weights together in buckets.
+
+FOLDER/JOB-stream-RANK.pt holds the tensors that were in this rank's own buckets, and on rank 0 what
+Bridge exports; before and after a training step. FOLDER/stream-wrong-plan-RANK.pt: how ranks went
+on whose plan gives other weights than Bridge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+
+from support.ranks.parity_layouts import batches, config_of
+
+# Smaller than a layer.
+BUCKET_BYTES = 20_000
+WRONG_PLAN = "wrong-plan"
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a layout does."""
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.bucket_fill import (
+        BridgeFilling,
+        PlannedFilling,
+        open_filling,
+    )
+    from slipstream.learner.trainer.weights.export import hf_tensors
+    from slipstream.learner.trainer.weights.weight_stream import WeightStream, open_stream
+    from slipstream.protocol.weights.buckets import Bucket
+
+    logging.basicConfig(level=logging.WARNING)
+    if job == WRONG_PLAN:
+        see_wrong_plan(folder)
+        return
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    whole = open_stream(policy, config)
+    assert isinstance(whole._filling, PlannedFilling)
+    filling = open_filling(policy, config.model.dtype)
+    stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES)
+    found: dict = {
+        "senders": list(stream.senders),
+        "passes": [],
+        "num_buckets": len(stream.buckets),
+    }
+
+    def one_pass() -> None:
+        released: list[int] = []
+        tensors: dict[str, torch.Tensor] = {}
+
+        def send(place: int, bucket: Bucket, data: torch.Tensor):
+            assert released == list(range(place - 1))
+            if stream.senders[bucket.root] != policy.ranks.rank:
+                # What another sender's bucket leaves there.
+                data.fill_(0xFF)
+                return lambda: released.append(place)
+            for span in bucket.spans:
+                raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
+                dtype = getattr(torch, span.tensor.dtype)
+                tensors[span.tensor.name] = raw.view(dtype).view(span.tensor.shape).cpu()
+            return lambda: released.append(place)
+
+        digests = stream.run(send)
+        exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
+        alone = stream.run()
+        assert alone.identity == digests.identity
+        assert whole.run().identity == digests.identity
+        by_bridge = BridgeFilling(policy, config.model.dtype)
+        slow = WeightStream(policy, by_bridge, bucket_bytes=BUCKET_BYTES)
+        assert slow.senders == (0,)
+        assert slow.run().identity == digests.identity
+        found["passes"].append(
+            {
+                "tensors": tensors,
+                "exported": exported if policy.ranks.is_main else {},
+                "identity": digests.identity.hex(),
+            }
+        )
+
+    one_pass()
+    TrainingStep(policy, config).run(batches(config)[0])
+    one_pass()
+    torch.save(found, folder / f"{job}-stream-{policy.ranks.rank}.pt")
+    policy.ranks.close()
+
+
+def see_wrong_plan(folder: Path) -> None:
+    """On one of two ranks, two matrices of the plan have changed places."""
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.weights import bucket_fill
+    from slipstream.learner.trainer.weights.weight_stream import open_stream
+
+    config = config_of("tp2", folder)
+    policy = open_policy(config, Launch.from_environment())
+    right = open_stream(policy, config)
+    plan_merged = bucket_fill.plan_merged
+
+    def wrong(policy: object) -> list:
+        pieces = plan_merged(policy)
+        names = [piece.name for piece in pieces]
+        key, value = (names.index(f"model.layers.1.self_attn.{x}_proj.weight") for x in "kv")
+        if policy.ranks.rank == 1:
+            parts = pieces[key].part, pieces[value].part
+            pieces[key] = dataclasses.replace(pieces[key], part=parts[1])
+            pieces[value] = dataclasses.replace(pieces[value], part=parts[0])
+        return pieces
+
+    def unknown(policy: object) -> list:
+        if policy.ranks.rank == 1:
+            raise bucket_fill.UnknownMapping("a parameter has a mapping of tomorrow")
+        return plan_merged(policy)
+
+    kinds, identities = [], [right.run().identity]
+    for plan in (wrong, unknown):
+        bucket_fill.plan_merged = plan
+        stream = open_stream(policy, config)
+        kinds.append(type(stream._filling).__name__)
+        identities.append(stream.run().identity)
+    found = {"kinds": kinds, "num_identities": len(set(identities))}
+    torch.save(found, folder / f"stream-{WRONG_PLAN}-{policy.ranks.rank}.pt")
+    policy.ranks.close()

@@ -1,0 +1,1 @@
+"""Plain computations that the product is compared with."""

@@ -1,0 +1,218 @@
+"""The parity tests' algorithms on transformers and torch alone: one trajectory after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.types import Trajectory
+from torch import Tensor
+
+from support.ranks.parity_layouts import probe
+
+TEMPERATURE = 0.8
+
+
+class ForcedExperts:
+    """Sends tokens to given experts in transformers' model, weighted as it weights its own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.expert_ids: np.ndarray | None = None
+        self.differing, self.forced = 0, 0
+        for place, layer in enumerate(model.model.layers):
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(functools.partial(self._force, place))
+
+    def _force(
+        self, place: int, gate: torch.nn.Module, _: object, outputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        if self.expert_ids is None:
+            return None
+        logits, _, indices = outputs
+        indices = indices.clone()
+        for token, wanted in enumerate(self.expert_ids[:, place].tolist()):
+            if max(wanted) < gate.num_experts:
+                if torch.is_grad_enabled():
+                    self.differing += len(set(wanted) - set(indices[token].tolist()))
+                    self.forced += len(wanted)
+                indices[token] = torch.tensor(wanted)
+        weights = logits.softmax(-1).gather(1, indices)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, indices
+
+
+@dataclass
+class Tokens:
+    """The sampled tokens of one conversation."""
+
+    policy: Tensor
+    entropy: Tensor
+    before: Tensor
+    behavior: Tensor
+    advantage: float
+
+
+class PlainPolicy:
+    """Unpacked, without parallelism; written from the papers' formulas, a sequence at a time."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.forced = ForcedExperts(self.model)
+        decayed = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+            lr=1.0,
+            betas=(0.9, 0.95),
+            eps=1e-3,
+        )
+
+    def predictions(
+        self, token_ids: np.ndarray, temperature: float, routed: RoutedExperts | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of all tokens but the first, and the entropies."""
+        self.forced.expert_ids = None if routed is None else routed.expert_ids
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        logprobs = (self.model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, ids[0, 1:, None])[:, 0], entropies
+
+    def probe(self) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self.predictions(ids, 1.0)[0] for ids in probe(self.config)])
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        algorithm = self.config.algorithm
+        with torch.no_grad():
+            before = {
+                t.trajectory_id: [
+                    self.predictions(one.token_ids, TEMPERATURE, one.routed_experts)[0]
+                    for one, _ in conversations(t)
+                ]
+                for t in batch.trajectories
+            }
+        advantages = batch_advantages(batch.trajectories, algorithm.advantage)
+        groups = list(dict.fromkeys(t.group_id for t in batch.trajectories))
+        share = len(groups) // algorithm.mini_batches
+        totals, counts, norms = 0.0, 0, []
+        rate = 1e-3 * min(1.0, (batch.step + 1) / 2)
+        for start in range(0, len(groups), share):
+            chosen = groups[start : start + share]
+            members = [
+                self._tokens(one, old, advantages[t.trajectory_id] * share_of_branch)
+                for t in batch.trajectories
+                if t.group_id in chosen
+                for (one, share_of_branch), old in zip(
+                    conversations(t), before[t.trajectory_id], strict=True
+                )
+            ]
+            count = sum(len(tokens.policy) for tokens in members)
+            loss = self._aggregate([self._losses(tokens) for tokens in members])
+            self.optimizer.zero_grad()
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item())
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            totals, counts = totals + loss.item() * count, counts + count
+        found = {"loss": totals / counts, "grad_norm": sum(norms) / len(norms)}
+        if self.forced.forced:
+            found["routing_difference"] = self.forced.differing / self.forced.forced
+        self.forced.differing = self.forced.forced = 0
+        return found
+
+    def _tokens(self, trajectory: Trajectory, before: Tensor, advantage: float) -> Tokens:
+        mask = torch.from_numpy(trajectory.sampled_mask())[1:]
+        routed = trajectory.routed_experts
+        policy, entropy = self.predictions(trajectory.token_ids, TEMPERATURE, routed)
+        behavior = torch.from_numpy(trajectory.behavior_logprobs.copy())
+        return Tokens(policy[mask], entropy[mask], before[mask], behavior, advantage)
+
+    def _losses(self, tokens: Tokens) -> Tensor:
+        algorithm = self.config.algorithm
+        weight = self._weight(tokens)
+        anchor = tokens.behavior if algorithm.ratio == "behavior" else tokens.before
+        ratio = (tokens.policy - anchor).exp()
+        low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+        advantage = tokens.advantage
+        if algorithm.loss == "cispo":
+            losses = -ratio.detach().clamp(low, high) * advantage * tokens.policy
+        else:
+            if algorithm.loss == "gspo":
+                ratio = (tokens.policy - anchor).mean().exp().expand(len(anchor))
+            losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        return weight * losses - algorithm.entropy_coefficient * tokens.entropy
+
+    def _weight(self, tokens: Tokens) -> Tensor:
+        correction = self.config.algorithm.correction
+        log_ratio = tokens.before - tokens.behavior
+        if correction.weight == "none":
+            return torch.ones_like(log_ratio)
+        weight = log_ratio.exp()
+        if correction.weight == "sequence":
+            weight = log_ratio.sum().exp().expand(len(log_ratio))
+        weight = weight.clamp(max=correction.cap)
+        if correction.token_band is not None:
+            low, high = correction.token_band
+            weight = weight * ((log_ratio.exp() >= low) & (log_ratio.exp() <= high))
+        if correction.sequence_band is not None:
+            low, high = correction.sequence_band
+            weight = weight * (low <= math.exp(log_ratio.mean()) <= high)
+        return weight
+
+    def _aggregate(self, losses: Sequence[Tensor]) -> Tensor:
+        match self.config.algorithm.aggregation:
+            case "token_mean":
+                return torch.cat(list(losses)).mean()
+            case "sequence_mean":
+                return torch.stack([one.mean() for one in losses]).mean()
+            case "fixed":
+                length = self.config.sampling.max_reply_tokens
+                return torch.cat(list(losses)).sum() / (len(losses) * length)
+
+
+def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, float]]:
+    """Each branch as an episode by itself, and its share."""
+    if not trajectory.branches:
+        return [(trajectory, 1.0)]
+    found, run, token, sampled = [], 0, 0, 0
+    for branch in trajectory.branches:
+        lengths = trajectory.run_lengths[run : run + branch.num_runs]
+        end, last = token + sum(lengths), sampled + sum(lengths[1::2])
+        routed = trajectory.routed_experts
+        one = dataclasses.replace(
+            trajectory,
+            token_ids=trajectory.token_ids[token:end],
+            run_lengths=lengths,
+            behavior_logprobs=trajectory.behavior_logprobs[sampled:last],
+            routed_experts=routed
+            and RoutedExperts(routed.expert_ids[token:end], routed.num_experts),
+            branches=(),
+        )
+        found.append((one, branch.share))
+        run, token, sampled = run + branch.num_runs, end, last
+    return found
+
+
+def batch_advantages(trajectories: Sequence[Trajectory], kind: str) -> dict[str, float]:
+    """GRPO's, or REINFORCE++'s: the reward less the mean over all tokens, over their deviation."""
+    found = {}
+    every = np.concatenate([[t.reward] * t.num_sampled_tokens for t in trajectories])
+    for t in trajectories:
+        rewards = np.array([o.reward for o in trajectories if o.group_id == t.group_id])
+        against = every if kind == "reinforce_pp" else rewards
+        found[t.trajectory_id] = (t.reward - against.mean()) / (against.std() + 1e-6)
+    return found

@@ -1,0 +1,80 @@
+"""Whole runs of the real controller, with servers and a trainer that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from slipstream.client.launch.preflight import free_port
+from slipstream.learner.controller.application import Controller
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+
+from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+
+
+def make_config(tmp_path, **changes) -> Config:
+    table = {
+        "run": {"name": "r", "steps": 12, "dir": str(tmp_path)},
+        "model": {"path": "nowhere"},
+        "algorithm": {
+            "group_size": 4,
+            "groups_per_step": 4,
+            "max_staleness": 2,
+            "learning_rate": 1e-3,
+        },
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
+        "controller": {
+            "address": f"127.0.0.1:{free_port('127.0.0.1')}",
+            "heartbeat_s": 0.1,
+            # Copying a run, or a busy machine, takes the event loop's time.
+            "heartbeat_timeout_s": 30.0,
+        },
+        "environments": [{"name": "e", "reference": "m:E"}],
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        table.setdefault(section, {})[name] = value
+    return parse_config(table, source="test")
+
+
+async def play(
+    config: Config,
+    *servers: FakeServer,
+    trainer: FakeTrainer,
+    during=None,
+    wait_for_trainer: bool = True,
+    **limits: float,
+) -> dict:
+    """Runs a whole run with fakes; returns its summary. `limits` are the controller's."""
+    controller = Controller(config, OPEN, **limits)
+    async with asyncio.timeout(200):
+        tasks = [asyncio.ensure_future(s.run()) for s in servers]
+        training = asyncio.ensure_future(trainer.run())
+        running = asyncio.ensure_future(controller.run())
+        try:
+            if during is not None:
+                await during(controller, tasks)
+            code = await running
+            if wait_for_trainer:
+                await training
+        finally:
+            for task in (*tasks, training, running):
+                task.cancel()
+            await asyncio.gather(*tasks, training, running, return_exceptions=True)
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    summary["code"] = code
+    return summary
+
+
+def with_evaluations(config: Config, *evaluations: dict) -> Config:
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["evaluations"] = [{"reference": "m:E", **settings} for settings in evaluations]
+    return parse_config(table, source="test")
+
+
+def evaluation_rows(config: Config) -> list[dict]:
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if "evaluation_step" in row]

@@ -1,0 +1,119 @@
+"""A rollout engine with two sets of weights for it, who sends them, and transformers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
+from slipstream.rollout_server.episodes.renderer import Renderer
+
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.started_engine import started_engine
+
+Weights = dict[str, torch.Tensor]
+SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)
+PROMPT = [1, 4, 5, 6, 3]
+
+
+class Reference:
+    """The same model in transformers, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(self, weights: Weights, token_ids: list[int], *, temperature: float = 1.0):
+        """Log-probability of every token but the first."""
+        self._model.load_state_dict(weights, strict=False)
+        self._model.tie_weights()
+        logits = self._model(torch.tensor([token_ids])).logits[0, :-1] / temperature
+        chosen = torch.tensor(token_ids[1:])[:, None]
+        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+
+@dataclass
+class Rig:
+    """The engine, two sets of weights, and who sends them."""
+
+    engine: Any
+    reference: Reference
+    old: Weights
+    new: Weights
+    renderer: Renderer
+    sender: GlooSender | None = None
+    publishes: int = 0
+
+    async def publish(self, weights: Weights, step: int) -> LoadedWeights:
+        """A whole publish; the engine serves version `step` afterwards."""
+        layout = layout_of(weights)
+        self.publishes += 1
+        if self.sender is None:
+            self.sender = GlooSender(f"communicator-{self.publishes}")
+        order = self.sender.order(f"p{self.publishes}", step)
+        sending = asyncio.create_task(asyncio.to_thread(self.sender.send, layout, weights))
+        await self.engine.prepare_weights(order, layout, 1)
+        loaded = await self.engine.receive_weights(order.publish_id)
+        assert list(loaded.bucket_digests) == await sending
+        await self.engine.resume(PolicyVersion(0, step))
+        return loaded
+
+    async def receive(self, order, layout) -> LoadedWeights:
+        """Into the engine, which is paused."""
+        await self.engine.prepare_weights(order, layout, 1)
+        return await self.engine.receive_weights(order.publish_id)
+
+    async def generate(
+        self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 40, sampling=SAMPLING
+    ) -> Generation:
+        return await self.engine.generate(name, prompt, sampling, num_tokens)
+
+    def gap(self, weights: Weights, prompt: list[int], generation: Generation) -> np.ndarray:
+        """Absolute differences between the engine's log-probabilities and the reference's."""
+        tokens = prompt + generation.token_ids.tolist()
+        expected = self.reference.logprobs(weights, tokens)[len(prompt) - 1 :]
+        return np.abs(expected - generation.logprobs)
+
+
+def random_weights(like: Weights, seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=generator) * 0.25 if tensor.ndim > 1 else tensor
+        for name, tensor in like.items()
+    }
+
+
+@asynccontextmanager
+async def engine_rig(folder: Path, **rollout_server: Any) -> AsyncIterator[Rig]:
+    """An engine of a tiny model with a tied head, which has the old weights; `folder` is empty."""
+    make_model_folder(folder, tie_word_embeddings=True)
+    old = random_weights(load_file(folder / "model.safetensors"), seed=1)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
+        "rollout_server": {
+            "max_episodes": 16,
+            "threads": 1,
+            "enforce_eager": True,
+            **rollout_server,
+        },
+    }
+    config = parse_config(table, source="test")
+    async with started_engine(config) as engine:
+        new = random_weights(old, seed=2)
+        yield Rig(engine, Reference(folder), old, new, Renderer(folder))

@@ -1,0 +1,256 @@
+"""Readers of files that a run leaves, or that are given to it, to be fuzzed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.client.dashboard.folders import RunFolders
+from slipstream.client.run_folder import check_run_folder
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
+from slipstream.learner.controller.restoration import begin
+from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
+from slipstream.protocol.errors import CheckpointError, ConfigError, ProtocolError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import dump_config, load_config
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.v1 import trainer_pb2
+
+from support.rigs.controller_runs import make_config
+from support.rigs.fuzz_calls import honest_trajectory
+from support.rigs.fuzz_readers import Reader
+from support.rigs.fuzzing import mutated
+
+# Records of a short run, as a controller writes them.
+RECORDS = (
+    {"kind": "start", "format": 1, "run_id": "r-1", "key": "ab" * 32, "unix_s": 1.0},
+    {"kind": "queue", "mark": "m"},
+    {"kind": "submitted", "environment": "new", "spec": "{}"},
+    *(
+        {
+            "kind": "lease",
+            "group": f"g{number:06d}",
+            "server": "s",
+            "epoch": 7,
+            "environment": "e",
+            "number": number,
+            "task": number,
+            "seed": 3,
+            "deadline": 2,
+        }
+        for number in range(3)
+    ),
+    {
+        "kind": "end",
+        "id": "g000000.0.0.7",
+        "end": "failed",
+        "cause": "x",
+        "tokens": 5,
+        "server": "s",
+        "epoch": 7,
+    },
+    {"kind": "closed", "group": "g000001", "how": "filtered", "solved": True, "reward": 1.0},
+    {"kind": "set_aside", "group": "g000002", "task": 2, "cause": "x"},
+    {
+        "kind": "batch",
+        "step": 0,
+        "batch_id": "b",
+        "crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()),
+        "groups": ["g000000"],
+        "trajectories": 0,
+        "tokens": [["s", 7, 9]],
+    },
+    {
+        "kind": "step",
+        "step": 0,
+        "version": [0, 1],
+        "digest": "ab",
+        "lags": [[0, 9]],
+        "several": 0,
+    },
+    {"kind": "servers", "generated": [["s", 7, 20]]},
+    {"kind": "busy", "window": 1.0, "generation": 1.0, "training": 1.0, "both": 1.0},
+    {"kind": "checkpoint", "version": [0, 1]},
+    {"kind": "evaluation", "version": 1, "episodes": 2, "failed": 0, "reward_mean": 0.5},
+    {"kind": "solved", "step": 1, "cause": "x"},
+)
+VALUES = (None, True, -1, 0, 2**70, 1.5, "", "g000009", "zz", [], [1], [0, 1], {}, {"a": 1})
+
+
+def journal_bytes(records: list[dict]) -> bytes:
+    """A journal whose checksums and line numbers are right."""
+    lines = []
+    for number, record in enumerate(records, start=1):
+        text = json.dumps({"line": number, **record}).encode()
+        lines.append(b"%08x %s\n" % (zlib.crc32(text), text))
+    return b"".join(lines)
+
+
+def _journal(honest: bytes, draw: random.Random) -> bytes:
+    """Records that are whole and say something else."""
+    records = [json.loads(line[9:]) for line in honest.splitlines()]
+    for record in records:
+        del record["line"]
+    for _ in range(draw.choice((1, 1, 2))):
+        record = draw.choice(records)
+        name = draw.choice(list(record))
+        match draw.randrange(4):
+            case 0:
+                del record[name]
+            case 1:
+                records.remove(record)
+            case 2:
+                records.insert(draw.randrange(len(records) + 1), dict(record))
+            case _:
+                record[name] = copy.copy(draw.choice(VALUES))
+        if not records:
+            break
+        records = [record for record in records if record]
+    return journal_bytes(records)
+
+
+def _read_journal(data: bytes, folder: Path) -> object:
+    """What a controller does with the journal of a run that it takes over."""
+    journal = folder / "run" / "journal"
+    journal.mkdir(parents=True, exist_ok=True)
+    (journal / "journal.log").write_bytes(data)
+    with Journal(journal) as opened:
+        progress = RunProgress("r", _config(folder), EventLog())
+        return begin(opened, journal, progress).version
+
+
+def _table(honest: bytes, draw: random.Random) -> bytes:
+    """JSON in which values are others, or gone."""
+    values = json.loads(honest)
+    for _ in range(draw.choice((1, 2))):
+        place = values
+        while draw.random() < 0.5:
+            inner = place.values() if isinstance(place, dict) else place
+            below = [each for each in inner if isinstance(each, dict | list) and each]
+            if not below:
+                break
+            place = draw.choice(below)
+        names = list(place) if isinstance(place, dict) else list(range(len(place)))
+        if not names:
+            continue
+        name = draw.choice(names)
+        if draw.random() < 0.3:
+            del place[name]
+        else:
+            place[name] = copy.copy(draw.choice(VALUES))
+    if draw.random() < 0.05:
+        return b"[" * 100_000
+    return json.dumps(values if draw.random() < 0.9 else copy.copy(draw.choice(VALUES))).encode()
+
+
+def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    """Writes the bytes to a file of that name and reads its folder."""
+
+    def reading(data: bytes, folder: Path) -> object:
+        path = folder / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return read(path)
+
+    return reading
+
+
+def _dashboard(path: Path) -> object:
+    folders = RunFolders(path.parent)
+    (path.parent / "metrics.jsonl").touch()
+    name = path.parent.name
+    return folders.overview(), folders.about(name), folders.metrics(name, 0)
+
+
+@functools.cache
+def _config(folder: Path) -> Config:
+    """The settings of a run that lies in the folder where files are read."""
+    return make_config(folder, run__name="files")
+
+
+def _read_batch(data: bytes, folder: Path) -> object:
+    path = batch_path(folder, 0)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return read_batch(folder, 0, zlib.crc32(data))
+
+
+def _resumed(path: Path) -> object:
+    """What the command does with the summary of a run that may have ended."""
+    config = _config(path.parents[1])
+    (path.parent / "journal").mkdir(exist_ok=True)
+    (path.parent / "journal" / "journal.log").write_bytes(b"x")
+    path.with_name("config.toml").write_text(dump_config(config))
+    return check_run_folder(config)
+
+
+def file_readers() -> list[Reader]:
+    """Readers of files that a run leaves, or that are given to it."""
+    manifest = {
+        "format": 1,
+        "incarnation": 0,
+        "step": 3,
+        "weight_digest": "ab",
+        "config_digest": "cd",
+        "layout": dict.fromkeys(("world_size", "tp", "pp", "cp", "ep", "etp"), 1)
+        | {"vpp": None, "distributed_optimizer": False},
+        "models": ["policy"],
+        "packages": {"torch": "2"},
+        "saved_unix_s": 1.0,
+        "files": [{"path": "a", "num_bytes": 3, "digest": "ef"}],
+    }
+    row = {"step": 1.0, "wall_s": 2.0, "reward_mean": None}
+    summary = {"state": "finished", "steps": 3, "cause": "x", "solved": False}
+    model = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    read, plain = _read_journal, (ConfigError,)
+    return [
+        Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
+        Reader(
+            "batch",
+            (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory()),
+            _read_batch,
+            (ProtocolError,),
+        ),
+        Reader(
+            "manifest",
+            (json.dumps(manifest).encode(),),
+            _file(MANIFEST_NAME, lambda path: read_manifest(path.parent)),
+            (CheckpointError,),
+            _table,
+        ),
+        Reader(
+            "config.toml",
+            (dump_config(_config(Path("somewhere"))).encode(),),
+            _file("config.toml", load_config),
+            plain,
+        ),
+        Reader(
+            "summary of a run",
+            (json.dumps(summary).encode(),),
+            _file("summary.json", _resumed),
+            plain,
+            _table,
+        ),
+        *(
+            Reader(f"dashboard {name}", (text,), _file(name, _dashboard), (), make)
+            for name, text, make in (
+                ("summary.json", json.dumps(summary).encode(), _table),
+                ("suspended.json", b'{"e": "x"}', _table),
+                ("metrics.jsonl", json.dumps(row).encode() + b"\n", mutated),
+            )
+        ),
+        Reader(
+            "model",
+            (json.dumps(model).encode(),),
+            _file("config.json", lambda path: read_model_sizes(path.parent)),
+            plain,
+            _table,
+        ),
+    ]

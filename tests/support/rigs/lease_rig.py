@@ -1,0 +1,95 @@
+"""A scheduler with everything that it looks at, and servers that only get orders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.protocol.queue.memory import MemoryQueue
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+
+from support.rigs.publishing_scene import joined, nothing, progress_of
+
+STEPS = 10
+
+
+class Rig:
+    """One step with one group at a time, where a test says nothing else."""
+
+    def __init__(
+        self,
+        folder: Path,
+        journal: Journal,
+        kind: type[Scheduler] = Scheduler,
+        *,
+        algorithm: Mapping[str, object] | None = None,
+        **changes: dict[str, object],
+    ) -> None:
+        sizes = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1} | dict(algorithm or {})
+        self.progress = progress_of(
+            run={"name": "r", "steps": STEPS, "dir": str(folder)},
+            algorithm={**sizes, "learning_rate": 1e-3},
+            **changes,
+        )
+        self.book = LeaseBook(attempts_per_lease=7, **sizes, num_steps=STEPS)
+        self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
+        self.fleet = Fleet(self.progress)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
+        self.folder, self.journal = folder / "journal", journal
+        self.journal.append("start", format=1, run_id="r")
+        self.abandoned: list[Group] = []
+        self.queue = AccountedReceiver(MemoryQueue(1000).receiver())
+        self.scheduler = kind(
+            self.progress,
+            self.book,
+            self.environments,
+            self.fleet,
+            self.journal,
+            self.queue,
+            self._abandon,
+        )
+        self.entry = self.add_environment("e", 1.0)
+
+    def _abandon(self, group: Group) -> None:
+        self.abandoned.append(group)
+        self.book.remove(group.group_id)
+
+    def add_environment(self, name: str, weight: float) -> EnvironmentEntry:
+        return self.environments.add(
+            environment_pb2.EnvironmentSpec(
+                name=name, weight=weight, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
+            )
+        )
+
+    def serving(
+        self, name: str, version: int, max_episodes: int = 8, environments: tuple[str, ...] = ("e",)
+    ) -> ServerSession:
+        session = joined(self.fleet, name, max_episodes=max_episodes)
+        session.state = fleet_pb2.SERVER_STATE_SERVING
+        session.version = PolicyVersion(0, version)
+        for environment in environments:
+            self.environments.loaded(environment, session.key, 5)
+        return session
+
+    def lose(self, session: ServerSession) -> None:
+        self.fleet.remove(session, "test")
+        self.environments.server_lost(session.key)
+        self.book.orphan(session.key)
+
+    async def lease(self) -> None:
+        if (durable := self.scheduler.lease_all()) is not None:
+            await durable
+
+    def orders(self, session: ServerSession) -> list[fleet_pb2.Lease]:
+        sent = []
+        while (message := session.outbox.pop()) is not None:
+            sent.append(message.lease)
+        return sent

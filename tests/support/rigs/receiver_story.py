@@ -1,0 +1,60 @@
+"""Runs `receiver_rig.py` and judges what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RIG = Path(__file__).with_name("receiver_rig.py")
+FOLDERS = ("protos", "client", "rollout_server", "learner", "tests", "deploy")
+
+
+def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+    """The lines of its report by their kind; fails with its output when it fails."""
+    root = RIG.parents[3]
+    # Packages may lie in a folder that is only named there.
+    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(RIG), str(folder), *arguments],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    report: dict[str, list[dict[str, Any]]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith('{"what"'):
+            fact = json.loads(line)
+            report.setdefault(fact["what"], []).append(fact)
+            print(line)
+    return report
+
+
+def judge(report: dict[str, list[dict[str, Any]]]) -> None:
+    """What holds for a model that a plan covers, over any transport."""
+    publishes = report["publish"]
+    assert all(publish["digests_agree"] for publish in publishes)
+    # The first of each layout proves the plan, also when it was left unused by a failure.
+    loader = [number for number, publish in enumerate(publishes) if not publish["by_plan"]]
+    assert loader == [0, 6]
+    (scores,) = report["scores"]
+    assert scores["equal"]
+    assert scores["differ_from_first"] > 1e-3
+    (failure,) = report["failure"]
+    assert failure["error"]
+    assert failure["after_s"] < 30
+    assert report["scores_after_failure"][0]["equal"]
+    (in_flight,) = report["in_flight"]
+    assert in_flight["tokens"] == [300]
+    assert in_flight["most_versions"] >= 2
+    # No token was sampled from anything but the whole weights that its version stands for.
+    assert in_flight["gap"] < 0.25 * in_flight["gap_of_others"]
+    (prefixes,) = report["prefixes"]
+    assert prefixes["cached_before"] >= 128
+    assert prefixes["cached_after"] == 0
