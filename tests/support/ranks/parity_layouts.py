@@ -182,9 +182,7 @@ LAYOUTS = {
     "tp2-sp-trees-shared": Layout(2, parallel=SP, learner=SHARED | FULL_RECOMPUTE, sampling=TREES),
     "pp2-vpp2-trees-shared": Layout(2, parallel=VPP, learner=SHARED, sampling=TREES),
     "dp2-trees-shared-gspo": Layout(2, learner=SHARED, algorithm=GSPO, sampling=TREES),
-    "ep2-trees-shared-moe": Layout(
-        2, "moe", parallel={"ep": 2}, learner=SHARED, sampling=TREES
-    ),
+    "ep2-trees-shared-moe": Layout(2, "moe", parallel={"ep": 2}, learner=SHARED, sampling=TREES),
     "dp2-trees-gspo": Layout(2, algorithm=GSPO, sampling=TREES),
     "tp2-sp-trees": Layout(2, parallel=SP, sampling=TREES),
     "pp2-vpp2-trees": Layout(2, parallel=VPP, sampling=TREES),

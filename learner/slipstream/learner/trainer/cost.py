@@ -34,10 +34,10 @@ class StepCost:
 
     def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
-        flops = training_flops(self._sizes, batch.lengths())
+        flops = training_flops(self._sizes, batch.lengths(), saved=result.saved)
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {
-            "tokens_per_micro_batch": result.metrics["num_tokens"]
+            "tokens_per_micro_batch": (result.metrics["num_tokens"] - result.saved.tokens)
             / result.metrics["num_micro_batches"],
             "model_flops": flops,
             "tflops_per_rank": tflops,

@@ -37,9 +37,9 @@ def plan_micro_batches(
 
     There are as few micro batches as the search finds. The ranks get about equal work, and the n-th
     micro batches of all ranks too, as far as the token limit allows. A sequence of l tokens costs
-    l + l² / `attention_length`; `squares` has other numbers in place of l². The number of micro batches of a rank is a multiple of `multiple`;
-    some may be empty to reach it. The same lengths give the same plan. Raises ConfigError when a
-    sequence is longer than `max_tokens`.
+    l + l² / `attention_length`; `squares` has other numbers in place of l². The number of micro
+    batches of a rank is a multiple of `multiple`; some may be empty to reach it. The same lengths
+    give the same plan. Raises ConfigError when a sequence is longer than `max_tokens`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     too_long = int(sizes.max(initial=0))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,24 @@ class Segment:
 # Segments of one bundle; a parent comes before its children, so that the segments of each sequence
 # are in its order.
 Bundle = list[Segment]
+
+
+class Saved(NamedTuple):
+    """Work that sharing leaves out: tokens, and sums of squared lengths as in `num_squares`."""
+
+    tokens: int = 0
+    squares: int = 0
+
+
+def saved_by(
+    sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
+) -> Saved:
+    """Returns what bundles of all `members` save."""
+    lengths = [len(sequences[index]) for index in members]
+    return Saved(
+        sum(lengths) - sum(map(num_tokens, made)),
+        sum(length**2 for length in lengths) - sum(map(num_squares, made)),
+    )
 
 
 def num_tokens(bundle: Bundle) -> int:

@@ -7,13 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.learner.trainer.batches.packing import (
-    MicroBatch,
-    Paths,
-    TrainingSequence,
-    filler_to,
-    joined,
-)
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.packing import TrainingSequence, filler_to, joined
 from slipstream.learner.trainer.batches.prefix_tree import Bundle, Segment
 
 
@@ -29,6 +24,7 @@ def build_tree_micro_batch(
     place_of: dict[int, int] = {}
     for segment in segments:
         place_of.setdefault(segment.index, len(place_of))
+    owners = [place_of[segment.index] for segment in segments]
     parts = [_part(sequences[segment.index], segment) for segment in segments]
     filler = filler_to(multiple, sum(map(len, parts)), sequences)
     targets = [_targets(sequences[segment.index], segment) for segment in segments]
@@ -36,7 +32,7 @@ def build_tree_micro_batch(
         [*parts, *filler],
         targets=np.concatenate([*targets, *(one.token_ids for one in filler)]),
         starts=[*(segment.start for segment in segments), *(0 for _ in filler)],
-        places=[*(place_of[segment.index] for segment in segments), *(len(place_of) for _ in filler)],
+        places=[*owners, *(len(place_of) for _ in filler)],
         indices=list(place_of),
     )
     return dataclasses.replace(packed, paths=_paths(bundles, packed.cu_seqlens.tolist()))

@@ -49,9 +49,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
 
-        With other `cu_seqlens_kv` than `cu_seqlens_q` a sequence has more keys than queries, and its
-        last keys belong to its queries. Under context parallelism packed tokens are this rank's, and `cu_seqlens_q` gives the
-        bounds of the whole sequences; the call is then collective over the context parallel group.
+        With other `cu_seqlens_kv` than `cu_seqlens_q` a sequence has more keys than queries, and
+        its last keys belong to its queries. Under context parallelism packed tokens are this
+        rank's, and `cu_seqlens_q` gives the bounds of the whole sequences; the call is then
+        collective over the context parallel group.
         """
         if packed_seq_params is None:
             assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
@@ -62,7 +63,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
             assert size == 1, "shared beginnings are not split over ranks"
             key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
-            return self._by_groups(query, key, value, *_path_groups(bounds, key_bounds, query.device))
+            return self._by_groups(
+                query, key, value, *_path_groups(bounds, key_bounds, query.device)
+            )
         if size > 1:
             key = _GatheredTokens.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = _GatheredTokens.apply(value, self.cp_group)  # type: ignore[no-untyped-call]

@@ -4,22 +4,18 @@ Each layer computes queries, keys and values once for each token. Before its att
 values are laid out by paths: all tokens that a segment sees, one after the other, its own last.
 Attention is then that of packed sequences with more keys than queries, aligned at the end, which
 every kernel for packed sequences knows. The gradient of a key is the sum over all paths with it.
-
-The class inherits from Megatron's, so import this module only after `compat.install`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
-from slipstream.learner.trainer.batches.packing import MicroBatch, Paths
-from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import LearnerSection
 from torch import Tensor
@@ -31,25 +27,16 @@ class MaskType(Enum):
     padding_causal_bottom_right = 1
 
 
-@dataclass
-class SharedSequences(RoutedSequences):
-    """What Megatron passes to every layer with a micro batch of shared beginnings.
-
-    For the rotary embedding the micro batch is one sequence, whose angles `PrefixSharing` arranges
-    by token. The true bounds are in `bounds` and `paths`.
-    """
-
-    bounds: Tensor | None = None
-    max_queries: int = 0
-    paths: Paths | None = None
-
-
 class PrefixSharing:
     """Makes the chunks of a model take micro batches with paths."""
 
     def __init__(self, chunks: list[Megatron], *, min_tokens: int) -> None:
         """`min_tokens` is the length of the shortest beginning that is shared."""
+        from megatron.core.transformer.attention import SelfAttention
+
         self.min_tokens = min_tokens
+        # What sharing has left out of the newest step, over all replicas.
+        self.saved = Saved()
         self._positions: Tensor | None = None
         for chunk in chunks:
             for module in chunk.modules():
@@ -58,6 +45,10 @@ class PrefixSharing:
                 rotary = getattr(module, "rotary_pos_emb", None)
                 if isinstance(rotary, torch.nn.Module):
                     rotary.register_forward_hook(self._by_positions)
+
+    def note(self, saved: Saved) -> None:
+        """Adds what the micro batches of one mini-batch save; sets `saved` to its sum."""
+        self.saved = Saved(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
 
     @contextmanager
     def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -76,8 +67,10 @@ class PrefixSharing:
         return angles.index_select(0, self._positions)
 
 
-def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> SharedSequences:
+def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
     """Returns the bounds of a micro batch with paths, as the layers take them."""
+    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+
     num_tokens = len(micro_batch.token_ids)
     whole = torch.tensor([0, num_tokens], dtype=torch.int32)
     if micro_batch.cu_seqlens.is_cuda:
@@ -100,6 +93,8 @@ def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Lays out keys and values by paths, and gives the attention its true bounds."""
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences, SharedSequences
+
     shared = named["packed_seq_params"]
     if not isinstance(shared, SharedSequences):
         return None
@@ -112,21 +107,29 @@ def _by_paths(
         max_seqlen_q=shared.max_queries,
         max_seqlen_kv=shared.paths.max_seqlen,
     )
-    changed = {"packed_seq_params": by_path, "attn_mask_type": MaskType.padding_causal_bottom_right}
-    laid_out = (query, KeysByPath.apply(key, shared.paths), KeysByPath.apply(value, shared.paths), *others)  # type: ignore[no-untyped-call]
+    mask_type = MaskType.padding_causal_bottom_right
+    changed = {"packed_seq_params": by_path, "attn_mask_type": mask_type}
+    laid_out = (
+        query,
+        KeysByPath.apply(key, shared.paths),
+        KeysByPath.apply(value, shared.paths),
+        *others,
+    )  # type: ignore[no-untyped-call]
     return laid_out, named | changed
 
 
 class KeysByPath(torch.autograd.Function):
-    """Copies keys or values [tokens, heads, dim] to their paths; gradients are summed in float32."""
+    """Copies keys or values [tokens, heads, dim] to their paths; sums gradients in float32."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, paths: Paths) -> Tensor:  # noqa: ANN401
+        """Returns [keys of all paths, heads, dim]."""
         ctx.paths = paths
         return keys.index_select(0, paths.key_places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        """Returns the gradient of each token: the sum over its copies."""
         (grad,) = grads
         paths: Paths = ctx.paths
         if grad.is_cuda:

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import torch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
-from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence, to_device
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
+from slipstream.learner.trainer.batches.packing import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel

@@ -9,15 +9,21 @@ import numpy as np
 import torch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.packing import (
-    MicroBatch,
     TokenEstimates,
     TrainingSequence,
     build_micro_batch,
     round_up,
 )
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
-from slipstream.learner.trainer.batches.prefix_tree import Bundle, Families, num_squares, num_tokens
+from slipstream.learner.trainer.batches.prefix_tree import (
+    Bundle,
+    Families,
+    num_squares,
+    num_tokens,
+    saved_by,
+)
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
 from slipstream.protocol.types import LogprobArray, TokenSequence
@@ -164,8 +170,9 @@ def _shared_plan(
             for bins in plan
         )
         chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
-        found.append((work, parts, chosen))
-    _, _, best = min(found, key=lambda one: one[:2])
+        found.append((work, parts, chosen, saved_by(sequences, members, made)))
+    _, _, best, saved = min(found, key=lambda one: one[:2])
+    model.sharing.note(saved)
     return best
 
 

@@ -40,7 +40,12 @@ def test_the_prompt_of_a_group_is_one_segment():
     sequences = group(range(10), [[50, 51], [60], [70, 71, 72]])
     (bundle,) = Families(sequences, [0, 1, 2], min_shared=4).bundles(100)
     # The prompt's last token predicts another token in each member, so each has it.
-    assert bundle == [Segment(0, 0, 9), Segment(0, 9, 12, 0), Segment(1, 9, 11, 0), Segment(2, 9, 13, 0)]
+    assert bundle == [
+        Segment(0, 0, 9),
+        Segment(0, 9, 12, 0),
+        Segment(1, 9, 11, 0),
+        Segment(2, 9, 13, 0),
+    ]
     assert num_tokens(bundle) == 9 + 3 + 2 + 4
 
 
@@ -92,7 +97,11 @@ tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(st.tuples(tokens, st.integers(0, 2**14)), max_size=7), st.integers(1, 4), st.integers(4, 60))
+@given(
+    st.lists(st.tuples(tokens, st.integers(0, 2**14)), max_size=7),
+    st.integers(1, 4),
+    st.integers(4, 60),
+)
 def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, min_shared, limit):
     sequences = [
         sequence(ids, [place for place in range(len(ids) - 1) if bits >> place & 1])
@@ -114,9 +123,7 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
             owner = sequences[segment.index]
             assert ids == owner.token_ids[: segment.end].tolist()
             trained += [
-                (segment.index, n)
-                for n in range(segment.start, segment.end)
-                if owner.loss_mask[n]
+                (segment.index, n) for n in range(segment.start, segment.end) if owner.loss_mask[n]
             ]
             if segment.end == len(owner):
                 leaves.add(segment.index)
