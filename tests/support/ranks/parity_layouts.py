@@ -36,6 +36,7 @@ SETTINGS = {
     # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
     "learner": {
         "micro_batch_tokens": 96,
+        "shared_prefix_tokens": 0,
         "weight_decay": 0.01,
         "adam_eps": 1e-3,
         "timeout_s": 300.0,
@@ -114,6 +115,9 @@ CISPO = {
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
 TREES = {"max_total_tokens": 120}
 
+# Every common beginning is computed once, however short.
+SHARED = {"shared_prefix_tokens": 1}
+
 LAYOUTS = {
     "one": Layout(1),
     "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
@@ -133,8 +137,10 @@ LAYOUTS = {
     "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
     "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
     "one-trees": Layout(1, sampling=TREES),
+    "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
     "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
     "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES),
+    "one-trees-moe": Layout(1, "moe", sampling=TREES),
     "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
@@ -172,6 +178,11 @@ LAYOUTS = {
     "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
     "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
     "dp2-trees": Layout(2, sampling=TREES),
+    "dp2-trees-shared": Layout(2, learner=SHARED, sampling=TREES),
+    "tp2-sp-trees-shared": Layout(2, parallel=SP, learner=SHARED | FULL_RECOMPUTE, sampling=TREES),
+    "pp2-vpp2-trees-shared": Layout(2, parallel=VPP, learner=SHARED, sampling=TREES),
+    "dp2-trees-shared-gspo": Layout(2, learner=SHARED, algorithm=GSPO, sampling=TREES),
+    "ep2-trees-shared-moe": Layout(2, "moe", parallel={"ep": 2}, learner=SHARED, sampling=TREES),
     "dp2-trees-gspo": Layout(2, algorithm=GSPO, sampling=TREES),
     "tp2-sp-trees": Layout(2, parallel=SP, sampling=TREES),
     "pp2-vpp2-trees": Layout(2, parallel=VPP, sampling=TREES),

@@ -145,6 +145,9 @@ class LearnerSection(Section):
     master: Address = "127.0.0.1:0"
     # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
     micro_batch_tokens: Positive = 4096
+    # Shortest beginning, in tokens, that is computed once for all sequences of a micro batch that
+    # have it, such as the prompt of a group; 0: each sequence computes its own.
+    shared_prefix_tokens: int = Field(32, ge=0)
     # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; None: the
     # first
     # GPUs.
