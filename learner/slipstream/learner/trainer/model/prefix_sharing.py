@@ -8,7 +8,7 @@ every kernel for packed sequences knows. The gradient of a key is the sum over a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -109,12 +109,8 @@ def _by_paths(
     )
     mask_type = MaskType.padding_causal_bottom_right
     changed = {"packed_seq_params": by_path, "attn_mask_type": mask_type}
-    laid_out = (
-        query,
-        KeysByPath.apply(key, shared.paths),
-        KeysByPath.apply(value, shared.paths),
-        *others,
-    )  # type: ignore[no-untyped-call]
+    copied: Callable[..., Tensor] = KeysByPath.apply
+    laid_out = (query, copied(key, shared.paths), copied(value, shared.paths), *others)
     return laid_out, named | changed
 
 
