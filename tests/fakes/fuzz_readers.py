@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from slipstream.client.environment import Environment, StepResult
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import read_claim
 from slipstream.learner.trainer.orders import read_order
@@ -129,7 +130,8 @@ def _trajectory(honest: bytes, draw: random.Random) -> bytes:
 
 def _claim(data: bytes, folder: Path) -> object:
     name = TrajectoryId(data[:40].decode(errors="replace"))
-    known = {ServerKey(ServerId("fake"), 7)}
+    known = ServerEpochs()
+    known.join(ServerKey(ServerId("fake"), 7))
     opener(b"k" * 32)(name, data)
     TrajectoryName.parse(name)
     return read_claim(Delivery(name, data), known, largest_bytes=1 << 20)

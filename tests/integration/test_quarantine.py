@@ -18,6 +18,7 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
@@ -149,7 +150,7 @@ def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
         journal.append("start", format=1, run_id="r")
         progress = RunProgress("r", make_config(folder, run__name="f"), EventLog())
         ledger, book = (
-            TokenLedger(),
+            TokenLedger(ServerEpochs()),
             LeaseBook(
                 attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=2, num_steps=9
             ),

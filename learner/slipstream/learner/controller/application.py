@@ -89,7 +89,8 @@ class Controller:
         self._environments = EnvironmentBook(
             seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
         )
-        self._ledger, self._fleet = TokenLedger(), Fleet(self._progress)
+        self._fleet = Fleet(self._progress)
+        self._ledger = TokenLedger(self._fleet.epochs)
 
     async def run(self) -> int:
         """Serves until the run has ended and its results are written; returns 1 when it failed."""

@@ -15,6 +15,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import (
     DEAD,
     DRAINING,
@@ -136,8 +137,7 @@ class Fleet:
         self._progress = progress
         self.clock = progress.clock
         self.sessions: dict[ServerId, ServerSession] = {}
-        # Every epoch of every server that ever joined.
-        self.known: set[ServerKey] = set()
+        self.epochs = ServerEpochs()
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
@@ -186,7 +186,7 @@ class Fleet:
             self.remove(older, "it was started again")
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
-        self.known.add(session.key)
+        self.epochs.join(session.key)
         session.changed = self._note_serving
         self._progress.events.add(f"rollout server {session.name} joined")
         assert self.handlers is not None
@@ -217,6 +217,7 @@ class Fleet:
             )
         assert self.handlers is not None
         self.handlers.lost(session)
+        self.epochs.depart(session.key)
         self._progress.signal.notify()
 
     def drains(self, session: ServerSession, reason: str) -> None:

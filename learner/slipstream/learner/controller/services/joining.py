@@ -49,17 +49,18 @@ class FleetServicer:
         """Serves one server, from its hello to the end of its stream; yields its orders."""
         session = await self._greet(requests, context)
         settings = self._progress.config.controller
-        yield fleet_pb2.ControllerMessage(
-            welcome=fleet_pb2.Welcome(
-                run_id=self._progress.run_id,
-                heartbeat_s=settings.heartbeat_s,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                delivery_key=server_key(self._progress.run_key, session.key.epoch),
-            )
-        )
+        # Before the welcome is sent: another server cannot be given this epoch meanwhile.
         self._fleet.add(session)
         reader = asyncio.create_task(self._read(session, requests))
         try:
+            yield fleet_pb2.ControllerMessage(
+                welcome=fleet_pb2.Welcome(
+                    run_id=self._progress.run_id,
+                    heartbeat_s=settings.heartbeat_s,
+                    heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                    delivery_key=server_key(self._progress.run_key, session.key.epoch),
+                )
+            )
             async for message in session.outbox.messages():
                 yield message
             raise_failure(reader)
@@ -106,7 +107,7 @@ class FleetServicer:
                 f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
                 f"{config.queue.max_bytes}: leases count on it"
             )
-        elif any(key.epoch == hello.server_epoch for key in self._fleet.known):
+        elif self._fleet.epochs.was_given(hello.server_epoch):
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
             reason = Reason.PROTOCOL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ LARGEST_LOGPROB = 1e-3
 class KnownFacts:
     """The controller's facts with which a trajectory is compared."""
 
-    servers: Set[ServerKey]
+    servers: Container[ServerKey]
     # The newest timeline, with the step of the run's version.
     newest: PolicyVersion
     # Number of token ids; 0: unknown.

@@ -41,7 +41,8 @@ class Rig:
         for spec in environment_specs(self.progress.config, search_path=""):
             self.environments.add(spec)
         self.fleet = Fleet(self.progress)
-        queue, ledger = AccountedReceiver(MemoryQueue(1 << 20).receiver()), TokenLedger()
+        queue = AccountedReceiver(MemoryQueue(1 << 20).receiver())
+        ledger = TokenLedger(self.fleet.epochs)
         intake = Intake(
             self.progress,
             self.book,

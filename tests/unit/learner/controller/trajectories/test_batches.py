@@ -8,6 +8,7 @@ from pathlib import Path
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.queue.memory import MemoryQueue
@@ -32,7 +33,7 @@ async def kept_after(folder: Path, *versions: int) -> list[int]:
                 book,
                 EnvironmentBook(seed=0, max_failed_groups=1),
                 journal,
-                TokenLedger(),
+                TokenLedger(ServerEpochs()),
                 MemoryQueue(max_bytes=1).receiver(),
                 tasks,
                 keep_batches=False,

@@ -12,6 +12,7 @@ from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
@@ -28,7 +29,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     tmp_path: Path, oldest: int, quarantined: int
 ) -> None:
     config = make_config(tmp_path, algorithm__max_staleness=4)
-    progress, ledger = RunProgress("r", config, EventLog()), TokenLedger()
+    progress, ledger = RunProgress("r", config, EventLog()), TokenLedger(ServerEpochs())
     progress.version = PolicyVersion(0, 2)
     book = LeaseBook(
         attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=4, num_steps=9
@@ -37,7 +38,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     group = book.lease("e", 3, 4, KEY, 2)
     book.max_staleness = 0
     fleet = Fleet(progress)
-    fleet.known.add(KEY)
+    fleet.epochs.join(KEY)
     trajectory = dataclasses.replace(
         GOOD,
         group_id=group.group_id,
@@ -63,13 +64,13 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
     config = make_config(tmp_path)
     config.run_dir.mkdir()
     (config.run_dir / "quarantine").touch()
-    events, ledger = EventLog(), TokenLedger()
+    events, ledger = EventLog(), TokenLedger(ServerEpochs())
     progress = RunProgress("r", config, events)
     book = LeaseBook(
         groups_per_step=1, group_size=2, max_staleness=4, num_steps=9, attempts_per_lease=3
     )
     fleet = Fleet(progress)
-    fleet.known.add(KEY)
+    fleet.epochs.join(KEY)
     with Journal(tmp_path / "journal") as journal:
         endings = Endings(journal, ledger, MemoryQueue(10).receiver())
         inspector = Inspector(
