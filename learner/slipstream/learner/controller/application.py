@@ -65,6 +65,8 @@ DRAIN_LIMIT_S = 20.0
 # trainer whose disk hangs reports it within this time, and a dead one is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
+# Least time between two looks at the files of results, which ask the disk.
+LOOK_S = 0.05
 
 
 class Controller:
@@ -294,7 +296,7 @@ class Controller:
     async def _until_over(self) -> None:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
-            await self._progress.signal.wait(5.0)
+            await self._progress.signal.changes(5.0, gather_s=LOOK_S)
             self._recorder.look(self._environments.suspended())
         await self._health.tell(serving=False)
 

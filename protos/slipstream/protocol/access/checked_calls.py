@@ -53,6 +53,7 @@ class _Large:
     data: bytes
 
 
+_NOT_YET = (_Refused, _Large)
 # What a deserializer returns.
 _Request: TypeAlias = Message | _Refused | _Large
 
@@ -69,7 +70,7 @@ class _Accepted:
     async def __anext__(self) -> Message:
         request = await anext(self._requests)
         # Most are ready: another coroutine for each of them costs as much as its checks.
-        return await _accepted(request) if isinstance(request, _Refused | _Large) else request
+        return await _accepted(request) if isinstance(request, _NOT_YET) else request
 
 
 class _NotOfCallersWhoLeft(logging.Filter):

@@ -98,11 +98,15 @@ class ServerEpochs:
         """Number of tokens that all engines have generated, by their reports."""
         return sum(count.generated for count in self.counts())
 
-    def __contains__(self, key: ServerKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         """Whether the server joined with that epoch; names of folded epochs are not kept."""
         if key in self.connected or key in self._departed:
             return True
-        return key.epoch not in self._names and self._is_folded(key.epoch)
+        return (
+            isinstance(key, ServerKey)
+            and key.epoch not in self._names
+            and self._is_folded(key.epoch)
+        )
 
     def was_given(self, epoch: int) -> bool:
         """Whether a server joined with this epoch."""

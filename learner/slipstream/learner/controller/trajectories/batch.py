@@ -99,15 +99,15 @@ def with_several_versions(batch: Batch) -> int:
     )
 
 
-def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
+def chunks(message: trainer_pb2.RecordedBatch) -> list[trainer_pb2.TrajectoryChunk]:
     """The trajectories in messages of about `CHUNK_BYTES`, each with at least one trajectory."""
     parts = [trainer_pb2.TrajectoryChunk()]
     size = 0
-    for trajectory in batch.trajectories:
-        message = trajectory_to_pb(trajectory)
-        if size + message.ByteSize() > CHUNK_BYTES:
+    for trajectory in message.trajectories:
+        num_bytes = trajectory.ByteSize()
+        if size + num_bytes > CHUNK_BYTES:
             parts.append(trainer_pb2.TrajectoryChunk())
             size = 0
-        parts[-1].trajectories.append(message)
-        size += message.ByteSize()
+        parts[-1].trajectories.append(trajectory)
+        size += num_bytes
     return parts

@@ -23,6 +23,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batch import (
     Batch,
     from_record,
+    header,
     record,
     token_lags,
     tokens_by_server,
@@ -83,8 +84,9 @@ class BatchFormer:
         self._covered_step = 0
         # Step of the oldest batch that this controller has not removed.
         self._first_kept = 0
-        # The batch that the trainer has.
+        # The batch that the trainer has, and its message until that was sent once.
         self.training: Batch | None = None
+        self._message: trainer_pb2.RecordedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
         # Number of batches set aside of each step; number set aside in a row without the user; the
@@ -154,7 +156,7 @@ class BatchFormer:
             crc32 = self._crc32[step]
             attempt = self._attempts[step]
             message = await asyncio.to_thread(self._journal.read_batch, step, crc32, attempt)
-            self.training = from_record(message)
+            self.training, self._message = from_record(message), message
         return self.training
 
     async def form(self) -> Batch | None:
@@ -189,7 +191,17 @@ class BatchFormer:
 
     def _write_record(self, batch: Batch) -> int:
         """Encodes a batch and makes it durable; runs in a thread, because both take long."""
-        return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
+        message = record(batch)
+        crc32 = self._journal.write_batch(message, tokens_by_server(batch.trajectories))
+        self._message = message
+        return crc32
+
+    def message_of(self, batch: Batch) -> trainer_pb2.RecordedBatch:
+        """Returns the message of a batch that the trainer is given; encodes it again if need be."""
+        message, self._message = self._message, None
+        if message is not None and message.header == header(batch):
+            return message
+        return record(batch)
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """Returns the earlier answer to a repeated report; None for the first report of a batch.
