@@ -35,6 +35,22 @@ MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 
 
+@dataclass(frozen=True)
+class JoinedOrder:
+    """An order to one server, and an encoded part that it shares with the orders to others.
+
+    Protobuf reads two encodings in a row as one message. A layout has thousands of tensors: it is
+    encoded once, and waits once for all servers.
+    """
+
+    own: fleet_pb2.ControllerMessage
+    shared: bytes
+
+    def encoded(self) -> bytes:
+        """The whole order, encoded."""
+        return self.own.SerializeToString() + self.shared
+
+
 @dataclass(eq=False)
 class ServerSession:
     """One connected rollout server."""
@@ -54,9 +70,11 @@ class ServerSession:
     began_s: float = field(default_factory=time.monotonic)
     # The clock that measures the server's silence.
     clock: LoopClock = field(default_factory=LoopClock)
+    # Time at which the server stopped serving last, or joined, by `time.monotonic`.
+    unserved_since_s: float = field(default_factory=time.monotonic)
     joined_s: float = field(init=False)
     last_seen_s: float = field(init=False)
-    outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
+    outbox: Outbox[fleet_pb2.ControllerMessage | JoinedOrder] = field(default_factory=Outbox)
     # Earliest time of the next publish to this server, by `time.monotonic`.
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
@@ -91,19 +109,24 @@ class ServerSession:
 
     def on(self, event: ServerEvent) -> None:
         """Moves to the state that follows `event`."""
+        if self.is_serving:
+            self.unserved_since_s = time.monotonic()
         self.state = next_state(self.state, event)
         self.served.note(self.clock.now_s(), running=self.is_serving)
         self.changed()
 
     def send(
-        self, message: fleet_pb2.ControllerMessage, after: asyncio.Future[None] | None = None
+        self,
+        message: fleet_pb2.ControllerMessage | JoinedOrder,
+        after: asyncio.Future[None] | None = None,
     ) -> None:
         """Puts an order on the server's stream; ends the stream of a server that does not read.
 
         The order is sent when `after` is done, and later orders wait with it. Orders of a publish
         do not wait for earlier orders: the trainer and the other servers would wait too.
         """
-        overtakes = message.WhichOneof("message") in PUBLISH_ORDERS
+        own = message.own if isinstance(message, JoinedOrder) else message
+        overtakes = own.WhichOneof("message") in PUBLISH_ORDERS
         if not self.outbox.put(message, after=after, overtakes=overtakes):
             self.outbox.close()
 
