@@ -259,6 +259,6 @@ def _check(trajectory: Trajectory) -> None:
         raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
     if not math.isfinite(trajectory.reward):
         raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
-    if not np.isfinite(trajectory.behavior_logprobs).all():
+    if not np.logical_and.reduce(np.isfinite(trajectory.behavior_logprobs)):
         raise ProtocolError(f"{name}: a log-probability is not a finite number")
     _check_branches(trajectory)

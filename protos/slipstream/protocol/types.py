@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,8 @@ GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ServerId = NewType("ServerId", str)
 
+# Longest id whose parts are kept for the next call; servers make no longer ones.
+MAX_KEPT = 200
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
 TokenArray = npt.NDArray[np.uint32]
@@ -38,11 +41,19 @@ class TrajectoryName(NamedTuple):
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
         """Splits an id into its parts; None for text that is no id of a trajectory."""
-        found = _NAME.fullmatch(trajectory_id)
-        if found is None:
-            return None
-        group_id, member, attempt, epoch = found.groups()
-        return cls(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
+        return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
+
+
+def _split(trajectory_id: str) -> TrajectoryName | None:
+    found = _NAME.fullmatch(trajectory_id)
+    if found is None:
+        return None
+    group_id, member, attempt, epoch = found.groups()
+    return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
+
+
+# Several parts of the controller parse the id of one delivery, one after the other.
+_parse = functools.lru_cache(maxsize=32)(_split)
 
 
 class PolicyVersion(NamedTuple):

@@ -19,6 +19,7 @@ from slipstream.client.environment import Environment, StepResult
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.learner.controller.reporting.readable import readable
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import read_claim
 from slipstream.learner.trainer.orders import read_order
@@ -141,7 +142,8 @@ def _told(trajectory: Trajectory) -> object:
 
 def _claim(data: bytes, folder: Path) -> object:
     name = TrajectoryId(data[:40].decode(errors="replace"))
-    known = {ServerKey(ServerId("fake"), 7)}
+    known = ServerEpochs()
+    known.join(ServerKey(ServerId("fake"), 7))
     opener(b"k" * 32)(name, data)
     TrajectoryName.parse(name)
     return read_claim(Delivery(name, data), known, largest_bytes=1 << 20)

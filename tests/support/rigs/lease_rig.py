@@ -30,7 +30,7 @@ def books_of(run: Run, **given: object) -> Books:
 
     Without a journal nothing may be recorded.
     """
-    algorithm = run.config.algorithm
+    algorithm, fleet = run.config.algorithm, Fleet(run)
     made: dict[str, Any] = {
         "leases": LeaseBook(
             attempts_per_lease=7,
@@ -40,9 +40,9 @@ def books_of(run: Run, **given: object) -> Books:
             num_steps=run.config.run.steps,
         ),
         "environments": EnvironmentBook(seed=0, max_failed_groups=3),
-        "fleet": Fleet(run),
+        "fleet": fleet,
         "journal": None,
-        "ledger": TokenLedger(),
+        "ledger": TokenLedger(fleet.epochs),
         "queue": AccountedReceiver(MemoryQueue(1000).receiver()),
     }
     return Books(**made | given)

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import (
+    Fleet,
+    FleetHandlers,
+    JoinedOrder,
+    ServerSession,
+)
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.settings.config_file import parse_config
@@ -70,14 +75,20 @@ def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
 
 async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
     async with asyncio.timeout(10):
-        return await anext(aiter(session.outbox.messages()))
+        return whole(await anext(aiter(session.outbox.messages())))
+
+
+def whole(order: fleet_pb2.ControllerMessage | JoinedOrder) -> fleet_pb2.ControllerMessage:
+    """The order as the server reads it."""
+    is_joined = isinstance(order, JoinedOrder)
+    return fleet_pb2.ControllerMessage.FromString(order.encoded()) if is_joined else order
 
 
 def sent(session: ServerSession) -> list[str]:
     """Kinds of the messages to a server since the last call."""
     messages = []
     while (message := session.outbox.pop()) is not None:
-        messages.append(message)
+        messages.append(whole(message))
     return [message.WhichOneof("message") for message in messages]
 
 

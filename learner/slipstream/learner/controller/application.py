@@ -68,6 +68,8 @@ DRAIN_LIMIT_S = 20.0
 # trainer whose disk hangs reports it within this time, and a dead one is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
+# Least time between two looks at the files of results, which ask the disk.
+LOOK_S = 0.05
 
 
 class Controller:
@@ -101,7 +103,8 @@ class Controller:
         self._environments = EnvironmentBook(
             seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
         )
-        self._ledger, self._fleet = TokenLedger(), Fleet(self._run)
+        self._fleet = Fleet(self._run)
+        self._ledger = TokenLedger(self._fleet.epochs)
 
     async def run(self) -> int:
         """Serves until the run has ended and its results are written; returns 1 when it failed."""
@@ -283,7 +286,7 @@ class Controller:
     async def _until_over(self) -> None:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
-            await self._run.signal.wait(5.0)
+            await self._run.signal.changes(5.0, gather_s=LOOK_S)
             self._recorder.look(self._environments.suspended())
         await self._health.tell(serving=False)
 

@@ -92,7 +92,8 @@ def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | Non
     After a crash a controller cannot ask the engines for these counts.
     """
     generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
-    journal.append("servers", generated=[list(entry) for entry in generated])
+    departed: dict[str, JsonValue] = {} if lost is None else {"departed": True}
+    journal.append("servers", generated=[list(entry) for entry in generated], **departed)
 
 
 def journal_busy(journal: Journal, busy: BusySeconds) -> None:

@@ -1,5 +1,6 @@
 """Checks of incoming calls: each message is checked before its handler gets it.
 
+A handler may answer with bytes, which are a message that it has encoded itself.
 A small message is decoded where it is received, a large one in a thread, beside the loop. A message
 out of its bounds ends its call with INVALID_ARGUMENT and one line. A handler that fails ends its
 own call with INTERNAL and one line, and its traceback is logged.
@@ -53,6 +54,7 @@ class _Large:
     data: bytes
 
 
+_NOT_YET = (_Refused, _Large)
 # What a deserializer returns.
 _Request: TypeAlias = Message | _Refused | _Large
 
@@ -69,7 +71,7 @@ class _Accepted:
     async def __anext__(self) -> Message:
         request = await anext(self._requests)
         # Most are ready: another coroutine for each of them costs as much as its checks.
-        return await _accepted(request) if isinstance(request, _Refused | _Large) else request
+        return await _accepted(request) if isinstance(request, _NOT_YET) else request
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
@@ -128,7 +130,13 @@ def _checked(handler: Handler, method: str) -> Handler:
         )
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
         behavior = _guarded(_with_checked_request(inner), method)
-    return make(behavior, deserialize, handler.response_serializer)
+
+    serializer: Any = handler.response_serializer
+
+    def serialize(response: Message | bytes) -> bytes:
+        return response if isinstance(response, bytes) else bytes(serializer(response))
+
+    return make(behavior, deserialize, serialize)
 
 
 def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,7 +121,7 @@ class Evaluator:
         while True:
             if self._progress.has_trainer and not self._progress.is_over:
                 self._turn()
-            await self._run.signal.wait(0.5)
+            await self._run.signal.changes(0.5)
 
     def step_done(self, step: int) -> None:
         """Notes that version `step` exists, and evaluates it if it is due."""

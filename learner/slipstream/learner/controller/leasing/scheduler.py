@@ -32,8 +32,6 @@ from slipstream.protocol.types import Purpose
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0
-# Changes within this time are handled in one pass.
-GATHER_S = 0.005
 # Bound that lets the event loop serve other tasks between two passes.
 MAX_GRANTS_IN_A_PASS = 64
 
@@ -72,8 +70,7 @@ class Scheduler:
                 # The state may have changed meanwhile. Streams wait for `durable` too.
                 await asyncio.shield(durable)
                 continue
-            await self._run.signal.wait(self._recheck_s())
-            await asyncio.sleep(GATHER_S)
+            await self._run.signal.changes(self._recheck_s())
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
         """Grants at most `limit` leases; they are sent once their records are durable.

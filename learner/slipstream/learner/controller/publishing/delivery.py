@@ -43,8 +43,9 @@ class Publish:
     order: weights_pb2.PublishOrder
     # Digests of the buckets, if the trainer named them beforehand; else they come at the end.
     digests: tuple[bytes, ...] = ()
-    # Whether the receivers were told to receive.
+    # Whether the receivers were told to receive, and when, by `time.monotonic`.
     is_announced: bool = False
+    told_s: float = 0.0
     # The servers that hold this trainer's matrices, if adapters are published apart.
     holders: set[ServerKey] = field(default_factory=set)
     # Receivers that failed in this publish.
@@ -129,7 +130,10 @@ class Deliveries:
         if report.phase != SERVING:
             self.fail(publish, session, report.message or "it failed")
             return
-        self.totals.served(report)
+        now_s = time.monotonic()
+        self.totals.served(
+            report, told_s=now_s - publish.told_s, unserved_s=now_s - session.unserved_since_s
+        )
         problem = ""
         if publish.verify:
             assert probe is not None

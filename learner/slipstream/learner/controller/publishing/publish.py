@@ -18,7 +18,7 @@ from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet, JoinedOrder, ServerSession
 from slipstream.learner.controller.servers.server_states import (
     JOINING,
     STALE,
@@ -334,16 +334,16 @@ class Publisher:
         order = weights_pb2.PublishOrder()
         order.CopyFrom(publish.order)
         order.ClearField("receivers")
+        common = fleet_pb2.ControllerMessage()
+        if layout is not None:
+            common.receive.layout.CopyFrom(layout)
+        shared = common.SerializeToString()
+        publish.told_s = time.monotonic()
         for session in publish.receivers:
             # A server may have loaded before the trainer reports its result.
             self._reports.expect(publish.publish_id, session.key, LOADED)
             session.on(ServerEvent.RECEIVE)
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    receive=fleet_pb2.ReceiveWeights(
-                        order=order, layout=layout, first_rank=ranks[session.key.server_id]
-                    )
-                )
-            )
+            own = fleet_pb2.ReceiveWeights(order=order, first_rank=ranks[session.key.server_id])
+            session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
             if publish.digests:
                 self._deliveries.commit(publish, session, publish.digests, None)

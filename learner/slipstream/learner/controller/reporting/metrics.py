@@ -116,8 +116,7 @@ class RunRecorder:
     def restore(self, history: RunHistory) -> None:
         """Takes over the sums over the whole run."""
         facts = self.facts
-        epochs = history.servers.values()
-        self.rate.earlier = sum(max(epoch.generated, epoch.received) for epoch in epochs)
+        self.rate.earlier = history.servers.generated
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions

@@ -15,6 +15,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import (
     DEAD,
     DRAINING,
@@ -32,6 +33,22 @@ from slipstream.v1 import fleet_pb2, status_pb2
 # Largest number of departed servers whose last state the status shows.
 MAX_DEPARTED = 1000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
+
+
+@dataclass(frozen=True)
+class JoinedOrder:
+    """An order to one server, and an encoded part that it shares with the orders to others.
+
+    Protobuf reads two encodings in a row as one message. A layout has thousands of tensors: it is
+    encoded once, and waits once for all servers.
+    """
+
+    own: fleet_pb2.ControllerMessage
+    shared: bytes
+
+    def encoded(self) -> bytes:
+        """The whole order, encoded."""
+        return self.own.SerializeToString() + self.shared
 
 
 @dataclass(eq=False)
@@ -53,9 +70,11 @@ class ServerSession:
     began_s: float = field(default_factory=time.monotonic)
     # The clock that measures the server's silence.
     clock: LoopClock = field(default_factory=LoopClock)
+    # Time at which the server stopped serving last, or joined, by `time.monotonic`.
+    unserved_since_s: float = field(default_factory=time.monotonic)
     joined_s: float = field(init=False)
     last_seen_s: float = field(init=False)
-    outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
+    outbox: Outbox[fleet_pb2.ControllerMessage | JoinedOrder] = field(default_factory=Outbox)
     # Earliest time of the next publish to this server, by `time.monotonic`.
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
@@ -90,19 +109,24 @@ class ServerSession:
 
     def on(self, event: ServerEvent) -> None:
         """Moves to the state that follows `event`."""
+        if self.is_serving:
+            self.unserved_since_s = time.monotonic()
         self.state = next_state(self.state, event)
         self.served.note(self.clock.now_s(), running=self.is_serving)
         self.changed()
 
     def send(
-        self, message: fleet_pb2.ControllerMessage, after: asyncio.Future[None] | None = None
+        self,
+        message: fleet_pb2.ControllerMessage | JoinedOrder,
+        after: asyncio.Future[None] | None = None,
     ) -> None:
         """Puts an order on the server's stream; ends the stream of a server that does not read.
 
         The order is sent when `after` is done, and later orders wait with it. Orders of a publish
         do not wait for earlier orders: the trainer and the other servers would wait too.
         """
-        overtakes = message.WhichOneof("message") in PUBLISH_ORDERS
+        own = message.own if isinstance(message, JoinedOrder) else message
+        overtakes = own.WhichOneof("message") in PUBLISH_ORDERS
         if not self.outbox.put(message, after=after, overtakes=overtakes):
             self.outbox.close()
 
@@ -136,8 +160,7 @@ class Fleet:
         self._run, self._progress = run, run.progress
         self.clock = run.clock
         self.sessions: dict[ServerId, ServerSession] = {}
-        # Every epoch of every server that ever joined.
-        self.known: set[ServerKey] = set()
+        self.epochs = ServerEpochs()
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
@@ -186,7 +209,7 @@ class Fleet:
             self.remove(older, "it was started again")
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
-        self.known.add(session.key)
+        self.epochs.join(session.key)
         session.changed = self._note_serving
         self._run.events.add(f"rollout server {session.name} joined")
         assert self.handlers is not None
@@ -217,6 +240,7 @@ class Fleet:
             )
         assert self.handlers is not None
         self.handlers.lost(session)
+        self.epochs.depart(session.key)
         self._run.signal.notify()
 
     def drains(self, session: ServerSession, reason: str) -> None:

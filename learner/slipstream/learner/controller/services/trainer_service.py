@@ -37,8 +37,6 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 NEXT_LIMIT_S = 5.0
 # Largest number of lines of a trainer's layout that become events.
 MAX_LAYOUT_LINES = 256
-# Changes within this time are handled together.
-GATHER_S = 0.005
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -303,8 +301,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if remaining <= 0:
                 return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
             # A server that is to be retried becomes due without a signal.
-            await self._run.signal.wait(min(remaining, 0.25))
-            await asyncio.sleep(GATHER_S)
+            await self._run.signal.changes(min(remaining, 0.25))
 
     async def _possible_order(
         self, request: trainer_pb2.NextRequest

@@ -69,8 +69,9 @@ class BatchFormer:
         self._covered_step = 0
         # Step of the oldest batch that this controller has not removed.
         self._first_kept = 0
-        # The batch that the trainer has.
+        # The batch that the trainer has, and its message until that was sent once.
         self.training: Batch | None = None
+        self._message: trainer_pb2.RecordedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
         # Number of batches set aside of each step; number set aside in a row without the user; the
@@ -140,7 +141,7 @@ class BatchFormer:
             crc32 = self._crc32[step]
             attempt = self._attempts[step]
             message = await asyncio.to_thread(self._journal.read_batch, step, crc32, attempt)
-            self.training = from_record(message)
+            self.training, self._message = from_record(message), message
         return self.training
 
     async def form(self) -> Batch | None:

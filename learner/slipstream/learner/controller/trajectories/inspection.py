@@ -30,7 +30,6 @@ from slipstream.protocol.settings.config_file import largest_trajectory_bytes, v
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
-    ServerId,
     Trajectory,
     TrajectoryName,
 )
@@ -65,9 +64,8 @@ class Inspector:
         self.quarantine = Quarantine(run.config.run_dir / "quarantine")
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over journaled trajectories and servers: their deliveries may come again."""
+        """Takes over journaled trajectories: they may be delivered again."""
         self._earlier = EarlierIds(history, self._journal)
-        self._fleet.known |= {ServerKey(ServerId(name), epoch) for name, epoch in history.leased_to}
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
         """Decodes a delivery, or returns the error with the reason; may run in a thread."""
@@ -131,7 +129,7 @@ class Inspector:
         progress, config = self._progress, self._run.config
         sampling = config.sampling
         return KnownFacts(
-            servers=self._fleet.known,
+            servers=self._fleet.epochs,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
             vocabulary=self._vocabulary,
             # Not the bound for new leases, which may be lower by now.
@@ -144,7 +142,7 @@ class Inspector:
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
         """Quarantines a delivery; with `is_counted` the ledger has its tokens already."""
-        claim = read_claim(delivery, self._fleet.known, largest_bytes=self._largest_bytes)
+        claim = read_claim(delivery, self._fleet.epochs, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
         if self._earlier.holds(group_id, trajectory_id):
@@ -152,9 +150,6 @@ class Inspector:
             return
         if not is_counted and not self._ledger.receive(server, trajectory_id, claim.tokens):
             return
-        if server not in self._fleet.known:
-            # No heartbeat will ever report this server's tokens.
-            self._ledger.die(server)
         try:
             path = self.quarantine.add(delivery, claim, cause)
             place = f" ({path})" if path is not None else ""

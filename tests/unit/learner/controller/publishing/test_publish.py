@@ -10,6 +10,7 @@ from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
     DIGESTS,
@@ -20,6 +21,7 @@ from support.rigs.publishing_scene import (
     Scene,
     next_order,
     run_of,
+    whole,
 )
 
 
@@ -254,6 +256,27 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
         assert scene.sent() == ["receive"]
+        scene.publisher.trainer_lost()
+
+
+async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(run, tasks)
+        servers = [scene.session, scene.joined("b"), scene.joined("c")]
+        start = scene.start_of(await scene.ordered(*servers))
+        tensors = [TensorSpec(f"w{number}", "float32", (4, 4)) for number in range(16)]
+        start.layout.CopyFrom(layout_to_pb(tensors, 64))
+        scene.publisher.start(start)
+        for other in servers[1:]:
+            # The first one's was read when it was asked.
+            assert other.outbox.pop().WhichOneof("message") == "prepare"
+        orders = [server.outbox.pop() for server in servers]
+        assert len({id(each.shared) for each in orders}) == 1
+        assert len(orders[0].shared) > len(start.layout.SerializeToString()) > 0
+        received = [whole(each).receive for each in orders]
+        assert all(each.layout == start.layout for each in received)
+        assert {each.order.publish_id for each in received} == {start.publish_id}
+        assert sorted(each.first_rank for each in received) == [1, 2, 3]
         scene.publisher.trainer_lost()
 
 

@@ -99,7 +99,7 @@ def test_rewards_lags_lengths_turns_and_times_of_a_batch():
 
 def test_branches_are_counted_and_an_episode_without_any_is_one():
     tree = trajectory(0.0, 3, 5, 2, 4, 9, 1, branches=(Branch(4), Branch(2)))
-    found = batch_statistics([tree, trajectory(1.0, 1, 2)])
+    found = batch_statistics(batch_of(0, tree, trajectory(1.0, 1, 2)))
     assert found["branches_mean"] == 1.5
     assert (found["turns_mean"], found["episode_tokens_max"]) == (2.0, 24.0)
 

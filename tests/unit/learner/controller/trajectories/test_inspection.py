@@ -37,7 +37,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     # The trajectory may be trained by step 6.
     group = book.lease("e", 3, 4, KEY, 2)
     book.max_staleness = 0
-    fleet.known.add(KEY)
+    fleet.epochs.join(KEY)
     trajectory = dataclasses.replace(
         GOOD,
         group_id=group.group_id,
@@ -58,7 +58,7 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
     run = Run.of(config, "r")
     with Journal(tmp_path / "journal") as journal:
         books = books_of(run, journal=journal)
-        books.fleet.known.add(KEY)
+        books.fleet.epochs.join(KEY)
         inspector = inspector_of(run, books)
         assert inspector.take(Delivery(GOOD.trajectory_id, b"junk")) is None
     assert inspector.quarantine.total == 1
