@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from slipstream.protocol.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED,
 MOST_BYTES = 4 << 20
 MOSTSAMPLES = 256
 _TAIL_BYTES = 64 << 10
+# Number of steps that no run has.
+_MOST_STEPS = 10**12
 
 
 class UnknownRun(LookupError):
@@ -72,7 +75,7 @@ class RunFolders:
             begin = part.end
             for row in part.rows:
                 number = row.get("step")
-                if not isinstance(number, int | float):
+                if not isinstance(number, int | float) or not abs(number) <= _MOST_STEPS:
                     continue
                 number = int(number)
                 if number not in kept:
@@ -148,11 +151,17 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> object:
-    """The value of a JSON text; None if `data` is no JSON."""
+    """The value of a JSON text; None if `data` is no JSON, and for numbers that are not finite."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float | None:
+    # Browsers do not read an answer with NaN or infinity.
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _tail(path: Path) -> list[str]:

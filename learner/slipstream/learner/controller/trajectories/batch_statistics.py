@@ -5,6 +5,7 @@ The controller alone computes them; the trainer reports only what training itsel
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -100,9 +101,10 @@ class LessonWatch:
                 continue
             self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
             if self._steps[name] == HINT_AFTER_STEPS:
+                mean = row.get(f"{name}/reward", math.nan)
                 due.append(
                     f"environment {name} has taught nothing for {HINT_AFTER_STEPS} steps: the "
-                    f"rewards of each group were all equal (mean {row[f'{name}/reward']:.3g}); it "
+                    f"rewards of each group were all equal (mean {mean:.3g}); it "
                     f"needs tasks of another difficulty, or rewards in between"
                 )
         return due
