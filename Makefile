@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 # An index that serves torch's CPU build under the name `torch`, for example https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
+# Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
+TEST_WORKERS ?= 2
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
 
@@ -14,7 +16,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
+.PHONY: install quickstart smollm2 test test-fast test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
 
 install: $(STAMP)
 
@@ -44,7 +46,11 @@ smollm2: $(STAMP) models/smollm2/config.json
 	$(BIN)/slipstream run deploy/configs/smollm2.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
+# Everything that starts no process.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest tests/unit tests/test_*.py -m "not process" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

@@ -5,10 +5,9 @@ import asyncio
 import pytest
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
-from slipstream.rollout_server import session
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.service import wait_for_controller
+from slipstream.rollout_server.session import SessionWaits
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
@@ -408,10 +407,9 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
 
 
 async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
-    start_server, monkeypatch
+    start_server,
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_RECONNECT_S", 1.0)
-    async with start_server() as server:
+    async with start_server(waits=SessionWaits(retry_s=1.0)) as server:
         client, server.fleet.client = server.fleet.client, None
         connection = await server.join()
         connection.lease("g1", members=[0], max_attempts=3)
@@ -800,12 +798,12 @@ async def test_a_server_that_drains_still_receives_what_others_wait_for(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
-    start_server, config, monkeypatch, is_lost
+    start_server, config, is_lost
 ) -> None:
-    for name in ("_CANCEL_LIMIT_S", "_FLUSH_LIMIT_S", "_GOODBYE_LIMIT_S"):
-        monkeypatch.setattr(session, name, 0.1)
+    waits = SessionWaits(cancel_s=0.1, flush_s=0.1, goodbye_s=0.1)
     room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 4})
-    async with start_server(config=config.model_copy(update={"queue": room})) as server:
+    small = config.model_copy(update={"queue": room})
+    async with start_server(config=small, waits=waits) as server:
         server.fleet.acknowledging = False
         connection = await server.join()
         for number in range(32):

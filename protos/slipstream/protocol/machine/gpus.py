@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_LIBRARY = "libnvidia-ml.so.1"
+LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96
 
 
@@ -29,12 +29,13 @@ class Gpu:
 class Nvml:
     """NVIDIA's management library, open inside the context; `library` is None without a driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: str = LIBRARY) -> None:
         self.library: ctypes.CDLL | None = None
+        self._file = file
 
     def __enter__(self) -> Nvml:
         try:
-            library = ctypes.CDLL(_LIBRARY)
+            library = ctypes.CDLL(self._file)
         except OSError:
             return self
         if library.nvmlInit_v2() == 0:
@@ -68,9 +69,9 @@ class Nvml:
         return handle
 
 
-def list_gpus() -> tuple[Gpu, ...]:
+def list_gpus(*, library: str = LIBRARY) -> tuple[Gpu, ...]:
     """Returns all GPUs that the driver shows to this machine or container; () without a driver."""
-    with Nvml() as nvml:
+    with Nvml(library) as nvml:
         found = []
         for index in range(nvml.number("nvmlDeviceGetCount_v2") or 0):
             handle = nvml.device(index)

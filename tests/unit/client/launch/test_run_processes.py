@@ -37,6 +37,7 @@ class Listening(status_pb2_grpc.StatusServiceServicer):
         return status_pb2.StopRunResponse()
 
 
+@pytest.mark.process
 async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) ->
     return await processes.wait()
 
 
+@pytest.mark.process
 async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +93,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
 
 
+@pytest.mark.process
 async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
