@@ -20,6 +20,7 @@ from support.rigs.publishing_scene import (
     Scene,
     next_order,
     progress_of,
+    publishing,
 )
 
 
@@ -31,8 +32,7 @@ def progress() -> RunProgress:
 async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         assert order.begun
@@ -61,8 +61,7 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
 async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
     has_sent: bool, progress: RunProgress
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id) if has_sent else None
@@ -75,8 +74,7 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
 async def test_servers_are_asked_while_the_trainer_makes_the_version(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
@@ -95,13 +93,12 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
 async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
         other = scene.joined("b")
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         scene.say((await next_order(other)).prepare.publish_id, READY, other)
         order = await preparing
         assert order is not None
@@ -110,8 +107,7 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
 
 
 async def test_an_answer_counts_for_one_publish_alone(progress: RunProgress) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         for _ in range(2):
             scene.publisher.ask_ahead(PolicyVersion(0, 1))
@@ -119,7 +115,7 @@ async def test_an_answer_counts_for_one_publish_alone(progress: RunProgress) -> 
             assert scene.sent() == []
         scene.trainer.ClearField("bucket_digests")
         assert await scene.publisher.prepare(scene.trainer) is not None
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
         assert await preparing is not None
 
@@ -128,8 +124,7 @@ async def test_an_answer_counts_for_one_publish_alone(progress: RunProgress) -> 
 async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
     progress: RunProgress, unknown: str
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         scene.trainer.ClearField(unknown)
         order = await scene.ordered()
@@ -140,8 +135,7 @@ async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
 
 
 async def test_nobody_stands_still_while_a_probe_is_scored(progress: RunProgress) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         scene.publisher.totals.publishes = progress.config.weights.verify_every
         order = await scene.ordered()
@@ -153,8 +147,7 @@ async def test_nobody_stands_still_while_a_probe_is_scored(progress: RunProgress
 async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
@@ -169,8 +162,7 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
 async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.sent()
@@ -195,8 +187,7 @@ async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publ
 async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
     progress: RunProgress, report: dict[str, Any], result: dict[str, Any]
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.sent()
@@ -211,8 +202,7 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
 async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.fleet.remove(scene.session, "its stream ended")
@@ -224,8 +214,7 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
 async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         scene.trainer.ClearField("bucket_digests")
         assert not (await scene.ordered()).begun
@@ -237,8 +226,7 @@ async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
 async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         first = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
         second = await scene.ordered()
@@ -249,8 +237,7 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
 async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
         assert scene.sent() == ["receive"]
@@ -260,8 +247,7 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         assert scene.session.state == fleet_pb2.SERVER_STATE_LOADING
@@ -280,8 +266,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
 async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id)
@@ -299,8 +284,7 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
 async def test_a_server_that_took_its_weights_back_is_sent_them_again(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         scene.say("p000000", FAILED, message="of another publish")
         assert scene.session.is_serving
@@ -314,8 +298,7 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(
 async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         finishing = scene.finish(order.publish_id)
@@ -340,8 +323,7 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
 async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await fail_all_of_its_life(scene, scene.session)
         assert not progress.is_over
         await fail_all_of_its_life(scene, scene.joined("a"))
@@ -355,8 +337,7 @@ async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeed
 async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         await scene.serve()
         scene.publisher.pin(scene.session)
         for _ in range(3):
@@ -365,11 +346,10 @@ async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_anot
 
 
 async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         leaving, staying = scene.session, scene.joined("b")
         assert scene.publisher.due() == [leaving, staying]
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         publish_id = (await next_order(leaving)).prepare.publish_id
         # The server was ready, and then it was told to leave.
         scene.fleet.drains(leaving, "SIGTERM")
@@ -385,8 +365,7 @@ async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) ->
 async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         scene.fleet.drains(scene.session, "SIGTERM")
@@ -402,8 +381,7 @@ async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and
 async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
     progress: RunProgress,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         leaving, staying = scene.session, scene.joined("b")
         order = await scene.ordered(leaving, staying)
         scene.fleet.remove(leaving, "its stream ended")
@@ -414,8 +392,7 @@ async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_
 
 
 async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: RunProgress) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         order = await scene.ordered()
         question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
         start = trainer_pb2.PublishStart(publish_id=order.publish_id)
@@ -432,8 +409,7 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: Run
 
 
 async def test_a_server_that_is_gone_is_not_there_any_more(progress: RunProgress) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(progress, tasks)
+    async with publishing(progress) as scene:
         order = await scene.ordered()
         scene.publisher.start(trainer_pb2.PublishStart(publish_id=order.publish_id))
         scene.fleet.remove(scene.session, "killed")
