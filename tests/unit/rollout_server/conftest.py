@@ -99,6 +99,13 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
     return start
 
 
+@pytest.fixture
+async def server(start_server: StartServer) -> AsyncIterator[Server]:
+    """A server with the settings of `config`, which must leave in order after the test."""
+    async with start_server() as started:
+        yield started
+
+
 class EchoClient:
     """A client's environment: one prompt, then its number of turns, reward 1 each."""
 
