@@ -21,8 +21,6 @@ from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-# Elements of one part, from all ranks together.
-PART_ELEMENTS = 64 << 20
 
 # A tensor's place in a rank's share of a bucket: begin, end, tensor.
 _Place = tuple[int, int, Tensor]
@@ -60,9 +58,7 @@ def gathered_sizes(optimizer: Megatron) -> list[int]:
     ]
 
 
-def _gather(
-    part: Megatron, host: HostCopies, *, part_elements: int = PART_ELEMENTS, **_: object
-) -> dict[Any, Any] | None:
+def _gather(part: Megatron, host: HostCopies, **_: object) -> dict[Any, Any] | None:
     """Replaces `DistributedOptimizer.get_parameter_state_dp_zero`; None but on the first rank."""
     group = part.data_parallel_group
     state: dict[Any, Any] = {"buckets_coalesced": True}
@@ -77,7 +73,7 @@ def _gather(
             places = _places(part, bucket_ranges["param_map"])
             for key in KEYS:
                 target = whole[key][bucket.offset : end] if whole else None
-                _gather_bucket(places[key], bucket.grad_data, target, group, part_elements)
+                _gather_bucket(places[key], bucket.grad_data, target, group, host.part_elements)
         state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
     host.wait()
     return state if group.rank() == 0 else None

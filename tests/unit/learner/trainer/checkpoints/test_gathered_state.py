@@ -39,8 +39,8 @@ def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
         gbuf_ranges=[{"float32": [{"param_map": its} for its in maps]}],
         _get_main_param_and_optimizer_states=states.__getitem__,
     )
-    host = HostCopies(torch.device("cpu"))
-    found = gathered_state._gather(part, host, part_elements=4, use_gloo_comm=True)
+    host = HostCopies(torch.device("cpu"), part_elements=4)
+    found = gathered_state._gather(part, host, use_gloo_comm=True)
     assert found is not None
     (whole,) = found[0].values()
     assert whole["numel_unpadded"] == 14
