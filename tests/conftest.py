@@ -1,4 +1,4 @@
-"""What a module of tests changes in this process is as before for the next one."""
+"""What holds for all tests: their process is as before afterwards; quick ones start no other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,45 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 # The variable that pytest itself sets, and removes at the end of each phase.
 OWN = "PYTEST_CURRENT_TEST"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+# The test that runs now and may start no process; `make test-fast` runs only such tests.
+_quick: list[str] = []
+
+
+def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook, which Python calls for whatever starts a process."""
+    if event in STARTS_A_PROCESS and _quick:
+        program = arguments[0] if arguments else event
+        raise RuntimeError(f"{_quick[0]} starts {program!r}: give it the marker `process`")
+
+
+sys.addaudithook(refuse_processes)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only tests outside tests/integration and tests/gpu have to be marked one by one."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in ("integration", "gpu"):
+            item.add_marker("process")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("process") is None:
+        _quick[:] = [item.nodeid]
+    try:
+        return (yield)
+    finally:
+        _quick.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

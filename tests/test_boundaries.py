@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,9 +127,16 @@ def all_sources() -> list[Path]:
     return [*package_sources(), ROOT / "protos" / "generate.py", *sorted(others)]
 
 
+@functools.cache
+def nodes(text: str) -> tuple[ast.Import | ast.ImportFrom | ast.Call, ...]:
+    """The imports and calls of a module, at any depth; most rules look at the same modules."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Call)
+    return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of everything that is imported, at any depth of the module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -149,7 +157,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return (node for node in nodes(path.read_text()) if isinstance(node, ast.Call))
 
 
 def where(path: Path, line: int) -> str:
@@ -358,6 +366,7 @@ def test_modules_can_be_read_in_one_sitting() -> None:
     assert not long
 
 
+@pytest.mark.process
 def test_the_generated_code_is_what_the_proto_files_say() -> None:
     pytest.importorskip("grpc_tools")
     done = subprocess.run(

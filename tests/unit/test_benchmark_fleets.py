@@ -74,6 +74,7 @@ def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
     assert leases.means() == pytest.approx((25.0, 0.25))
 
 
+@pytest.mark.process
 def test_a_window_that_failed_leaves_what_was_measured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

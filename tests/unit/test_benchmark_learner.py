@@ -139,6 +139,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.process
 def test_turns_are_orders_to_another_process(tmp_path: Path) -> None:
     step = [micro_batch(4), micro_batch(4)]
     process = entry_point(tmp_path, ECHO, step, step)
@@ -150,6 +151,7 @@ def test_turns_are_orders_to_another_process(tmp_path: Path) -> None:
         process.close()
 
 
+@pytest.mark.process
 def test_last_words_of_a_process_that_dies_are_told(tmp_path: Path) -> None:
     process = entry_point(tmp_path, "raise SystemExit('no such package')", [micro_batch(4)])
     try:

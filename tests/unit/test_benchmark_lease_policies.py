@@ -39,6 +39,7 @@ def test_a_run_that_never_reached_the_goal_has_no_time_for_it() -> None:
     assert lines[2].startswith("| `eager` | 20.0 (20.0-20.0)% | 1.50 (1.50-1.50) | 30.0 ")
 
 
+@pytest.mark.process
 def test_a_run_needs_packages_on_the_path_and_no_installed_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ def test_spread_is_the_median_with_least_and_greatest() -> None:
         measure.Spread.of([])
 
 
+@pytest.mark.process
 def test_result_says_machine_versions_and_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

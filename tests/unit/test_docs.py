@@ -95,6 +95,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.process
 def test_the_configuration_page_is_what_the_models_say():
     made = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "generate_configuration.py")],
@@ -154,6 +155,7 @@ def test_the_command_line_takes_every_command(page: Path):
         assert is_taken(arguments), shlex.join(arguments)
 
 
+@pytest.mark.process
 def test_our_programs_take_every_command() -> None:
     commands = [command for page in PAGES for command in python_commands(page)]
     assert len(commands) > 20

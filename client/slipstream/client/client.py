@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.patience import Patience
+from slipstream.client.patience import RECONNECT_TIMEOUT_S, Patience
 from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
@@ -75,11 +75,19 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, token_file: Path | None = None, tls_ca: Path | None = None
+        self,
+        address: str,
+        *,
+        token_file: Path | None = None,
+        tls_ca: Path | None = None,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
-        """`address` is host:port; hosts other than this one need `token_file` and `tls_ca`."""
+        """`address` is host:port; hosts other than this one need `token_file` and `tls_ca`.
+
+        `serve` and `watch` wait up to `reconnect_timeout_s` for a controller that they lost.
+        """
         address_parts(address)
-        self._address = address
+        self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
         self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
         for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
             if given is None and not is_loopback(address):
@@ -164,8 +172,8 @@ class Client:
         """Runs the episodes of `environment` in this process until the run ends.
 
         At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
-        controller that does not listen yet, and up to 120 s for a lost one. Open episodes begin
-        again then. Cancel the call to leave earlier.
+        controller that does not listen yet, and up to `reconnect_timeout_s` for a lost one. Open
+        episodes begin again then. Cancel the call to leave earlier.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -180,7 +188,7 @@ class Client:
         )
         # This tells a wrong address from a controller that is lost later.
         await self._wait_for_controller(connect_timeout_s)
-        patience = Patience()
+        patience = Patience(self._reconnect_timeout_s)
         while True:
             lost = await self._serve_once(host, hello, patience)
             if lost is None:
@@ -234,7 +242,7 @@ class Client:
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""
-        patience = Patience()
+        patience = Patience(self._reconnect_timeout_s)
         while True:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
             lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")

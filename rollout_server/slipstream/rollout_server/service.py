@@ -30,7 +30,16 @@ from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.workers import WorkerGateway
-from slipstream.rollout_server.session import End, JoinCall, Outbox, Session, SessionServices, hello
+from slipstream.rollout_server.session import (
+    SESSION_WAITS,
+    End,
+    JoinCall,
+    Outbox,
+    Session,
+    SessionServices,
+    SessionWaits,
+    hello,
+)
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -65,6 +74,8 @@ class RolloutServer:
         engine: Engine,
         renderer: Renderer,
         gateway: WorkerGateway,
+        *,
+        waits: SessionWaits = SESSION_WAITS,
     ) -> None:
         """Loads the secrets; ConfigError when they cannot work."""
         self._config = config
@@ -73,6 +84,7 @@ class RolloutServer:
         self._engine = engine
         self._renderer = renderer
         self._gateway = gateway
+        self._waits = waits
         self._credentials = Credentials.load(config.security)
         self._outbox = Outbox()
 
@@ -94,7 +106,7 @@ class RolloutServer:
                 clients = ClientEnvironments(channel, call_metadata(self._credentials))
                 environments = Environments(group, self._gateway, clients, self._report_environment)
                 services = SessionServices(
-                    self._config, self._engine, self._renderer, sender, environments
+                    self._config, self._engine, self._renderer, sender, environments, self._waits
                 )
                 watches = [
                     group.create_task(self._engine.watch()),

@@ -26,7 +26,7 @@ from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.episode import EpisodeServices
+from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
 from slipstream.rollout_server.episodes.ledger import TokenLedger
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.process import is_cpu_build
@@ -36,9 +36,6 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 log = logging.getLogger(__name__)
 
 _MAX_OUTGOING = 65_536
-_CANCEL_LIMIT_S = 5.0
-_FLUSH_LIMIT_S = 5.0
-_GOODBYE_LIMIT_S = 2.0
 _FLUSH_PERIOD_S = 0.02
 
 JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.ControllerMessage]
@@ -72,6 +69,23 @@ class Outbox:
 
 
 @dataclass(frozen=True)
+class SessionWaits:
+    """How long a server waits, in seconds.
+
+    `cancel_s`: for episodes that were cancelled; `flush_s`: until the queue has their trajectories;
+    `goodbye_s`: for the controller to end the stream. `retry_s`: see `EpisodeServices`.
+    """
+
+    cancel_s: float = 5.0
+    flush_s: float = 5.0
+    goodbye_s: float = 2.0
+    retry_s: float = RETRY_S
+
+
+SESSION_WAITS = SessionWaits()
+
+
+@dataclass(frozen=True)
 class SessionServices:
     """The parts of a server that a session uses and does not own."""
 
@@ -80,6 +94,7 @@ class SessionServices:
     renderer: Renderer
     sender: TrajectorySender
     environments: Environments
+    waits: SessionWaits
 
 
 class Session:
@@ -106,7 +121,11 @@ class Session:
             group,
             identity,
             EpisodeServices(
-                services.engine, services.environments, services.renderer, self._ledger
+                services.engine,
+                services.environments,
+                services.renderer,
+                self._ledger,
+                retry_s=services.waits.retry_s,
             ),
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,
@@ -139,11 +158,11 @@ class Session:
             heart.cancel()
             return End.LOST
         await self._end_episodes(publishing, carry_out=True)
-        await _within(self._flush(), _FLUSH_LIMIT_S)
+        await _within(self._flush(), self._services.waits.flush_s)
         heart.cancel()
         self._outbox.put(fleet_pb2.ServerMessage(drained=self._report()))
         self._outbox.close()
-        await _within(asyncio.shield(reader), _GOODBYE_LIMIT_S)
+        await _within(asyncio.shield(reader), self._services.waits.goodbye_s)
         reader.cancel()
         return End.DRAINED
 
@@ -214,7 +233,7 @@ class Session:
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self._dispatcher.cancel_all()
-        await _within(self._dispatcher.wait_idle(), _CANCEL_LIMIT_S)
+        await _within(self._dispatcher.wait_idle(), self._services.waits.cancel_s)
 
     async def _flush(self) -> None:
         while self._services.sender.queued_bytes:

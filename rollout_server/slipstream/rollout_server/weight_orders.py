@@ -31,9 +31,9 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 log = logging.getLogger(__name__)
 
 _MAX_ORDERS = 1024
-_VERDICT_LIMIT_S = 60.0
+VERDICT_LIMIT_S = 60.0
 # Seconds after which an engine that scores the few short sequences of a probe counts as hung.
-_PROBE_LIMIT_S = 120.0
+PROBE_LIMIT_S = 120.0
 # Aborted publish ids that are remembered: the controller runs one publish at a time.
 _MAX_ABORTED = 16
 
@@ -66,11 +66,13 @@ class WeightOrders:
         engine: Engine,
         dispatcher: Dispatcher,
         report: Callable[[fleet_pb2.PublishReport], None],
+        *,
+        verdict_limit_s: float = VERDICT_LIMIT_S,
+        probe_limit_s: float = PROBE_LIMIT_S,
     ) -> None:
-        """Takes an engine that is paused."""
-        self._engine = engine
-        self._dispatcher = dispatcher
-        self._report = report
+        """Takes a paused engine; `probe_limit_s` is its limit, the other one the controller's."""
+        self._verdict_limit_s, self._probe_limit_s = verdict_limit_s, probe_limit_s
+        self._engine, self._dispatcher, self._report = engine, dispatcher, report
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
         self._publish: _Publish | None = None
         # The version that the engine served last.
@@ -119,12 +121,12 @@ class WeightOrders:
     async def run(self) -> None:
         """Carries out orders until `close`; afterwards the engine is paused."""
         while True:
-            limit_s = _VERDICT_LIMIT_S if self.phase is Phase.PROBING else None
+            limit_s = self._verdict_limit_s if self.phase is Phase.PROBING else None
             try:
                 async with asyncio.timeout(limit_s):
                     order = await self._orders.get()
             except TimeoutError:
-                await self._reject(f"no verdict on the probe within {_VERDICT_LIMIT_S:g} s")
+                await self._reject(f"no verdict on the probe within {self._verdict_limit_s:g} s")
                 continue
             if order is None:
                 break
@@ -301,10 +303,10 @@ class WeightOrders:
         cuts = np.cumsum(np.asarray(probe.lengths, dtype=np.int64))[:-1]
         sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
         try:
-            async with asyncio.timeout(_PROBE_LIMIT_S):
+            async with asyncio.timeout(self._probe_limit_s):
                 return pack_logprobs(await self._engine.teacher_forced_logprobs(sequences))
         except TimeoutError:
-            raise EngineDied(f"no answer to a probe within {_PROBE_LIMIT_S:g} s") from None
+            raise EngineDied(f"no answer to a probe within {self._probe_limit_s:g} s") from None
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)

@@ -27,6 +27,9 @@ BATCHES = [
     for step in range(STEPS)
 ]
 
+# Many parts of each bucket, the last of which is a shorter one.
+PART_ELEMENTS = 5000
+
 
 def config_of(folder: Path, job: dict) -> Config:
     table = {
@@ -113,7 +116,6 @@ def damage_written(path: Path) -> None:
 
 
 def run_rank(folder: Path, name: str) -> None:
-    from slipstream.learner.trainer.checkpoints import gathered_state
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
@@ -127,14 +129,12 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.weights.weight_stream import open_stream
     from slipstream.protocol.errors import SlipstreamError
 
-    # Many parts of each bucket, the last of which is a shorter one.
-    gathered_state.PART_ELEMENTS = 5000
     job = json.loads((folder / f"{name}.json").read_text())
     config = config_of(folder, job)
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config)
     models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
-    checkpointer = Checkpointer(config, policy.ranks, models)
+    checkpointer = Checkpointer(config, policy.ranks, models, part_elements=PART_ELEMENTS)
     result: dict = {"metrics": [], "saved": [], "error": ""}
     step = 0
     try:
@@ -159,7 +159,8 @@ def run_rank(folder: Path, name: str) -> None:
         if policy.ranks.is_main:
             state.mkdir()
         policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
-        disk, host = DiskWork(state, policy.ranks), HostCopies(policy.ranks.device)
+        disk = DiskWork(state, policy.ranks)
+        host = HostCopies(policy.ranks.device, part_elements=PART_ELEMENTS)
         pending = begin_save(models, state, copy=True, host=host, disk=disk)
         training.run(BATCHES[step])
         pending.write()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -169,3 +171,13 @@ class Scene:
         async with asyncio.timeout(10):
             while not self.session.is_serving:
                 await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def publishing(run: Run) -> AsyncIterator[Scene]:
+    """A scene for at most ten seconds; what a task of it raises ends the block.
+
+    No fixture: pytest would leave the group of tasks in another task than it was entered in.
+    """
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        yield Scene(run, tasks)

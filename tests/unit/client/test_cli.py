@@ -30,6 +30,7 @@ def test_every_command_has_an_example() -> None:
     assert commands.keys() == EXAMPLES.keys()
 
 
+@pytest.mark.process
 def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         parse(["--print-completion", "bash"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from slipstream.client import Client, patience
+from slipstream.client import Client
 from slipstream.client.cli import parse
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -268,9 +268,8 @@ async def test_stop_hands_the_reason_on(client: Client, controller: Controller) 
 
 
 async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(
-    client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    client: Client, controller: Controller
 ) -> None:
-    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
     controller.events = [
         [status_pb2.Event(number=n, text=f"event {n}") for n in (4, 5)],
         [],
@@ -319,9 +318,8 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(
 
 
 async def test_serve_comes_back_to_a_controller_that_was_lost(
-    client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    client: Client, controller: Controller
 ) -> None:
-    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
     answers = []
 
     async def breaking(call: Call) -> None:
@@ -347,9 +345,8 @@ async def test_serve_comes_back_to_a_controller_that_was_lost(
 
 
 async def test_serve_ends_when_the_run_was_over_before_it_came_back(
-    client: Client, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    client: Client, controller: Controller
 ) -> None:
-    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
 
     async def breaking(call: Call) -> None:
         await call.read()
@@ -366,11 +363,7 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(
         await client.serve(Good())
 
 
-async def test_serve_gives_up_a_controller_that_stays_lost(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(patience, "RECONNECT_TIMEOUT_S", 0.1)
+async def test_serve_gives_up_a_controller_that_stays_lost(controller: Controller) -> None:
     attached = asyncio.Event()
 
     async def waiting(call: Call) -> None:
@@ -382,7 +375,7 @@ async def test_serve_gives_up_a_controller_that_stays_lost(
     controller.streams = [waiting]
     async with asyncio.timeout(LIMIT_S):
         async with listening(controller) as address:
-            client = await Client(address).__aenter__()
+            client = await Client(address, reconnect_timeout_s=0.1).__aenter__()
             serving = asyncio.ensure_future(client.serve(Good()))
             await attached.wait()
         with pytest.raises(ConfigError, match=f"no controller answers at {address}"):

@@ -66,9 +66,9 @@ def test_rows_are_read_from_where_the_last_answer_ended(runs: Path) -> None:
     assert reader.metrics("one", second.end).rows == [{"step": 2, "half": 3}]
 
 
-def test_long_files_come_in_parts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "MOST_BYTES", 64)
-    a_run(runs, "long", *({"step": number} for number in range(20)))
+def test_long_files_come_in_parts(runs: Path) -> None:
+    text = "x" * (folders.MOST_BYTES // 8)
+    a_run(runs, "long", *({"step": number, "text": text} for number in range(20)))
     found, end, is_all = [], 0, False
     while not is_all:
         part = RunFolders(runs).metrics("long", end)

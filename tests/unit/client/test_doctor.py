@@ -89,12 +89,10 @@ def test_this_machine_can_run_it(tmp_path: Path) -> None:
     assert all(finding.verdict is not Verdict.PROBLEM for finding in findings), findings
 
 
-def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "MIN_SHARED_GIB", 1 << 40)
-    assert machine._shared_memory(tmp_path, has_gpu=True).verdict is Verdict.PROBLEM
-    assert machine._shared_memory(tmp_path, has_gpu=False).verdict is Verdict.ADVICE
+def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(tmp_path: Path) -> None:
+    for has_gpu, verdict in ((True, Verdict.PROBLEM), (False, Verdict.ADVICE)):
+        found = machine._shared_memory(tmp_path, has_gpu=has_gpu, min_gib=1 << 40)
+        assert found.verdict is verdict
 
 
 def test_folder_that_cannot_be_written_is_named() -> None:
@@ -250,6 +248,7 @@ def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> di
     return {"kind": "redis", "redis_url": server.address, **tables}
 
 
+@pytest.mark.process
 async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue") as server:
         config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
@@ -263,6 +262,7 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     assert [finding.verdict for finding in gone] == [Verdict.PROBLEM] * 2
 
 
+@pytest.mark.process
 async def test_rights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue", USERS | {"all": "~* &* +@all"}) as server:
         swapped = config_of(tmp_path, queue=queue_of(server, "rollout", "controller"))
@@ -282,6 +282,7 @@ async def test_rights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> 
             assert await client.dbsize() == 0
 
 
+@pytest.mark.process
 async def test_password_of_another_host_is_no_problem(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue") as server:
         config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
@@ -292,12 +293,14 @@ async def test_password_of_another_host_is_no_problem(tmp_path: Path) -> None:
     assert "is not here: user rollout was not tried" in rollout_server.seen
 
 
+@pytest.mark.process
 async def test_program_that_fails_is_one_finding() -> None:
     (finding,) = await ask_program("slipstream.no_such_module")
     assert finding.verdict is Verdict.PROBLEM
     assert "No module named" in finding.seen
 
 
+@pytest.mark.process
 async def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endless = tmp_path / "endless"
     endless.write_text("#!/bin/sh\nexec sleep 60\n")

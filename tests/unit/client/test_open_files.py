@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from slipstream.protocol.machine.process import MAX_OPEN_FILES
 
+pytestmark = pytest.mark.process
+
 SOFT, HARD = 256, 2000
 LIMIT_S = 60.0
 

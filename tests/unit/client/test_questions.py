@@ -185,6 +185,7 @@ async def test_texts_are_compared(tmp_path: Path, judge, reply, right):
     assert result.metrics == {"right": right}
 
 
+@pytest.mark.process
 async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
     pytest.importorskip("math_verify")
     row = {"question": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
@@ -196,6 +197,7 @@ async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
         assert result.metrics == {"right": right, "readable": True, "judge_timeout": False}
 
 
+@pytest.mark.process
 async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_other():
     pytest.importorskip("math_verify")
     judge = MathJudge(timeout_s=60.0)
@@ -214,6 +216,7 @@ async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_ot
     assert await judge.compare("7", "7") == right
 
 
+@pytest.mark.process
 async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no_other_one():
     pytest.importorskip("math_verify")
     judge = MathJudge(timeout_s=20.0)

@@ -91,6 +91,7 @@ with hold_folder(Path(sys.argv[1]), refusal=""):
 """
 
 
+@pytest.mark.process
 async def test_a_command_that_is_killed_leaves_its_folder_free(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", HOLD, str(tmp_path), stdout=subprocess.PIPE

@@ -39,6 +39,7 @@ def test_further_lines_stand_below_the_first() -> None:
     assert plain("one\ntwo", indent=3) == "one\n   two"
 
 
+@pytest.mark.process
 def test_nobody_has_to_read_what_is_said() -> None:
     read, write = os.pipe()
     os.close(read)

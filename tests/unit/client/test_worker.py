@@ -11,6 +11,8 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_workers import LIMIT_S, WorkerServer, worker_process
 
+pytestmark = pytest.mark.process
+
 FAKES = str(Path(__file__).parents[2] / "support" / "fakes")
 
 

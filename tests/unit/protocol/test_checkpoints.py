@@ -179,6 +179,7 @@ def crashing_at(change: int, act: Callable[[], object]) -> bool:
 
 
 # Python from 3.12 on warns of forks beside threads; this child takes no lock.
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whole(
     tmp_path: Path,

@@ -20,6 +20,8 @@ from slipstream.protocol.types import TrajectoryId
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzzing import TEXTS, mutated
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 30.0
 KEY = b"k" * 32
 STREAM, MARK = "slipstream:run:trajectories", "slipstream:run:mark"

@@ -16,7 +16,10 @@ import pytest
 from slipstream.protocol import descendants
 
 LIMIT_S = 60.0
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux"),
+]
 
 # Starts children that leave the session and lose their parents, writes their pids, then goes on.
 FORKING = """

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from slipstream.protocol.errors import QueueError
-from slipstream.protocol.queue import redis_connection
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.types import TrajectoryId
+
+pytestmark = pytest.mark.process
 
 LIMIT_S = 20.0
 ADMINISTRATOR = {"administrator": "~* &* +@all"}
@@ -209,18 +210,17 @@ async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(
 
 
 async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedServer,
 ) -> None:
-    monkeypatch.setattr(redis_connection, "RECONNECT_TIMEOUT_S", 0.3)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url(), "run") as receiver:
+        async with RedisReceiver(server.url(), "run", reconnect_timeout_s=0.3) as receiver:
             await kill(server)
             await get(receiver)
     (message,) = causes(caught.value)
     assert "valkey.sock does not answer within 0.3 s" in message
     assert server.password_file("controller").read_text() not in message
     with pytest.raises(QueueError, match="does not answer within 0.3 s"):
-        async with RedisSender(server.url("rollout"), "run", 1_000):
+        async with RedisSender(server.url("rollout"), "run", 1_000, reconnect_timeout_s=0.3):
             pass
 
 

@@ -83,7 +83,7 @@ class RedisPlace:
         return RedisReceiver(self.server.url(), "run")
 
 
-@pytest.fixture(params=["memory", "grpc", "redis"])
+@pytest.fixture(params=["memory", "grpc", pytest.param("redis", marks=pytest.mark.process)])
 async def make_place(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> AsyncIterator[Callable[[int], Place]]:

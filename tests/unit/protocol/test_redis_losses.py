@@ -20,6 +20,8 @@ from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
 from slipstream.protocol.types import TrajectoryId
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 20.0
 STREAM, MARK = "slipstream:run:trajectories", "slipstream:run:mark"
 WHAT_TO_DO = "start the run again: it generates lost trajectories again"

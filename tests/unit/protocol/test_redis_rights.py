@@ -30,6 +30,7 @@ def test_the_documented_line_gives_the_rights_of_the_role(role: QueueRole) -> No
     ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("role", ROLES.values(), ids=NAMES)
 async def test_each_right_is_needed_and_noticed_when_it_is_missing(
     role: QueueRole, tmp_path: Path
@@ -58,6 +59,7 @@ async def test_each_right_is_needed_and_noticed_when_it_is_missing(
             assert lacking
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("role", ROLES.values(), ids=NAMES)
 async def test_each_right_too_many_is_noticed(role: QueueRole, tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "valkey", {"all": "~* &* +@all"}) as server:

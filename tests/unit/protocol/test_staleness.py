@@ -22,8 +22,10 @@ from slipstream.protocol.staleness import (
     may_lease_counted,
     must_start_afresh,
 )
+from support.rigs.fuzz_budget import TIMES
 
-NUM_SCHEDULES = 100_000
+# All small runs are gone through besides; FUZZ=5 tries the schedules of a long test.
+NUM_SCHEDULES = 20_000 * max(TIMES, 1)
 
 sizes = st.integers(1, 4)
 deadlines = st.lists(st.integers(0, 12), max_size=12)

@@ -15,6 +15,7 @@ from slipstream.protocol.types import ServerId
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
+from slipstream.rollout_server.session import SESSION_WAITS, SessionWaits
 from slipstream.v1 import environment_pb2 as env_pb
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_fleet import Connection, FakeFleet
@@ -68,13 +69,21 @@ StartServer = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartServer:
     @contextlib.asynccontextmanager
-    async def start(config: Config = config, **fleet_options: float) -> AsyncIterator[Server]:
+    async def start(
+        config: Config = config, *, waits: SessionWaits = SESSION_WAITS, **fleet_options: float
+    ) -> AsyncIterator[Server]:
         engine, stop = FakeEngine(), asyncio.Event()
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
             server = RolloutServer(
-                config, fleet.address, ServerId("server-0"), engine, renderer, gateway
+                config,
+                fleet.address,
+                ServerId("server-0"),
+                engine,
+                renderer,
+                gateway,
+                waits=waits,
             )
             task = asyncio.create_task(server.run(stop))
             try:
@@ -88,6 +97,13 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
                 await asyncio.wait([task])
 
     return start
+
+
+@pytest.fixture
+async def server(start_server: StartServer) -> AsyncIterator[Server]:
+    """A server with the settings of `config`, which must leave in order after the test."""
+    async with start_server() as started:
+        yield started
 
 
 class EchoClient:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from slipstream.protocol.types import FailureKind, Status
 from slipstream.v1 import environment_pb2, fleet_pb2
+
+pytestmark = pytest.mark.process
 
 
 async def test_a_task_that_ends_its_worker_costs_the_others_no_attempt(start_server) -> None:

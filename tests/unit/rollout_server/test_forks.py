@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import asyncio, collections, sys
 whose, processes, callers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -16,6 +16,7 @@ with limited_start(float(sys.argv[1])):
 """
 
 
+@pytest.mark.process
 def test_a_start_that_takes_too_long_ends_the_process() -> None:
     run = subprocess.run(
         [sys.executable, "-c", START, "0.05"], capture_output=True, text=True, timeout=30
@@ -24,6 +25,7 @@ def test_a_start_that_takes_too_long_ends_the_process() -> None:
     assert run.stderr == "slipstream: the engine did not start within 0.05 s\n"
 
 
+@pytest.mark.process
 def test_a_start_in_time_goes_on() -> None:
     assert subprocess.run([sys.executable, "-c", START, "20"], timeout=30).returncode == 0
 

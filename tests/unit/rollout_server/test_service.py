@@ -5,10 +5,9 @@ import asyncio
 import pytest
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
-from slipstream.rollout_server import session
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.service import wait_for_controller
+from slipstream.rollout_server.session import SessionWaits
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
@@ -34,12 +33,11 @@ async def test_a_server_says_what_its_environment_tells_nccl(start_server, monke
     assert "NCCL_DEBUG" not in connection.hello.place.nccl
 
 
-async def test_a_leased_group_comes_back_whole(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        connection.lease("g1")
-        trajectories = by_member(await server.fleet.wait_trajectories(4))
-        report = await connection.wait_for("lease")
+async def test_a_leased_group_comes_back_whole(server) -> None:
+    connection = await server.join(step=5)
+    connection.lease("g1")
+    trajectories = by_member(await server.fleet.wait_trajectories(4))
+    report = await connection.wait_for("lease")
     assert (report.group_id, report.closed, list(report.unfinished)) == ("g1", True, [])
     assert [t.member for t in trajectories] == [0, 1, 2, 3]
     first = trajectories[0]
@@ -66,12 +64,11 @@ async def test_the_hello_says_what_the_server_has_room_for(start_server, config)
     assert hello.queue_bytes == config.queue.max_bytes
 
 
-async def test_later_turns_append_only_new_tokens(start_server) -> None:
-    async with start_server() as server:
-        server.fleet.client.turns = 2
-        connection = await server.join()
-        connection.lease("g1", members=[0])
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+async def test_later_turns_append_only_new_tokens(server) -> None:
+    server.fleet.client.turns = 2
+    connection = await server.join()
+    connection.lease("g1", members=[0])
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     # The reply ends with </s>, as the template ends it: it is not repeated before "c".
     assert trajectory.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
     assert trajectory.run_lengths == (4, 4, 2, 4)
@@ -81,13 +78,12 @@ async def test_later_turns_append_only_new_tokens(start_server) -> None:
     assert trajectory.reply_text == "f f f </s> c <reply> f f f </s>"
 
 
-async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(start_server) -> None:
-    async with start_server() as server:
-        server.engine.records_experts = True
-        server.fleet.client.turns = 3
-        connection = await server.join()
-        connection.lease("g1", members=[0])
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(server) -> None:
+    server.engine.records_experts = True
+    server.fleet.client.turns = 3
+    connection = await server.join()
+    connection.lease("g1", members=[0])
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     routed = trajectory.routed_experts
     assert routed.num_experts == 4
     places = range(len(trajectory.token_ids) - 1)
@@ -95,19 +91,18 @@ async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(start_s
     assert routed.expert_ids.tolist() == [*expected, [[255], [255]]]
 
 
-async def test_experts_travel_only_where_they_may_be_trained(start_server) -> None:
-    async with start_server() as server:
-        server.engine.records_experts = True
-        connection = await server.join()
-        connection.lease("g1", members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
-        (judged,) = await server.fleet.wait_trajectories(1)
-        server.fleet.client.answer_instead = lambda command: (
-            env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken"))
-            if command.HasField("step")
-            else None
-        )
-        connection.lease("g2", members=[0], max_attempts=1)
-        _, failed = await server.fleet.wait_trajectories(2)
+async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
+    server.engine.records_experts = True
+    connection = await server.join()
+    connection.lease("g1", members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
+    (judged,) = await server.fleet.wait_trajectories(1)
+    server.fleet.client.answer_instead = lambda command: (
+        env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken"))
+        if command.HasField("step")
+        else None
+    )
+    connection.lease("g2", members=[0], max_attempts=1)
+    _, failed = await server.fleet.wait_trajectories(2)
     assert judged.status is Status.COMPLETED
     assert judged.routed_experts is None
     assert failed.status is Status.FAILED
@@ -141,15 +136,14 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> Non
     assert [step.truncated for step in steps] == [True]
 
 
-async def test_an_episode_ends_where_its_context_is_full(start_server) -> None:
-    async with start_server() as server:
-        server.fleet.client.turns = 100
-        connection = await server.join()
-        sampling = fleet_pb2.SamplingSettings(
-            temperature=1, top_p=1, max_reply_tokens=4, max_turns=100, max_episode_tokens=13
-        )
-        connection.lease("g1", members=[0], sampling=sampling)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+async def test_an_episode_ends_where_its_context_is_full(server) -> None:
+    server.fleet.client.turns = 100
+    connection = await server.join()
+    sampling = fleet_pb2.SamplingSettings(
+        temperature=1, top_p=1, max_reply_tokens=4, max_turns=100, max_episode_tokens=13
+    )
+    connection.lease("g1", members=[0], sampling=sampling)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.run_lengths == (4, 4, 2, 3)
     assert trajectory.reward == 2.0
@@ -170,16 +164,15 @@ async def test_an_episode_ends_where_its_context_is_full(start_server) -> None:
     ],
 )
 async def test_a_prompt_that_is_too_long_fails_at_once_and_is_not_tried_again(
-    start_server, limits, message
+    server, limits, message
 ) -> None:
-    async with start_server() as server:
-        connection = await server.join()
-        sampling = fleet_pb2.SamplingSettings(
-            temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, **limits
-        )
-        connection.lease("g1", members=[0], sampling=sampling, max_attempts=3)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
-        await connection.wait_for("lease")
+    connection = await server.join()
+    sampling = fleet_pb2.SamplingSettings(
+        temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, **limits
+    )
+    connection.lease("g1", members=[0], sampling=sampling, max_attempts=3)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    await connection.wait_for("lease")
     assert (trajectory.failure.kind, trajectory.failure.message) == (
         FailureKind.PROMPT_TOO_LONG,
         message,
@@ -211,36 +204,34 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> No
         assert trajectory.run_lengths == (4, 4)
 
 
-async def test_a_prompt_at_its_limit_is_answered(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join()
-        sampling = fleet_pb2.SamplingSettings(
-            temperature=1,
-            top_p=1,
-            max_reply_tokens=4,
-            max_turns=1,
-            max_episode_tokens=5,
-            max_prompt_tokens=4,
-        )
-        connection.lease("g1", members=[0], sampling=sampling)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+async def test_a_prompt_at_its_limit_is_answered(server) -> None:
+    connection = await server.join()
+    sampling = fleet_pb2.SamplingSettings(
+        temperature=1,
+        top_p=1,
+        max_reply_tokens=4,
+        max_turns=1,
+        max_episode_tokens=5,
+        max_prompt_tokens=4,
+    )
+    connection.lease("g1", members=[0], sampling=sampling)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.run_lengths == (4, 1)
 
 
-async def test_failed_members_run_again_and_every_attempt_is_delivered(start_server) -> None:
-    async with start_server() as server:
+async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -> None:
 
-        def fail_first_attempts(command):
-            if ".1.1." in command.reset.episode_key or ".1.2." in command.reset.episode_key:
-                failure = trajectory_pb2.Failure(message="broken task")
-                return env_pb.WorkerMessage(failure=failure)
-            return None
+    def fail_first_attempts(command):
+        if ".1.1." in command.reset.episode_key or ".1.2." in command.reset.episode_key:
+            failure = trajectory_pb2.Failure(message="broken task")
+            return env_pb.WorkerMessage(failure=failure)
+        return None
 
-        server.fleet.client.answer_instead = fail_first_attempts
-        connection = await server.join()
-        connection.lease("g1", members=[0, 1], first_attempt=1, max_attempts=4)
-        trajectories = by_member(await server.fleet.wait_trajectories(4))
-        report = await connection.wait_for("lease")
+    server.fleet.client.answer_instead = fail_first_attempts
+    connection = await server.join()
+    connection.lease("g1", members=[0, 1], first_attempt=1, max_attempts=4)
+    trajectories = by_member(await server.fleet.wait_trajectories(4))
+    report = await connection.wait_for("lease")
     assert report.next_attempt == 4
     assert [(t.member, t.attempt, t.status.name, t.will_retry) for t in trajectories] == [
         (0, 1, "COMPLETED", False),
@@ -289,29 +280,27 @@ async def test_a_member_that_is_a_bystander_for_ever_is_given_up(start_server) -
     assert [t.will_retry for t in trajectories] == [True] * 4 + [False]
 
 
-async def test_the_last_attempt_is_not_tried_again(start_server) -> None:
-    async with start_server() as server:
-        server.engine.fail_with = "no memory"
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=2)
-        trajectories = await server.fleet.wait_trajectories(2)
-        await connection.wait_for("lease")
+async def test_the_last_attempt_is_not_tried_again(server) -> None:
+    server.engine.fail_with = "no memory"
+    connection = await server.join()
+    connection.lease("g1", members=[0], max_attempts=2)
+    trajectories = await server.fleet.wait_trajectories(2)
+    await connection.wait_for("lease")
     assert [t.will_retry for t in trajectories] == [True, False]
     assert trajectories[0].failure.kind is FailureKind.ENGINE
 
 
-async def test_a_reward_that_is_no_number_is_the_environments_failure(start_server) -> None:
-    async with start_server() as server:
+async def test_a_reward_that_is_no_number_is_the_environments_failure(server) -> None:
 
-        def nan(command):
-            if command.HasField("step"):
-                return env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=float("nan"), done=True))
-            return None
+    def nan(command):
+        if command.HasField("step"):
+            return env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=float("nan"), done=True))
+        return None
 
-        server.fleet.client.answer_instead = nan
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=1)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+    server.fleet.client.answer_instead = nan
+    connection = await server.join()
+    connection.lease("g1", members=[0], max_attempts=1)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.num_sampled_tokens == 4
 
@@ -347,43 +336,40 @@ async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(sta
     ],
 )
 async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(
-    start_server, answer, said
+    server, answer, said
 ) -> None:
-    async with start_server() as server:
-        server.fleet.client.answer_instead = lambda command: (
-            env_pb.WorkerMessage.FromString(answer.SerializeToString())
-            if command.reset.episode_key.startswith("g1.")
-            else None
-        )
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=1)
-        (failed,) = await server.fleet.wait_trajectories(1)
-        connection.lease("g2", members=[0])
-        _, other = await server.fleet.wait_trajectories(2)
+    server.fleet.client.answer_instead = lambda command: (
+        env_pb.WorkerMessage.FromString(answer.SerializeToString())
+        if command.reset.episode_key.startswith("g1.")
+        else None
+    )
+    connection = await server.join()
+    connection.lease("g1", members=[0], max_attempts=1)
+    (failed,) = await server.fleet.wait_trajectories(1)
+    connection.lease("g2", members=[0])
+    _, other = await server.fleet.wait_trajectories(2)
     assert failed.failure.kind is FailureKind.ENVIRONMENT
     assert said in failed.failure.message
     assert other.status is Status.COMPLETED
 
 
-async def test_a_lost_client_fails_the_calls_it_had(start_server) -> None:
-    async with start_server() as server:
-        server.fleet.client = None
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=1)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+async def test_a_lost_client_fails_the_calls_it_had(server) -> None:
+    server.fleet.client = None
+    connection = await server.join()
+    connection.lease("g1", members=[0], max_attempts=1)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.failure.kind is FailureKind.INFRASTRUCTURE
 
 
-async def test_a_cancelled_lease_delivers_what_was_sampled(start_server) -> None:
-    async with start_server() as server:
-        server.engine.limit = 2
-        connection = await server.join()
-        connection.lease("g1")
-        await server.engine.wait_tokens(8)
-        connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
-        trajectories = await server.fleet.wait_trajectories(4)
-        report = await connection.wait_for("lease")
-        beat = await connection.wait_quiet()
+async def test_a_cancelled_lease_delivers_what_was_sampled(server) -> None:
+    server.engine.limit = 2
+    connection = await server.join()
+    connection.lease("g1")
+    await server.engine.wait_tokens(8)
+    connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
+    trajectories = await server.fleet.wait_trajectories(4)
+    report = await connection.wait_for("lease")
+    beat = await connection.wait_quiet()
     assert (list(report.unfinished), report.next_attempt) == ([0, 1, 2, 3], 1)
     assert {t.status for t in trajectories} == {Status.CANCELLED}
     assert {t.run_lengths for t in trajectories} == {(4, 2)}
@@ -391,27 +377,25 @@ async def test_a_cancelled_lease_delivers_what_was_sampled(start_server) -> None
 
 
 async def test_members_that_could_not_start_before_their_lease_ended_are_unfinished(
-    start_server,
+    server,
 ) -> None:
-    async with start_server() as server:
-        server.engine.limit = 1
-        connection = await server.join()
-        for number in range(3):
-            connection.lease(f"g{number}")
-        await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
-        connection.send(cancel=fleet_pb2.CancelLease(group_id="g2", reason="test"))
-        server.engine.let_go()
-        report = await connection.wait_for("lease", lambda report: report.group_id == "g2")
-        trajectories = await server.fleet.wait_trajectories(8)
+    server.engine.limit = 1
+    connection = await server.join()
+    for number in range(3):
+        connection.lease(f"g{number}")
+    await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
+    connection.send(cancel=fleet_pb2.CancelLease(group_id="g2", reason="test"))
+    server.engine.let_go()
+    report = await connection.wait_for("lease", lambda report: report.group_id == "g2")
+    trajectories = await server.fleet.wait_trajectories(8)
     assert list(report.unfinished) == [0, 1, 2, 3]
     assert {t.group_id for t in trajectories} == {"g0", "g1"}
 
 
 async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
-    start_server, monkeypatch
+    start_server,
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_RECONNECT_S", 1.0)
-    async with start_server() as server:
+    async with start_server(waits=SessionWaits(retry_s=1.0)) as server:
         client, server.fleet.client = server.fleet.client, None
         connection = await server.join()
         connection.lease("g1", members=[0], max_attempts=3)
@@ -438,48 +422,45 @@ async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_
     assert len(server.fleet.trajectories) == 1
 
 
-async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(start_server) -> None:
-    async with start_server() as server:
-        server.engine.limit = 2
-        connection = await server.join()
+async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(server) -> None:
+    server.engine.limit = 2
+    connection = await server.join()
 
-        async def fail(request_id: str) -> None:
-            del request_id
-            server.engine.fail_with = "no memory"
-            server.engine.let_go(2)
+    async def fail(request_id: str) -> None:
+        del request_id
+        server.engine.fail_with = "no memory"
+        server.engine.let_go(2)
 
-        server.engine.cancel = fail
-        connection.lease("g1", members=[0], max_attempts=3)
-        await server.engine.wait_tokens(2)
-        connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
-        report = await connection.wait_for("lease")
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+    server.engine.cancel = fail
+    connection.lease("g1", members=[0], max_attempts=3)
+    await server.engine.wait_tokens(2)
+    connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
+    report = await connection.wait_for("lease")
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     assert (trajectory.status, trajectory.will_retry) == (Status.FAILED, True)
     assert list(report.unfinished) == [0]
 
 
-async def test_episodes_beyond_the_limit_wait(start_server) -> None:
-    async with start_server() as server:
-        server.engine.limit = 1
-        connection = await server.join()
-        for number in range(3):
-            connection.lease(f"g{number}")
-        beat = await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
-        assert (beat.open_episodes, beat.waiting_episodes) == (8, 4)
-        server.engine.let_go()
-        await server.fleet.wait_trajectories(12)
+async def test_episodes_beyond_the_limit_wait(server) -> None:
+    server.engine.limit = 1
+    connection = await server.join()
+    for number in range(3):
+        connection.lease(f"g{number}")
+    beat = await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
+    assert (beat.open_episodes, beat.waiting_episodes) == (8, 4)
+    server.engine.let_go()
+    await server.fleet.wait_trajectories(12)
 
 
-async def test_a_publish_during_generation_stamps_both_spans(start_server) -> None:
-    async with start_server() as server:
-        server.engine.limit = 2
-        connection = await server.join(step=5)
-        connection.lease("g1", members=[0])
-        await server.engine.wait_tokens(2)
-        report = await connection.serve_version(6)
-        server.engine.let_go()
-        (trajectory,) = await server.fleet.wait_trajectories(1)
-        beat = await connection.wait_quiet()
+async def test_a_publish_during_generation_stamps_both_spans(server) -> None:
+    server.engine.limit = 2
+    connection = await server.join(step=5)
+    connection.lease("g1", members=[0])
+    await server.engine.wait_tokens(2)
+    report = await connection.serve_version(6)
+    server.engine.let_go()
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    beat = await connection.wait_quiet()
     assert trajectory.token_ids.tolist()[4:] == [9, 9, 10, 2]
     assert [tuple(span) for span in trajectory.version_spans] == [
         (2, PolicyVersion(0, 5)),
@@ -494,15 +475,14 @@ async def test_a_publish_during_generation_stamps_both_spans(start_server) -> No
     assert stages.prepare_s > 0
 
 
-async def test_loading_reports_the_digests(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=None)
-        version = trajectory_pb2.PolicyVersion(step=1)
-        order = weights_pb2.PublishOrder(publish_id="p", version=version)
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
-        assert list(report.bucket_digests) == [b"digest"]
-        assert not server.engine.running.is_set()
+async def test_loading_reports_the_digests(server) -> None:
+    connection = await server.join(step=None)
+    version = trajectory_pb2.PolicyVersion(step=1)
+    order = weights_pb2.PublishOrder(publish_id="p", version=version)
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+    assert list(report.bucket_digests) == [b"digest"]
+    assert not server.engine.running.is_set()
 
 
 def a_publish(digest: bytes) -> list[dict[str, object]]:
@@ -519,14 +499,13 @@ def phases(connection) -> list[int]:
     return [report.phase for report in reports if report.publish_id == "p"]
 
 
-async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        for message in a_publish(b"digest"):
-            connection.send(**message)
-        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_SERVING)
-        assert server.engine.running.is_set()
-        assert server.engine.version == PolicyVersion(0, 6)
+async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(server) -> None:
+    connection = await server.join(step=5)
+    for message in a_publish(b"digest"):
+        connection.send(**message)
+    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_SERVING)
+    assert server.engine.running.is_set()
+    assert server.engine.version == PolicyVersion(0, 6)
     assert phases(connection) == [
         fleet_pb2.PUBLISH_PHASE_LOADED,
         fleet_pb2.PUBLISH_PHASE_SERVING,
@@ -534,161 +513,150 @@ async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(start
 
 
 async def test_what_was_loaded_is_not_served_when_the_commit_has_other_digests(
-    start_server,
+    server,
 ) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        for message in a_publish(b"another"):
-            connection.send(**message)
-        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        assert report.message.startswith("the digests of the loaded buckets are not those")
-        assert not server.engine.running.is_set()
-        assert server.engine.version == PolicyVersion(0, 5)
+    connection = await server.join(step=5)
+    for message in a_publish(b"another"):
+        connection.send(**message)
+    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+    assert report.message.startswith("the digests of the loaded buckets are not those")
+    assert not server.engine.running.is_set()
+    assert server.engine.version == PolicyVersion(0, 5)
 
 
-async def test_a_failure_is_reported_once_whatever_commit_follows(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.weights_error = "a bucket did not arrive"
-        for message in a_publish(b"digest"):
-            connection.send(**message)
-        server.engine.weights_error = "a bucket did not arrive"
-        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
-        await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
-        assert not server.engine.running.is_set()
+async def test_a_failure_is_reported_once_whatever_commit_follows(server) -> None:
+    connection = await server.join(step=5)
+    server.engine.weights_error = "a bucket did not arrive"
+    for message in a_publish(b"digest"):
+        connection.send(**message)
+    server.engine.weights_error = "a bucket did not arrive"
+    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+    connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
+    await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
+    assert not server.engine.running.is_set()
     assert phases(connection) == [fleet_pb2.PUBLISH_PHASE_FAILED]
 
 
-async def test_an_aborted_publish_leaves_it_stale_until_the_next(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        connection.lease("g1", members=[0])
-        server.engine.limit = 1
-        order = weights_pb2.PublishOrder(publish_id="p")
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
-        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="test"))
-        server.engine.let_go()
-        # A commit that comes too late changes nothing.
-        connection.send(commit=fleet_pb2.CommitPublish(publish_id="p"))
-        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        assert not server.engine.running.is_set()
-        await connection.serve_version(6)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+async def test_an_aborted_publish_leaves_it_stale_until_the_next(server) -> None:
+    connection = await server.join(step=5)
+    connection.lease("g1", members=[0])
+    server.engine.limit = 1
+    order = weights_pb2.PublishOrder(publish_id="p")
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+    connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="test"))
+    server.engine.let_go()
+    # A commit that comes too late changes nothing.
+    connection.send(commit=fleet_pb2.CommitPublish(publish_id="p"))
+    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+    assert not server.engine.running.is_set()
+    await connection.serve_version(6)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.status is Status.COMPLETED
 
 
 async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once(
-    start_server,
+    server,
 ) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.others_came.clear()
-        order = weights_pb2.PublishOrder(publish_id="p")
+    connection = await server.join(step=5)
+    server.engine.others_came.clear()
+    order = weights_pb2.PublishOrder(publish_id="p")
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    while server.engine.prepared != "p":
+        await asyncio.sleep(0)
+    connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
+    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+    assert report.message == "the publish was abandoned"
+    server.engine.others_came.set()
+    await connection.serve_version(6)
+    assert server.engine.running.is_set()
+
+
+async def test_an_abort_overtakes_the_publish_that_it_is_about(server) -> None:
+    connection = await server.join(step=5)
+    server.engine.others_came.clear()
+    for number in (1, 2):
+        order = weights_pb2.PublishOrder(publish_id=f"p{number}")
         connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        while server.engine.prepared != "p":
-            await asyncio.sleep(0)
-        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
-        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        assert report.message == "the publish was abandoned"
-        server.engine.others_came.set()
-        await connection.serve_version(6)
-        assert server.engine.running.is_set()
+    # The second one waits for the first.
+    connection.send(abort=fleet_pb2.AbortPublish(publish_id="p2", reason="test"))
+    connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
+    while server.engine.prepared != "p1":
+        await asyncio.sleep(0)
+    await connection.wait_for("heartbeat")
+    connection.send(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="test"))
+    await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
+    assert server.engine.prepared == "p1"
 
 
-async def test_an_abort_overtakes_the_publish_that_it_is_about(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.others_came.clear()
-        for number in (1, 2):
-            order = weights_pb2.PublishOrder(publish_id=f"p{number}")
-            connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        # The second one waits for the first.
-        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p2", reason="test"))
-        connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
-        while server.engine.prepared != "p1":
-            await asyncio.sleep(0)
-        await connection.wait_for("heartbeat")
-        connection.send(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="test"))
-        await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
-        assert server.engine.prepared == "p1"
+async def test_a_server_that_loses_its_controller_waits_for_no_member(server) -> None:
+    connection = await server.join(step=5)
+    server.engine.others_came.clear()
+    order = weights_pb2.PublishOrder(publish_id="p")
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    while server.engine.prepared != "p":
+        await asyncio.sleep(0)
+    connection.hang_up()
+    await server.fleet.joined()
 
 
-async def test_a_server_that_loses_its_controller_waits_for_no_member(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.others_came.clear()
-        order = weights_pb2.PublishOrder(publish_id="p")
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        while server.engine.prepared != "p":
-            await asyncio.sleep(0)
-        connection.hang_up()
-        await server.fleet.joined()
+async def test_a_failed_receive_is_reported_and_can_be_repeated(server) -> None:
+    connection = await server.join(step=5)
+    server.engine.weights_error = "a bucket did not arrive"
+    order = weights_pb2.PublishOrder(publish_id="p")
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+    assert report.message == "a bucket did not arrive"
+    assert not server.engine.running.is_set()
+    server.engine.weights_error = None
+    await connection.serve_version(6)
+    assert server.engine.running.is_set()
 
 
-async def test_a_failed_receive_is_reported_and_can_be_repeated(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.weights_error = "a bucket did not arrive"
-        order = weights_pb2.PublishOrder(publish_id="p")
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        assert report.message == "a bucket did not arrive"
-        assert not server.engine.running.is_set()
-        server.engine.weights_error = None
-        await connection.serve_version(6)
-        assert server.engine.running.is_set()
+async def test_generation_goes_on_until_the_weights_can_be_received(server) -> None:
+    connection = await server.join(step=5)
+    assert not server.engine.ran_while_prepared
+    await connection.serve_version(6)
+    assert server.engine.ran_while_prepared
 
 
-async def test_generation_goes_on_until_the_weights_can_be_received(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        assert not server.engine.ran_while_prepared
-        await connection.serve_version(6)
-        assert server.engine.ran_while_prepared
+async def test_a_server_that_cannot_join_is_stale_and_stands_still(server) -> None:
+    connection = await server.join(step=5)
+    server.engine.prepare_error = "could not join"
+    order = weights_pb2.PublishOrder(publish_id="p")
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
+    assert report.message == "could not join"
+    assert not server.engine.running.is_set()
 
 
-async def test_a_server_that_cannot_join_is_stale_and_stands_still(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.prepare_error = "could not join"
-        order = weights_pb2.PublishOrder(publish_id="p")
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-        report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-        assert report.message == "could not join"
-        assert not server.engine.running.is_set()
-
-
-async def test_trajectories_wait_for_the_verdict_on_the_probe(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=5)
-        server.engine.probe = server.engine.probe + 1
-        report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
-        connection.lease("g1")
-        beat = await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 16)
-        assert (beat.open_episodes, server.fleet.trajectories) == (0, [])
-        verdict = fleet_pb2.ProbeVerdict(publish_id=report.publish_id, passed=True)
-        connection.send(probe_verdict=verdict)
-        trajectories = await server.fleet.wait_trajectories(4)
+async def test_trajectories_wait_for_the_verdict_on_the_probe(server) -> None:
+    connection = await server.join(step=5)
+    server.engine.probe = server.engine.probe + 1
+    report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
+    connection.lease("g1")
+    beat = await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 16)
+    assert (beat.open_episodes, server.fleet.trajectories) == (0, [])
+    verdict = fleet_pb2.ProbeVerdict(publish_id=report.publish_id, passed=True)
+    connection.send(probe_verdict=verdict)
+    trajectories = await server.fleet.wait_trajectories(4)
     assert {t.status for t in trajectories} == {Status.COMPLETED}
 
 
-async def test_a_bad_verdict_cancels_what_ran_and_what_waited(start_server) -> None:
-    async with start_server() as server:
-        server.engine.records_experts = True
-        connection = await server.join(step=5)
-        report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
-        connection.lease("g1")
-        await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 16)
-        server.engine.limit = 1
-        connection.lease("g2")
-        await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 4)
-        verdict = fleet_pb2.ProbeVerdict(publish_id=report.publish_id, passed=False)
-        connection.send(probe_verdict=verdict)
-        trajectories = await server.fleet.wait_trajectories(8)
-        assert {t.status for t in trajectories} == {Status.CANCELLED}
-        assert not server.engine.running.is_set()
+async def test_a_bad_verdict_cancels_what_ran_and_what_waited(server) -> None:
+    server.engine.records_experts = True
+    connection = await server.join(step=5)
+    report = await connection.serve_version(6, probe=weights_pb2.Probe(lengths=[1]))
+    connection.lease("g1")
+    await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 16)
+    server.engine.limit = 1
+    connection.lease("g2")
+    await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 4)
+    verdict = fleet_pb2.ProbeVerdict(publish_id=report.publish_id, passed=False)
+    connection.send(probe_verdict=verdict)
+    trajectories = await server.fleet.wait_trajectories(8)
+    assert {t.status for t in trajectories} == {Status.CANCELLED}
+    assert not server.engine.running.is_set()
 
 
 async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> None:
@@ -800,12 +768,12 @@ async def test_a_server_that_drains_still_receives_what_others_wait_for(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
-    start_server, config, monkeypatch, is_lost
+    start_server, config, is_lost
 ) -> None:
-    for name in ("_CANCEL_LIMIT_S", "_FLUSH_LIMIT_S", "_GOODBYE_LIMIT_S"):
-        monkeypatch.setattr(session, name, 0.1)
+    waits = SessionWaits(cancel_s=0.1, flush_s=0.1, goodbye_s=0.1)
     room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 4})
-    async with start_server(config=config.model_copy(update={"queue": room})) as server:
+    small = config.model_copy(update={"queue": room})
+    async with start_server(config=small, waits=waits) as server:
         server.fleet.acknowledging = False
         connection = await server.join()
         for number in range(32):
@@ -821,22 +789,21 @@ async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
     assert 0 < len({t.trajectory_id for t in server.fleet.trajectories}) < 4 * 32
 
 
-async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(start_server) -> None:
-    async with start_server() as server:
-        server.engine.limit = 2
-        first = await server.join(step=5)
-        first.lease("g1")
-        await server.engine.wait_tokens(8)
-        first.hang_up()
-        second = await server.fleet.joined()
-        assert second.hello.server_epoch != first.hello.server_epoch
-        assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
-        assert not server.engine.running.is_set()
-        server.engine.let_go()
-        await second.serve_version(6)
-        second.lease("g2", members=[0])
-        trajectories = await server.fleet.wait_trajectories(5)
-        beat = await second.wait_quiet()
+async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(server) -> None:
+    server.engine.limit = 2
+    first = await server.join(step=5)
+    first.lease("g1")
+    await server.engine.wait_tokens(8)
+    first.hang_up()
+    second = await server.fleet.joined()
+    assert second.hello.server_epoch != first.hello.server_epoch
+    assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
+    assert not server.engine.running.is_set()
+    server.engine.let_go()
+    await second.serve_version(6)
+    second.lease("g2", members=[0])
+    trajectories = await server.fleet.wait_trajectories(5)
+    beat = await second.wait_quiet()
     assert trajectories[-1].server_epoch == second.hello.server_epoch
     assert (beat.generated_tokens, beat.ended_tokens) == (4, 4)
 
@@ -855,30 +822,27 @@ async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> N
     assert {t.status for t in trajectories} == {Status.COMPLETED}
 
 
-async def test_the_death_of_the_engine_ends_the_server_with_its_cause(start_server) -> None:
-    async with start_server() as server:
-        await server.join()
-        server.engine.died.set()
-        with pytest.raises(ExceptionGroup) as caught:
-            await server.task
+async def test_the_death_of_the_engine_ends_the_server_with_its_cause(server) -> None:
+    await server.join()
+    server.engine.died.set()
+    with pytest.raises(ExceptionGroup) as caught:
+        await server.task
     assert caught.group_contains(EngineDied, match="told to die")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_server_that_cannot_write_what_its_workers_print_ends(start_server) -> None:
-    async with start_server() as server:
-        await server.join()
-        end_writing(server.gateway.logs)
-        with pytest.raises(ExceptionGroup) as caught:
-            await asyncio.wait_for(server.task, 30.0)
+async def test_a_server_that_cannot_write_what_its_workers_print_ends(server) -> None:
+    await server.join()
+    end_writing(server.gateway.logs)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(server.task, 30.0)
     assert caught.group_contains(RunFailed, match="the output of environment workers")
 
 
-async def test_a_refusal_is_final(start_server) -> None:
-    async with start_server() as server:
-        server.fleet.refusal = "protocol version 1, the controller speaks 2"
-        with pytest.raises(ConfigError, match="the controller speaks 2"):
-            await server.task
+async def test_a_refusal_is_final(server) -> None:
+    server.fleet.refusal = "protocol version 1, the controller speaks 2"
+    with pytest.raises(ConfigError, match="the controller speaks 2"):
+        await server.task
 
 
 async def test_nothing_at_the_address_is_one_clear_line() -> None:

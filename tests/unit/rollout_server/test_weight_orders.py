@@ -11,7 +11,6 @@ import pytest
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.types import LogprobArray, PolicyVersion, ServerId
-from slipstream.rollout_server import weight_orders as module
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity
 from slipstream.rollout_server.episodes.episode import EpisodeServices
@@ -59,7 +58,7 @@ class SlowEngine(FakeEngine):
 class Rig:
     """Weight orders that run, and all that it reported."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, **limits: float) -> None:
         self.engine = SlowEngine()
         self.reports: list[tuple[str, int]] = []
         self.reported = asyncio.Event()
@@ -71,7 +70,7 @@ class Rig:
             max_episodes=1,
             closed=lambda *_: None,
         )
-        self.orders = WeightOrders(self.engine, dispatcher, self._report)
+        self.orders = WeightOrders(self.engine, dispatcher, self._report, **limits)
         self.running = tasks.create_task(self.orders.run())
 
     def _report(self, report: fleet_pb2.PublishReport) -> None:
@@ -147,12 +146,9 @@ async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committ
         await rig.end()
 
 
-async def test_a_server_says_that_a_verdict_came_too_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_VERDICT_LIMIT_S", 0.01)
+async def test_a_server_says_that_a_verdict_came_too_late() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+        rig = Rig(tasks, verdict_limit_s=0.01)
         rig.engine.arrived.set()
         rig.engine.scored.set()
         rig.receive("p1")
@@ -166,13 +162,10 @@ async def test_a_server_says_that_a_verdict_came_too_late(
         await rig.end()
 
 
-async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_PROBE_LIMIT_S", 0.01)
+async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead() -> None:
     with pytest.RaisesGroup(EngineDied):
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            rig = Rig(tasks)
+            rig = Rig(tasks, probe_limit_s=0.01)
             rig.engine.arrived.set()
             rig.receive("p1")
             rig.commit("p1", PROBE)

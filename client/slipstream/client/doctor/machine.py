@@ -108,13 +108,13 @@ def _available_gib() -> float | None:
     return None
 
 
-def _shared_memory(path: Path, *, has_gpu: bool) -> Finding:
+def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) -> Finding:
     if not path.is_dir():
         return problem("shared memory", f"{path} is not there", f"mount a tmpfs on {path}")
     free = shutil.disk_usage(path).free / GIB
     seen = f"{free:.1f} GiB are free in {path}"
-    if free < MIN_SHARED_GIB:
-        remedy = f"give {MIN_SHARED_GIB} GiB or more; in Docker: shm_size, or ipc: host"
+    if free < min_gib:
+        remedy = f"give {min_gib} GiB or more; in Docker: shm_size, or ipc: host"
         # NCCL and the workers of one vLLM engine exchange data through shared memory.
         return (
             problem("shared memory", seen, remedy)

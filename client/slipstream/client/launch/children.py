@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError
 
 TAIL_BYTES = 65536
@@ -43,6 +44,8 @@ class Child:
     log_path: Path
     # Where this process's part of the log begins: an earlier process may have written there too.
     log_start: int = 0
+    # The kernel's count, at the start, of processes that it ended because memory was full.
+    oom_kills: int = 0
 
     @property
     def is_running(self) -> bool:
@@ -61,8 +64,13 @@ class Child:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code}"
-        # A program that gets SIGKILL cannot write why.
-        said = "" if code == -signal.SIGKILL else last_complaint(self.log_path, self.log_start)
+        if code != -signal.SIGKILL:
+            said = last_complaint(self.log_path, self.log_start)
+        elif kernel_oom_kills() > self.oom_kills:
+            said = "memory was full, so the kernel ended a process; give the run more memory"
+        else:
+            # A program that gets SIGKILL cannot write why.
+            said = ""
         return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
 
     def signal(self, number: signal.Signals) -> None:
@@ -109,7 +117,7 @@ async def start_child(
             env={**os.environ, **environ},
             start_new_session=True,
         )
-    return Child(name, process, log_path, log_start)
+    return Child(name, process, log_path, log_start, kernel_oom_kills())
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ FILES = (
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
+# Seconds between two lines of steps: all steps lie in metrics.jsonl.
+STEP_EVERY_S = 2.0
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
 
@@ -27,9 +30,16 @@ class Display:
     """Writes the screen to `out`, failures to `err`; keeps what the exit code needs."""
 
     def __init__(
-        self, config: Config, out: TextIO | None = None, err: TextIO | None = None
+        self,
+        config: Config,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        *,
+        step_every_s: float = STEP_EVERY_S,
     ) -> None:
+        """Shows at most one step in `step_every_s`, and the last one."""
         self._config = config
+        self._step_every_s, self._step_at_s = step_every_s, -math.inf
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._started_s = time.monotonic()
@@ -55,7 +65,7 @@ class Display:
             self.told_failure = event.text.removeprefix(FAILED)
             self.fail(self.told_failure)
         elif event.metrics:
-            self._line(step_line(event, self._config.run.steps))
+            self._step(event)
         else:
             self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
 
@@ -99,6 +109,12 @@ class Display:
                 f"{self._config.run.steps}{how}\n"
             )
             self._out.flush()
+
+    def _step(self, event: status_pb2.Event) -> None:
+        is_due = time.monotonic() >= self._step_at_s + self._step_every_s
+        if is_due or event.step == self._config.run.steps:
+            self._step_at_s = time.monotonic()
+            self._line(step_line(event, self._config.run.steps))
 
     def _table(self, summary: dict[str, object], folder: Path) -> None:
         rows = table_rows(summary)

@@ -208,8 +208,10 @@ def passes_to_megatron(config: Config) -> bool:
     return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
 
 
-async def check_environments(config: Config) -> None:
+async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
+
+    A process has `grace_s` more than the environment's limit to say itself where it hangs.
 
     The run's preflight.log is written anew, with the last lines that each environment printed. A
     refusal makes no folder for this log, unless the environment has printed something.
@@ -223,8 +225,7 @@ async def check_environments(config: Config) -> None:
         with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
             checked = await run_module(
                 [*arguments, "--timeout-s", str(timeout_s)],
-                # A worker that still can says itself where it hangs.
-                limit_s=timeout_s + WORKER_GRACE_S,
+                limit_s=timeout_s + grace_s,
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
             )
@@ -258,15 +259,15 @@ def _told_when_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def free_port(host: str) -> int:
+def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
     """Returns a port that is free at this moment, and that the kernel does not assign by itself.
 
     Otherwise one of the many short-lived listeners of a run could take it before its owner listens.
-    ConfigError when none of `FREE_PORT_ATTEMPTS` ports is free.
+    ConfigError when none of the `FREE_PORT_ATTEMPTS` of `ports` that are tried is free.
     """
-    family = _family(host)
-    for port in random.SystemRandom().sample(UNASSIGNED_PORTS, FREE_PORT_ATTEMPTS):
+    family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(ports))
+    for port in random.SystemRandom().sample(ports, attempts):
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
-    raise ConfigError(f"no free port on {host} among {FREE_PORT_ATTEMPTS} that were tried")
+    raise ConfigError(f"no free port on {host} among {attempts} that were tried")

@@ -19,9 +19,9 @@ class RestartPolicy:
         ...  # sleep for pause_s, start the program; `forgive` when it got on with its work
     """
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
         """Allows `max_restarts` restarts between two calls of `forgive`."""
-        self._max_restarts = max_restarts
+        self._max_restarts, self._first_pause_s = max_restarts, first_pause_s
         # The number of the restart that is due, or was made last.
         self.restarts = 0
         self._failed_starts = 0
@@ -38,4 +38,4 @@ class RestartPolicy:
         is_final |= self._failed_starts == MAX_FAILED_STARTS
         if is_final or self.restarts > self._max_restarts:
             return None
-        return min(FIRST_PAUSE_S * 2.0 ** (self.restarts - 1), MAX_PAUSE_S)
+        return min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S)

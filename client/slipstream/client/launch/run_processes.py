@@ -177,9 +177,12 @@ class RunProcesses:
             return self._signalled if self._display.is_stopped else 0
         if self._unanswered is not None:
             return self._signalled
-        if self._display.failure:
-            self._display.summary()
-            cause = with_full_disk(self._killed or self._display.failure, self._logs)
+        # A controller whose disk is full may have told the cause, and not the end.
+        failure = self._display.failure or self._display.told_failure
+        if failure:
+            if self._display.failure:
+                self._display.summary()
+            cause = with_full_disk(self._killed or failure, self._logs)
             if cause == self._display.told_failure:
                 return FAILED
             raise RunFailed(cause)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.restarts import FINAL_CODES, RestartPolicy
+from slipstream.client.launch.restarts import FINAL_CODES, FIRST_PAUSE_S, RestartPolicy
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.run_folder import log_path
@@ -79,12 +79,14 @@ class TrainerRanks:
                 await start_child(name, TRAINER, arguments, log_path=log, environ=environ)
             )
 
-    async def keep(self, arguments: list[str]) -> Child | None:
+    async def keep(
+        self, arguments: list[str], *, first_pause_s: float = FIRST_PAUSE_S
+    ) -> Child | None:
         """Restarts the ranks when one dies; returns None when all have ended in order.
 
         Returns the rank that died when its exit code is final or there were too many restarts.
         """
-        policy = RestartPolicy(self._config.learner.max_restarts)
+        policy = RestartPolicy(self._config.learner.max_restarts, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
         while True:
             failed = await self._first_failure()

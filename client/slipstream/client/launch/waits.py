@@ -19,14 +19,21 @@ LIMIT_S = 300.0
 ANSWER_LIMIT_S = 5.0
 
 
-async def tell_waits(display: Display, address: str, credentials: Credentials) -> None:
+async def tell_waits(
+    display: Display,
+    address: str,
+    credentials: Credentials,
+    *,
+    first_s: float = FIRST_S,
+    longest_s: float = LIMIT_S,
+) -> None:
     """Asks the controller at `address` whenever nothing was shown for long; never returns."""
-    patience_s, last_line_s = FIRST_S, 0.0
+    patience_s, last_line_s = first_s, 0.0
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
         while True:
             if display.spoke_s != last_line_s:
-                patience_s = FIRST_S
+                patience_s = first_s
             if display.quiet_s < patience_s:
                 last_line_s = display.spoke_s
                 await asyncio.sleep(patience_s - display.quiet_s)
@@ -41,7 +48,7 @@ async def tell_waits(display: Display, address: str, credentials: Credentials) -
             except grpc.aio.AioRpcError as error:
                 display.warn(f"the controller gives no answer: {error.code().name}")
             last_line_s = display.spoke_s
-            patience_s = min(2 * patience_s, LIMIT_S)
+            patience_s = min(2 * patience_s, longest_s)
 
 
 def wait_line(run: RunStatus) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 HELLO_LIMIT_S = 5.0
 LINE_BYTES = 65536
 # Largest number of connections without a complete line; one more closes the oldest.
-_MOST_SILENT = 64
+MOST_SILENT = 64
 # Seconds of one wait: closing the listener in another thread does not end a wait for it.
 _LOOK_PERIOD_S = 0.1
 
@@ -32,8 +32,16 @@ class Call(NamedTuple):
 class Callers:
     """Accepts callers for one thread inside `with`; the end closes connections without a line."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        hello_limit_s: float = HELLO_LIMIT_S,
+        most_silent: int = MOST_SILENT,
+    ) -> None:
+        """A connection has `hello_limit_s` for its line; `most_silent` may wait without one."""
         self._listener = listener
+        self._hello_limit_s, self._most_silent = hello_limit_s, most_silent
         self._selector = selectors.DefaultSelector()
         # Bytes so far of each connection, and the time by which its line must end.
         self._silent: dict[socket.socket, tuple[bytearray, float]] = {}
@@ -81,9 +89,9 @@ class Callers:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            if len(self._silent) == _MOST_SILENT:
+            if len(self._silent) == self._most_silent:
                 self._leave(next(iter(self._silent)))
-            self._silent[connection] = bytearray(), time.monotonic() + HELLO_LIMIT_S
+            self._silent[connection] = bytearray(), time.monotonic() + self._hello_limit_s
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, connection: socket.socket) -> Call | None:

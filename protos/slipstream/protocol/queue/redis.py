@@ -29,6 +29,7 @@ from slipstream.protocol.queue.redis_connection import (
     FIRST_BACKOFF_S,
     ID,
     MAX_BACKOFF_S,
+    RECONNECT_TIMEOUT_S,
     RedisConnection,
 )
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
@@ -58,9 +59,21 @@ class RedisSender:
     sender follows the new mark.
     """
 
-    def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
-        """Limits the unacknowledged bytes of all senders of the run to `max_bytes`."""
-        self._connection = RedisConnection(url, run_id, sender=secrets.token_hex(8))
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        max_bytes: int,
+        *,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+    ) -> None:
+        """Limits the unacknowledged bytes of all senders of the run to `max_bytes`.
+
+        A server that is lost has `reconnect_timeout_s` to come back.
+        """
+        self._connection = RedisConnection(
+            url, run_id, sender=secrets.token_hex(8), reconnect_timeout_s=reconnect_timeout_s
+        )
         self._max_bytes = max_bytes
         self._waiting: deque[_Put] = deque()
         self._wake_writer, self._wake_watcher = asyncio.Event(), asyncio.Event()

@@ -53,8 +53,19 @@ Result = TypeVar("Result")
 class RedisConnection:
     """A Redis server, one run's keys on it, and the mark that proves that data are the same."""
 
-    def __init__(self, url: str, run_id: str, *, sender: str = "") -> None:
-        """`sender`: the name of a sender of its own in the counters; empty for the receiver."""
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        *,
+        sender: str = "",
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+    ) -> None:
+        """`sender`: the name of a sender of its own in the counters; empty for the receiver.
+
+        A server that is lost has `reconnect_timeout_s` to come back.
+        """
+        self._reconnect_timeout_s = reconnect_timeout_s
         self.name = _without_password(url)
         self._run_id, self._sender = run_id, sender
         prefix = f"slipstream:{run_id}"
@@ -106,9 +117,9 @@ class RedisConnection:
         self,
         call: Callable[[], Awaitable[Result]],
     ) -> Result:
-        """Runs `call`, again for 30 s after a lost connection; QueueError names the server."""
+        """Runs `call`, again while a lost server may come back; QueueError names the server."""
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        deadline = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + self._reconnect_timeout_s
         while True:
             try:
                 result = await self.once(call)
@@ -118,7 +129,7 @@ class RedisConnection:
                 if asyncio.get_running_loop().time() + backoff.next_s > deadline:
                     raise QueueError(
                         f"redis at {self.name} does not answer within "
-                        f"{RECONNECT_TIMEOUT_S:g} s: {error}"
+                        f"{self._reconnect_timeout_s:g} s: {error}"
                     ) from error
                 if self.trouble is None:
                     logger.warning("redis at %s was lost: %s", self.name, error)

@@ -25,6 +25,7 @@ from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
     DATA,
     ID,
+    RECONNECT_TIMEOUT_S,
     RedisConnection,
 )
 from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
@@ -55,10 +56,20 @@ class RedisReceiver:
     QueueError.
     """
 
-    def __init__(self, url: str, run_id: str, open_seal: OpenSeal = without_seal) -> None:
-        """Takes `open_seal`; an entry that it refuses is logged and removed from Redis."""
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        open_seal: OpenSeal = without_seal,
+        *,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+    ) -> None:
+        """Takes `open_seal`; an entry that it refuses is logged and removed from Redis.
+
+        A server that is lost has `reconnect_timeout_s` to come back.
+        """
         self._open_seal = open_seal
-        self._connection = RedisConnection(url, run_id)
+        self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
         # get the answer to its XADD.

@@ -100,8 +100,13 @@ class HandoverSender:
     `accept` once; then for each bucket `filled`, and `wait_read` before its buffer is filled again.
     """
 
-    def __init__(self, host: str, communicator_id: str) -> None:
-        """Listens on a free port of `host`; ConfigError if `host` is not this machine's."""
+    def __init__(
+        self, host: str, communicator_id: str, *, hello_limit_s: float = HELLO_LIMIT_S
+    ) -> None:
+        """Listens on a free port of `host`; ConfigError if `host` is not this machine's.
+
+        A receiver has `hello_limit_s` to say which one it is, and to take the offer.
+        """
         try:
             self._listener = listen(host)
         except OSError as error:
@@ -109,6 +114,7 @@ class HandoverSender:
                 f"weights.host must be an address of this machine, got {host}: {error}"
             ) from error
         self._communicator_id = communicator_id
+        self._hello_limit_s = hello_limit_s
         self._peers: dict[int, _Peer] = {}
 
     @property
@@ -131,7 +137,7 @@ class HandoverSender:
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
         try:
-            with Callers(self._listener) as callers:
+            with Callers(self._listener, hello_limit_s=self._hello_limit_s) as callers:
                 while waiting:
                     call = callers.next(until_s, abandoned)
                     if not self._welcome(call, waiting, offer):
@@ -183,7 +189,7 @@ class HandoverSender:
             refusal = "" if host == host_id() else f"receiver {rank} runs on another host: {_RULE}"
             if refusal:
                 answer = {"refusal": refusal}
-            connection.settimeout(HELLO_LIMIT_S)
+            connection.settimeout(self._hello_limit_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except _UNREADABLE:

@@ -31,7 +31,7 @@ _WAIT_PERIOD_S = 0.0001
 # abort could free the communicator before the thread enters NCCL.
 _ENTER_LIMIT_S = 0.2
 # Seconds that `abort` waits for the watchdog's abort.
-_ABORT_LIMIT_S = 5.0
+ABORT_LIMIT_S = 5.0
 
 
 class Communicator(Protocol):
@@ -235,12 +235,15 @@ class NcclGroup:
         """Whether the communicator is aborted."""
         return self._is_aborted
 
-    def abort(self) -> None:
-        """Leaves; streams that wait for a broadcast continue with undefined data."""
+    def abort(self, *, limit_s: float = ABORT_LIMIT_S) -> None:
+        """Leaves; streams that wait for a broadcast continue with undefined data.
+
+        A communicator that is not aborted within `limit_s` is left behind.
+        """
         with self._lock:
             self._end("it was aborted")
-        if not self._gone.wait(_ABORT_LIMIT_S):
-            logger.warning("a communicator is not aborted after %g s: left behind", _ABORT_LIMIT_S)
+        if not self._gone.wait(limit_s):
+            logger.warning("a communicator is not aborted after %g s: left behind", limit_s)
 
     def _warm_up(self, deadline_s: float) -> None:
         room = self._backend.warm_up_room()

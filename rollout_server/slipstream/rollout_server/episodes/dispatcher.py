@@ -36,10 +36,6 @@ log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
 _PURPOSES = frozenset(purpose.value for purpose in Purpose)
-# Seconds between two attempts after an infrastructure failure, so that a lost client or controller
-# can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
-# which the controller removes a silent server.
-_RECONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -236,7 +232,7 @@ class Dispatcher:
                 return
             if failure is not None and failure.kind is FailureKind.INFRASTRUCTURE:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_RECONNECT_S):
+                    async with asyncio.timeout(self._services.retry_s):
                         await group.cancelled.wait()
             if group.cancelled.is_set() or self._draining:
                 # Another server makes the next attempt.

@@ -68,6 +68,12 @@ class EpisodeTask:
         return f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}"
 
 
+# Seconds between two attempts after an infrastructure failure, so that a lost client or controller
+# can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
+# which the controller removes a silent server.
+RETRY_S = 10.0
+
+
 @dataclass(frozen=True)
 class EpisodeServices:
     """The parts of a server that its episodes share."""
@@ -76,6 +82,7 @@ class EpisodeServices:
     environments: Environments
     renderer: Renderer
     ledger: TokenLedger
+    retry_s: float = RETRY_S
 
 
 class _Cancelled(Exception):

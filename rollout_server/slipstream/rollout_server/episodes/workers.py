@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,9 +34,18 @@ from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 WORKER_PROGRAM = (sys.executable, "-m", "slipstream.client.worker")
 _MAX_QUEUED_COMMANDS = 65_536
-_START_LIMIT_S = 60.0
-_PING_LIMIT_S = 5.0
 _STOP_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerWaits:
+    """How long a worker may take to attach, and then to answer a ping, in seconds."""
+
+    start_s: float = 60.0
+    ping_s: float = 5.0
+
+
+WORKER_WAITS = WorkerWaits()
 
 
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
@@ -49,12 +59,13 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         program: Sequence[str] = WORKER_PROGRAM,
         log_bytes: int,
         limits: WorkerLimits = NO_LIMITS,
+        waits: WorkerWaits = WORKER_WAITS,
     ) -> None:
         """`server`: id of this server. One that starts again after a kill removes its old socket.
 
-        `log_bytes`: limit of the output kept of one worker; `limits` hold for each worker.
+        `log_bytes`: limit of the output kept of one worker; `limits` and `waits` hold for each.
         """
-        self.limits = limits
+        self.limits, self.waits = limits, waits
         self.log_dir = log_dir
         self.server = server
         self._socket_note = log_dir / f"{server}.sockets"
@@ -247,11 +258,12 @@ class EnvironmentWorker:
 
     async def _serve(self, loaded: Callable[[int], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
+        limit_s = self._gateway.waits.start_s
         try:
-            async with asyncio.timeout(_START_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 # A wait that ends at its limit would cancel the future.
                 table = await asyncio.shield(self._attached)
-            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, _START_LIMIT_S))
+            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, limit_s))
             if self._try_reset:
                 await self._reset_once()
             loaded(answer.loaded.num_tasks)
@@ -261,7 +273,7 @@ class EnvironmentWorker:
         except EnvironmentFailed as error:
             return error
         except TimeoutError:
-            cause = f"worker did not attach within {_START_LIMIT_S:g} s"
+            cause = f"worker did not attach within {limit_s:g} s"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
         raise AssertionError("a worker that is gone takes no call")
 
@@ -303,7 +315,7 @@ class EnvironmentWorker:
         """Returns an error that says where an episode hangs; ends a worker that does not answer."""
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
-            answer = await self.table.call(ping, timeout_s=_PING_LIMIT_S)
+            answer = await self.table.call(ping, timeout_s=self._gateway.waits.ping_s)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 # The worker ended meanwhile, perhaps because another episode found this one hang.

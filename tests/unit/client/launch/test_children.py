@@ -84,6 +84,7 @@ def test_an_error_that_is_newer_than_a_traceback_is_the_cause(tmp_path: Path) ->
     assert last_complaint(write(tmp_path / "log", *REFUSED, newer)) == newer
 
 
+@pytest.mark.process
 async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAISE_TWO)
     log = tmp_path / "log"
@@ -100,6 +101,7 @@ async def start_script(folder: Path, name: str, text: str) -> Child:
     return await start_child(name, name, [], log_path=folder / f"{name}.log", environ=environ)
 
 
+@pytest.mark.process
 async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_path: Path) -> None:
     waiting = await start_script(tmp_path, "waiting", "import time\ntime.sleep(600)\n")
     done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
@@ -110,11 +112,13 @@ async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_pa
         await other.stop(0.0)
 
 
+@pytest.mark.process
 async def test_nobody_failed_when_all_ended_well(tmp_path: Path) -> None:
     done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
     assert await first_failed([done], fine=(0, 1)) is None
 
 
+@pytest.mark.process
 async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import time\nprint('busy', flush=True)\ntime.sleep(60)\n")
     log = tmp_path / "log"
@@ -123,6 +127,12 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
     child.signal(signal.SIGKILL)
     await child.process.wait()
     assert child.describe_end() == f"server-0 was killed by SIGKILL (log: {log})"
+    # As if the kernel had ended a process since the start.
+    child.oom_kills -= 1
+    assert child.describe_end() == (
+        "server-0 was killed by SIGKILL: memory was full, so the kernel ended a process; "
+        f"give the run more memory (log: {log})"
+    )
 
 
 def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,19 @@ def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
     )
     assert display.failure == display.told_failure == "no server"
     assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
+
+
+def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Path) -> None:
+    names = ("reward_mean", "lag_mean", "lag_max", "generated_tokens_per_s")
+    names += ("trained_tokens_per_s", "queued_tokens", "step_s")
+    events = [
+        status_pb2.Event(number=step, step=step, metrics=dict.fromkeys(names, 0.0))
+        for step in (1, 2, 3)
+    ]
+    config = config_of(tmp_path, steps=3)
+    for every_s, shown_steps in ((60.0, [1, 3]), (0.0, [1, 2, 3])):
+        out = io.StringIO()
+        display = Display(config, out, step_every_s=every_s)
+        for event in events:
+            display.show(event)
+        assert re.findall(r"step (\d)/3", out.getvalue()) == [str(step) for step in shown_steps]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from slipstream.client.launch import preflight
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_learner
 from slipstream.client.launch.placement import uses_gpus
@@ -37,15 +36,13 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
             pass
 
 
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_free() -> None:
     taken = free_port("127.0.0.1")
-    monkeypatch.setattr(preflight, "UNASSIGNED_PORTS", range(taken, taken + 1))
-    monkeypatch.setattr(preflight, "FREE_PORT_ATTEMPTS", 1)
     with (
         socket.create_server(("127.0.0.1", taken)),
         pytest.raises(ConfigError, match=r"no free port on 127\.0\.0\.1"),
     ):
-        free_port("127.0.0.1")
+        free_port("127.0.0.1", ports=[taken])
 
 
 def test_the_controller_has_a_port_that_others_can_know() -> None:
@@ -104,6 +101,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -182,6 +180,7 @@ class Spy(Echo):
 """
 
 
+@pytest.mark.process
 async def test_an_environment_sees_no_secrets_when_it_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +221,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Confi
     return config_of(tmp_path).model_copy(update={"environments": (section,)})
 
 
+@pytest.mark.process
 async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +248,7 @@ class Printing(Echo):
 """
 
 
+@pytest.mark.process
 async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,16 +267,17 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
         assert path.stat().st_size < 1 << 17
 
 
+@pytest.mark.process
 async def test_an_environment_that_holds_its_process_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "WORKER_GRACE_S", -15.0)
     config = hanging(tmp_path, monkeypatch, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
-            await check_environments(config)
+            await check_environments(config, grace_s=-15.0)
 
 
+@pytest.mark.process
 async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

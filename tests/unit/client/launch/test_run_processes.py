@@ -37,6 +37,7 @@ class Listening(status_pb2_grpc.StatusServiceServicer):
         return status_pb2.StopRunResponse()
 
 
+@pytest.mark.process
 async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,11 +73,14 @@ async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) ->
     """Starts a controller that listens at another address, and waits for its end."""
     path = tmp_path / "test" / "config.toml"
     asked = tomllib.loads(path.read_text())["controller"]["address"]
-    path.write_text(path.read_text().replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
+    # Without its first line, which has the digest of the others.
+    _, _, settings = path.read_text().partition("\n")
+    path.write_text(settings.replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
     processes.start_controller(num_servers=0)
     return await processes.wait()
 
 
+@pytest.mark.process
 async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +95,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
 
 
+@pytest.mark.process
 async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +112,26 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
         processes.keep_rollout_server(0)
         with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
             await running
+
+
+@pytest.mark.process
+async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controllers_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = deaf_config(tmp_path)
+    text = "the run failed: trainer rank 0: CheckpointError: No space left on device"
+    async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
+        processes._display.show(status_pb2.Event(number=1, text=text))
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
+        log = tmp_path / "test" / "logs" / "controller.log"
+        while not (log.exists() and " listens" in log.read_text()):
+            await asyncio.sleep(0.01)
+        # It cannot write its last words either.
+        for child in processes._children:
+            child.signal(signal.SIGKILL)
+        assert await running == 1
+    err = capsys.readouterr().err
+    assert err == f"slipstream: {text.removeprefix('the run failed: ')}\n"
 
 
 class Stopping(Listening):

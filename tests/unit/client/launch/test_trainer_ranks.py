@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch import restarts
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
 from slipstream.protocol.settings.config_file import parse_config
 from support.fakes import exits
+
+pytestmark = pytest.mark.process
 
 
 class ScriptedRanks(TrainerRanks):
@@ -36,7 +37,6 @@ class ScriptedRanks(TrainerRanks):
 
 async def kept(
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     *codes: tuple[int, ...],
     reached: Sequence[Milestones] = (),
 ) -> tuple[Child | None, list[str]]:
@@ -53,7 +53,6 @@ async def kept(
         },
         source="test",
     )
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
     told: list[str] = []
     answers = iter(reached)
 
@@ -70,13 +69,11 @@ async def kept(
     )
     ranks.codes = codes
     await ranks.start([])
-    return await ranks.keep([]), told
+    return await ranks.keep([], first_pause_s=0.01), told
 
 
-async def test_what_fails_while_it_loads_is_started_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed, told = await kept(tmp_path, monkeypatch, (4, 4, 0))
+async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) -> None:
+    failed, told = await kept(tmp_path, (4, 4, 0))
     assert failed is not None
     assert "exited with code 4: last words of start 2" in failed.describe_end()
     (line,) = told
@@ -84,19 +81,15 @@ async def test_what_fails_while_it_loads_is_started_once_more(
     assert line.endswith("the trainer starts again, start 2")
 
 
-async def test_two_failures_while_it_loads_count_only_in_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed, told = await kept(tmp_path, monkeypatch, (4, 1, 4, 0))
+async def test_two_failures_while_it_loads_count_only_in_a_row(tmp_path: Path) -> None:
+    failed, told = await kept(tmp_path, (4, 1, 4, 0))
     assert failed is None
     assert len(told) == 3
 
 
 @pytest.mark.parametrize("code", [2, 3])
-async def test_what_would_fail_again_is_not_started_again(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed, told = await kept(tmp_path, monkeypatch, (code, 0))
+async def test_what_would_fail_again_is_not_started_again(code: int, tmp_path: Path) -> None:
+    failed, told = await kept(tmp_path, (code, 0))
     assert failed is not None
     assert failed.process.returncode == code
     assert told == []
@@ -104,11 +97,11 @@ async def test_what_would_fail_again_is_not_started_again(
 
 @pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
 async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
-    answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: int, tmp_path: Path
 ) -> None:
     # Each start resumes at version 50, makes 51 to 70 again, and dies.
     reached = [Milestones(70, 50)] * answers
-    failed, told = await kept(tmp_path, monkeypatch, (1,) * 9, reached=reached)
+    failed, told = await kept(tmp_path, (1,) * 9, reached=reached)
     assert failed is not None
     assert len(told) == 3
     assert told[-1].endswith("start 4")
@@ -116,9 +109,9 @@ async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
 
 @pytest.mark.parametrize("what", ["version", "checkpoint"])
 async def test_ranks_that_get_further_may_die_as_often_as_new_ones(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path
 ) -> None:
     reached = [replace(Milestones(70, 50), **{what: 100 + death}) for death in range(6)]
-    failed, told = await kept(tmp_path, monkeypatch, (1,) * 6 + (0,), reached=reached)
+    failed, told = await kept(tmp_path, (1,) * 6 + (0,), reached=reached)
     assert failed is None
     assert len(told) == 6

@@ -6,8 +6,6 @@ import asyncio
 import io
 from pathlib import Path
 
-import pytest
-from slipstream.client.launch import waits
 from slipstream.client.launch.display import Display
 from slipstream.client.launch.waits import tell_waits, wait_line
 from slipstream.client.status import run_from_pb
@@ -52,18 +50,14 @@ def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve() -> No
     assert wait_line(run_from_pb(run)) == "waits for groups; a has left"
 
 
-async def test_silence_is_broken_again_and_again_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waits, "FIRST_S", 0.01)
-    monkeypatch.setattr(waits, "LIMIT_S", 0.02)
+async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> None:
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
     server, controller = create_server(OPEN), Waiting()
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
     await server.start()
-    telling = asyncio.create_task(tell_waits(display, address, OPEN))
+    telling = asyncio.create_task(tell_waits(display, address, OPEN, first_s=0.01, longest_s=0.02))
     async with asyncio.timeout(20):
         await controller.asked.wait()
     telling.cancel()
@@ -76,13 +70,10 @@ async def test_silence_is_broken_again_and_again_less_often(
     )
 
 
-async def test_a_controller_without_an_answer_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waits, "FIRST_S", 0.01)
+async def test_a_controller_without_an_answer_is_told(tmp_path: Path) -> None:
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
-    telling = asyncio.create_task(tell_waits(display, "127.0.0.1:1", OPEN))
+    telling = asyncio.create_task(tell_waits(display, "127.0.0.1:1", OPEN, first_s=0.01))
     async with asyncio.timeout(20):
         while not out.getvalue():
             await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from slipstream.learner.controller.own_log import OwnLog
 
 
@@ -35,6 +36,7 @@ def test_lines_that_find_no_room_are_counted_and_later_ones_are_written(tmp_path
     assert len(lines) == 4
 
 
+@pytest.mark.process
 def test_last_words_for_which_there_is_no_room_keep_their_exit_code(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.learner.controller", "--config", str(tmp_path)]
     with Path("/dev/full").open("wb") as full:

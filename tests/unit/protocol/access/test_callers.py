@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slipstream.protocol.access import callers
 from slipstream.protocol.access.callers import LINE_BYTES, Callers
 
 LONG_S = 30.0
@@ -41,11 +40,9 @@ def test_a_line_in_pieces_is_one_call_with_what_follows_it(listener: socket.sock
     call.connection.close()
 
 
-def test_silent_ones_beyond_a_number_push_out_the_first(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(callers, "_MOST_SILENT", 2)
-    with Callers(listener) as heard, connect(listener) as first, connect(listener) as second:
+def test_silent_ones_beyond_a_number_push_out_the_first(listener: socket.socket) -> None:
+    few = Callers(listener, most_silent=2)
+    with few as heard, connect(listener) as first, connect(listener) as second:
         listen(heard, 0.05)
         # Ready together with the one that pushes it out.
         first.sendall(b"x")

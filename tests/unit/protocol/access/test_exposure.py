@@ -86,6 +86,7 @@ def test_a_host_is_reached_from_an_address_of_this_machine() -> None:
         local_address("nowhere.invalid")
 
 
+@pytest.mark.process
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_the_interface_of_an_address_is_found_also_behind_a_label() -> None:
     script = (

@@ -177,6 +177,7 @@ async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_se
     await server.stop(None)
 
 
+@pytest.mark.process
 async def test_calls_go_through_tls_with_a_certificate_of_ones_own(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_credentials_name_the_file_that_is_missing_or_too_short(tmp_path: Path) 
         Credentials.load(SecuritySection(tls_ca=tmp_path / "none"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fault", ["another name", "expired", "another authority"])
 async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(
     fault: str, tmp_path: Path

@@ -61,6 +61,7 @@ def started(program: str, folder: Path, *, until: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.process
 def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
     program = (
         "import os, sys, pathlib; from slipstream.protocol.machine.gpu_lock import fill_gpus\n"
@@ -74,6 +75,7 @@ def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
     process.communicate("", timeout=20)
 
 
+@pytest.mark.process
 def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib; from slipstream.protocol.machine.gpu_lock import fill_gpus\n"

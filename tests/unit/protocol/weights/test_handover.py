@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.protocol.access import callers
 from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer, host_id
 from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
@@ -83,6 +82,7 @@ def digest(data: np.ndarray) -> str:
     return hashlib.blake2b(data.tobytes()).hexdigest()
 
 
+@pytest.mark.process
 def test_every_receiver_reads_every_bucket_as_it_was_filled(
     sender: HandoverSender, buffers: HostBuffers
 ) -> None:
@@ -101,6 +101,7 @@ def test_every_receiver_reads_every_bucket_as_it_was_filled(
         process.kill()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("host", LOOPBACKS)
 def test_a_sender_listens_on_an_address_of_either_family(host: str, buffers: HostBuffers) -> None:
     sender = HandoverSender(host, "members-1")
@@ -114,6 +115,7 @@ def test_a_sender_listens_on_an_address_of_either_family(host: str, buffers: Hos
     sender.close()
 
 
+@pytest.mark.process
 def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(
     sender: HandoverSender, buffers: HostBuffers
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(
     late.kill()
 
 
+@pytest.mark.process
 def test_a_dead_receiver_is_noticed_at_once(sender: HandoverSender, buffers: HostBuffers) -> None:
     alive, dead = receivers(sender, buffers, 2)
     sender.filled(0)
@@ -150,6 +153,7 @@ def test_a_dead_receiver_is_noticed_at_once(sender: HandoverSender, buffers: Hos
     alive.kill()
 
 
+@pytest.mark.process
 def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     process = Process("send")
     link = HandoverReceiver(("127.0.0.1", int(process.line())), "members-1", 1, LONG_S)
@@ -230,10 +234,8 @@ def test_whoever_says_nothing_holds_up_nobody(sender: HandoverSender) -> None:
     member.close()
 
 
-def test_whoever_says_nothing_is_left_out_while_others_are_waited_for(
-    sender: HandoverSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(callers, "HELLO_LIMIT_S", 0.1)
+def test_whoever_says_nothing_is_left_out_while_others_are_waited_for() -> None:
+    sender = HandoverSender("127.0.0.1", "members-1", hello_limit_s=0.1)
     errors = queue.Queue[str]()
 
     def accept() -> None:
@@ -309,6 +311,7 @@ def test_a_sender_that_is_not_there_is_said() -> None:
         HandoverReceiver(address, "members-1", 1, 1.0)
 
 
+@pytest.mark.process
 def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: HostBuffers) -> None:
     (process,) = receivers(sender, buffers, 1)
     failed = threading.Event()

@@ -14,13 +14,14 @@ import grpc.aio
 import psutil
 import pytest
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WorkerLimits
-from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.episodes.workers import WORKER_WAITS, WorkerGateway, WorkerWaits
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
+
+pytestmark = pytest.mark.process
 
 LIMIT_S = 60.0
 
@@ -64,9 +65,11 @@ class Hosted:
 
 
 @contextlib.asynccontextmanager
-async def hosting(tmp_path: Path, *, limits: WorkerLimits = NO_LIMITS) -> AsyncIterator[Hosted]:
+async def hosting(
+    tmp_path: Path, *, limits: WorkerLimits = NO_LIMITS, waits: WorkerWaits = WORKER_WAITS
+) -> AsyncIterator[Hosted]:
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits)
+    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits, waits=waits)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
@@ -77,6 +80,13 @@ async def hosting(tmp_path: Path, *, limits: WorkerLimits = NO_LIMITS) -> AsyncI
 @pytest.fixture
 async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
     async with hosting(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+async def impatient(tmp_path: Path) -> AsyncIterator[Hosted]:
+    """Workers that are ended when they do not answer a ping at once."""
+    async with hosting(tmp_path, waits=WorkerWaits(ping_s=0.5)) as found:
         yield found
 
 
@@ -159,11 +169,10 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
     other.close()
 
 
-async def test_a_worker_that_does_not_answer_a_ping_is_replaced(hosted, monkeypatch) -> None:
-    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.5)
-    hosted.load("Stuck")
-    await hosted.report()
-    stuck = await hosted.open("Stuck", timeout_s=0.2)
+async def test_a_worker_that_does_not_answer_a_ping_is_replaced(impatient) -> None:
+    impatient.load("Stuck")
+    await impatient.report()
+    stuck = await impatient.open("Stuck", timeout_s=0.2)
     with pytest.raises(
         EnvironmentFailed,
         match=r"no answer to reset within 0.2 s, .* \(odd_environments.py:\d+ in reset\)$",
@@ -171,18 +180,17 @@ async def test_a_worker_that_does_not_answer_a_ping_is_replaced(hosted, monkeypa
         await stuck.reset(0, 0)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
     stuck.close()
-    other = await hosted.open("Stuck", "other", 1)
+    other = await impatient.open("Stuck", "other", 1)
     await other.reset(1, 0)
     other.close()
 
 
-async def test_who_waits_behind_a_hanging_episode_is_not_blamed(hosted, monkeypatch) -> None:
-    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.5)
-    hosted.load("Stuck")
-    await hosted.report()
-    stuck = await hosted.open("Stuck", "stuck", 0, timeout_s=0.2)
-    behind = await hosted.open("Stuck", "behind", 1, timeout_s=0.2)
-    idle = await hosted.open("Stuck", "idle", 2)
+async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> None:
+    impatient.load("Stuck")
+    await impatient.report()
+    stuck = await impatient.open("Stuck", "stuck", 0, timeout_s=0.2)
+    behind = await impatient.open("Stuck", "behind", 1, timeout_s=0.2)
+    idle = await impatient.open("Stuck", "idle", 2)
     await idle.reset(2, 0)
     failures = await asyncio.gather(stuck.reset(0, 0), behind.reset(1, 0), return_exceptions=True)
     assert [failure.kind for failure in failures] == [
@@ -282,16 +290,13 @@ async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_p
         session.close()
 
 
-async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(
-    hosted, monkeypatch
-) -> None:
-    monkeypatch.setattr(workers, "_PING_LIMIT_S", 0.5)
-    hosted.load("Stuck", timeout_s=0.2, try_reset=True)
-    report = await hosted.report()
+async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(impatient) -> None:
+    impatient.load("Stuck", timeout_s=0.2, try_reset=True)
+    report = await impatient.report()
     assert report.failure.message.startswith("no answer to reset within 0.2 s")
     assert report.failure.message.endswith("in reset)")
-    hosted.load("Good", try_reset=True)
-    assert (await hosted.report()).num_tasks == 5
+    impatient.load("Good", try_reset=True)
+    assert (await impatient.report()).num_tasks == 5
 
 
 HOSTING = """
@@ -416,12 +421,13 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -
 
 
 async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(workers, "_START_LIMIT_S", 0.2)
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", program=late, log_bytes=4096)
+    gateway = WorkerGateway(
+        tmp_path / "logs", program=late, log_bytes=4096, waits=WorkerWaits(start_s=0.2)
+    )
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         hosted = Hosted(environments, reports)

@@ -88,6 +88,7 @@ def run(logs: WorkerLogs, name: str, code: str) -> None:
     assert process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.process
 def test_all_that_was_printed_before_the_end_is_in_the_file(
     logs: WorkerLogs, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_all_that_was_printed_before_the_end_is_in_the_file(
     assert (tmp_path / "b.log").read_text() == "one and the other"
 
 
+@pytest.mark.process
 def test_what_a_worker_leaves_behind_does_not_keep_its_server(
     logs: WorkerLogs, tmp_path: Path
 ) -> None:
@@ -114,6 +116,7 @@ def test_what_a_worker_leaves_behind_does_not_keep_its_server(
         left.wait()
 
 
+@pytest.mark.process
 def test_a_worker_does_not_wait_for_a_disk_that_is_full(
     logs: WorkerLogs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +137,7 @@ async def test_the_end_of_the_thread_that_writes_is_noticed(logs: WorkerLogs) ->
     logs.close()
 
 
+@pytest.mark.process
 def test_a_disk_that_hangs_does_not_keep_the_server(
     hanging_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

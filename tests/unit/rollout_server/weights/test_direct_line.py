@@ -13,6 +13,8 @@ import pytest
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 20
 FORK = multiprocessing.get_context("fork")
 

@@ -102,6 +102,7 @@ def digests_of(tensors: list[torch.Tensor]) -> list[bytes]:
     return [bucket_digest(each) for each in digests.read()]
 
 
+@pytest.mark.process
 def test_every_bucket_is_read_where_the_learner_put_it(learner: Learner) -> None:
     (transport,) = joined(learner, "one")
     memory = transport.prepare(incoming())
@@ -117,6 +118,7 @@ def test_every_bucket_is_read_where_the_learner_put_it(learner: Learner) -> None
     transport.close()
 
 
+@pytest.mark.process
 def test_own_buffers_stay_when_the_learner_goes_on(learner: Learner) -> None:
     (transport,) = joined(learner, "own")
     learner.tell("send 4")
@@ -130,6 +132,7 @@ def test_own_buffers_stay_when_the_learner_goes_on(learner: Learner) -> None:
     transport.close()
 
 
+@pytest.mark.process
 def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(
     learner: Learner,
 ) -> None:
@@ -159,6 +162,7 @@ def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(
     late.close()
 
 
+@pytest.mark.process
 def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(
     learner: Learner,
 ) -> None:
@@ -214,6 +218,7 @@ def test_several_senders_are_refused() -> None:
         sender.announce("two", num_senders=2, world_size=3)
 
 
+@pytest.mark.process
 def test_a_late_learner_costs_one_deadline(learner: Learner) -> None:
     (transport,) = joined(learner, "late")
     with pytest.raises(WeightSyncError, match=r"was not done within 0\.1 s"):
@@ -221,6 +226,7 @@ def test_a_late_learner_costs_one_deadline(learner: Learner) -> None:
     transport.close()
 
 
+@pytest.mark.process
 def test_a_layout_larger_than_the_buffers_is_refused(learner: Learner) -> None:
     (transport,) = joined(learner, "small")
     large = (ipc_learner.bucket("large", 1 << 20),)
@@ -229,6 +235,7 @@ def test_a_layout_larger_than_the_buffers_is_refused(learner: Learner) -> None:
     transport.close()
 
 
+@pytest.mark.process
 def test_a_learner_that_dies_is_noticed_at_once() -> None:
     learner = Learner()
     (transport,) = joined(learner, "dies")
@@ -283,6 +290,7 @@ class SlowDigests:
         return []
 
 
+@pytest.mark.process
 def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(learner: Learner) -> None:
     (transport,) = joined(learner, "staged")
     transport.prepare(incoming(own_buffers=True))

@@ -60,8 +60,11 @@ class Scheduler:
         # lease takes their slots.
         self.reserved: dict[ServerKey, int] = {}
 
-    async def lease_forever(self) -> None:
-        """Grants all leases that are allowed, after each change, until the task is cancelled."""
+    async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
+        """Grants all leases that are allowed, after each change, until the task is cancelled.
+
+        Looks again after `recheck_s` without a change, or sooner if the pace allows a lease then.
+        """
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
             if not (self._progress.has_trainer and may_lease):
@@ -70,7 +73,7 @@ class Scheduler:
                 # The state may have changed meanwhile. Streams wait for `durable` too.
                 await asyncio.shield(durable)
                 continue
-            await self._run.signal.changes(self._recheck_s())
+            await self._run.signal.changes(self._recheck_s(recheck_s))
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
         """Grants at most `limit` leases; they are sent once their records are durable.
@@ -246,8 +249,8 @@ class Scheduler:
         # A group that waits for a server takes no place.
         return limit - sum(group.holder is not None for group in self._book.training_groups())
 
-    def _recheck_s(self) -> float:
+    def _recheck_s(self, longest_s: float) -> float:
         """Seconds until the next pass without a signal."""
         pace = self._run.pace
         sooner = pace.recheck_s() if pace is not None else None
-        return RECHECK_S if sooner is None else min(sooner, RECHECK_S)
+        return longest_s if sooner is None else min(sooner, longest_s)

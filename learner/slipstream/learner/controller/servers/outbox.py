@@ -31,7 +31,8 @@ class _Waiting(Generic[Message]):
 class Outbox(Generic[Message]):
     """Messages of one stream, in their order; one reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_messages: int = MAX_MESSAGES) -> None:
+        self._max_messages = max_messages
         self._messages: deque[_Waiting[Message]] = deque()
         self._changed = asyncio.Event()
         self._closed = False
@@ -48,7 +49,7 @@ class Outbox(Generic[Message]):
         The message waits until `after` is done, and later messages wait with it. A message that
         `overtakes` does not wait for earlier ones.
         """
-        if self._closed or len(self._messages) >= MAX_MESSAGES:
+        if self._closed or len(self._messages) >= self._max_messages:
             return False
         self._messages.append(_Waiting(message, after, overtakes))
         self._changed.set()

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.servers.outbox import MAX_MESSAGES, Outbox
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
@@ -53,8 +53,14 @@ class Relay:
         on_arrival: Callable[[ClientSession], str],
         on_departure: Callable[[ClientSession], None],
         clock: LoopClock,
+        *,
+        max_messages: int = MAX_MESSAGES,
     ) -> None:
-        """`on_arrival` returns why a client is refused, or ""; `clock` limits its hello."""
+        """`on_arrival` returns why a client is refused, or ""; `clock` limits its hello.
+
+        At most `max_messages` wait for one client or server.
+        """
+        self._max_messages = max_messages
         self._clock = clock
         self._on_arrival = on_arrival
         self._on_departure = on_departure
@@ -77,7 +83,12 @@ class Relay:
                 "the first message is a hello",
                 Reason.PROTOCOL,
             )
-        client = ClientSession(hello.spec, hello.num_tasks, hello.max_episodes)
+        client = ClientSession(
+            hello.spec,
+            hello.num_tasks,
+            hello.max_episodes,
+            Outbox(max_messages=self._max_messages),
+        )
         refusal = self._on_arrival(client)
         if refusal:
             code = grpc.StatusCode.FAILED_PRECONDITION
@@ -97,7 +108,7 @@ class Relay:
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
         """Passes on a rollout server's calls; yields their answers in the order of arrival."""
-        answers = Outbox[fleet_pb2.EnvironmentAnswer]()
+        answers = Outbox[fleet_pb2.EnvironmentAnswer](max_messages=self._max_messages)
         reader = asyncio.create_task(self._read_calls(requests, answers))
         try:
             async for answer in answers.messages():

@@ -72,14 +72,14 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
 class Quarantine:
     """The folder of quarantined deliveries, and their number in a row for each server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, max_files: int = MAX_FILES) -> None:
         """`folder` is created when the first delivery comes."""
-        self._folder = folder
+        self._folder, self._max_files = folder, max_files
         self._in_a_row: Counter[ServerKey] = Counter()
         self.total = 0
 
     def add(self, delivery: Delivery, claim: Claim, cause: str) -> Path | None:
-        """Writes data and cause; returns the path, None above `MAX_FILES`.
+        """Writes data and cause; returns the path, None above `max_files`.
 
         The delivery is counted even when this raises OSError because it cannot be written.
         """
@@ -87,7 +87,7 @@ class Quarantine:
         if len(self._in_a_row) > MAX_SERVERS:
             del self._in_a_row[next(iter(self._in_a_row))]
         self.total += 1
-        if self.total > MAX_FILES:
+        if self.total > self._max_files:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^A-Za-z0-9.-]", "_", delivery.trajectory_id)[:150]

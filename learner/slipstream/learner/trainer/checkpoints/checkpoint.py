@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
-from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
+from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
@@ -87,14 +87,22 @@ class Checkpointer:
     written, and `finish` waits for that.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, models: Sequence[StoredModel]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        models: Sequence[StoredModel],
+        *,
+        part_elements: int = PART_ELEMENTS,
+    ) -> None:
+        """See `HostCopies` for `part_elements`."""
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
         self._models = tuple(models)
         self._folder = config.run_dir / CHECKPOINTS
         self._disk = DiskWork(self._folder, ranks)
-        self._host = HostCopies(ranks.device)
+        self._host = HostCopies(ranks.device, part_elements=part_elements)
         self._write: _Write | None = None
         self._last_step: int | None = None
 

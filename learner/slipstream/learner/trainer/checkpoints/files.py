@@ -55,7 +55,10 @@ class SyncedFile(CountedFile):
     example of the controller's journal on the same disk, would wait for all of them.
     """
 
-    def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
+    def __init__(
+        self, path: Path, moved: Callable[[int], None], *, sync_bytes: int = SYNC_BYTES
+    ) -> None:
+        self._sync_bytes = sync_bytes
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting = 0
@@ -73,7 +76,7 @@ class SyncedFile(CountedFile):
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            part = view[done : done + SYNC_BYTES - self._waiting]
+            part = view[done : done + self._sync_bytes - self._waiting]
             digested = self._digesting.submit(self._digest.update, part)
             try:
                 self._write(part)
@@ -94,7 +97,7 @@ class SyncedFile(CountedFile):
         while written < len(part):
             written += super().write(part[written:])
         self._waiting += written
-        if self._waiting == SYNC_BYTES:
+        if self._waiting == self._sync_bytes:
             os.fdatasync(self.fileno())
             self._waiting = 0
 

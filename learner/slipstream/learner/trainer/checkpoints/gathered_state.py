@@ -21,8 +21,6 @@ from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-# Elements of one part, from all ranks together.
-PART_ELEMENTS = 64 << 20
 
 # A tensor's place in a rank's share of a bucket: begin, end, tensor.
 _Place = tuple[int, int, Tensor]
@@ -75,7 +73,7 @@ def _gather(part: Megatron, host: HostCopies, **_: object) -> dict[Any, Any] | N
             places = _places(part, bucket_ranges["param_map"])
             for key in KEYS:
                 target = whole[key][bucket.offset : end] if whole else None
-                _gather_bucket(places[key], bucket.grad_data, target, group)
+                _gather_bucket(places[key], bucket.grad_data, target, group, host.part_elements)
         state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
     host.wait()
     return state if group.rank() == 0 else None
@@ -92,11 +90,15 @@ def _places(part: Megatron, ranges: dict[Any, Any]) -> dict[str, list[_Place]]:
 
 
 def _gather_bucket(
-    places: list[_Place], gradients: Tensor, target: Tensor | None, group: dist.ProcessGroup
+    places: list[_Place],
+    gradients: Tensor,
+    target: Tensor | None,
+    group: dist.ProcessGroup,
+    part_elements: int,
 ) -> None:
     """Gathers all ranks' shares of a bucket into `target` on the first rank; collective."""
     size, share = group.size(), gradients.numel() // group.size()
-    part = max(1, min(share, PART_ELEMENTS // size))
+    part = max(1, min(share, part_elements // size))
     own = torch.empty(part, dtype=torch.float32, device=gradients.device)
     for begin in range(0, share, part):
         end = min(begin + part, share)

@@ -24,6 +24,8 @@ _ALIGNMENT = 256
 
 logger = logging.getLogger(__name__)
 
+PART_ELEMENTS = 64 << 20
+
 
 class HostCopies:
     """The copies of one device's tensors that one save holds in main memory.
@@ -31,7 +33,9 @@ class HostCopies:
     `reserve` once, in the background; then for each save `begin`, and `copy` or `empty` and `wait`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
+        """Optimizer state comes in parts of at most `part_elements`, from all ranks together."""
+        self.part_elements = part_elements
         self._device = device
         self._pieces: list[_Piece] = []
         self._reserving: threading.Thread | None = None

@@ -25,12 +25,22 @@ CONNECT_GRACE_S = 5.0
 RECOGNITION_LIMIT_S = 60.0
 
 
-def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
+def meeting_place(
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    connect_grace_s: float = CONNECT_GRACE_S,
+    recognition_limit_s: float = RECOGNITION_LIMIT_S,
+) -> Store:
     """Returns the store that the ranks of this start share, once all have joined.
 
     Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there or other
     machines cannot reach the address. Raises it too when the server there is not rank 0 of this
     run. Raises TimeoutError with the ranks that did not join.
+
+    `timeout` is for the ranks to join. torch has `connect_grace_s` more to report that no server
+    listens; a rank 0 that listens has `recognition_limit_s` to announce itself.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -55,8 +65,9 @@ def meeting_place(rank: int, world_size: int, timeout: timedelta) -> Store:
             )
         descriptor = listener.detach()
     place = f"{host}:{port}"
-    store = _connected(host, port, descriptor, timeout)
-    return _all_here(store, (rank, world_size), place, timeout)
+    store = _connected(host, port, descriptor, timeout, connect_grace_s)
+    recognition = timedelta(seconds=recognition_limit_s)
+    return _all_here(store, (rank, world_size), place, timeout, recognition)
 
 
 class Words:
@@ -84,7 +95,9 @@ class Words:
         self._store.delete_key(f"word/{word}")
 
 
-def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta) -> Store:
+def _connected(
+    host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
+) -> Store:
     """Returns the store; raises ConfigError when another program listens there.
 
     torch alone would wait without a limit for the first answer of that program.
@@ -109,7 +122,7 @@ def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta)
 
     thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(timeout.total_seconds() + CONNECT_GRACE_S)
+    thread.join(timeout.total_seconds() + grace_s)
     if not found:
         raise ConfigError(
             f"learner.master: what listens on {host}:{port} did not answer like rank 0 "
@@ -120,7 +133,9 @@ def _connected(host: str, port: int, descriptor: int | None, timeout: timedelta)
     return found[0]
 
 
-def _all_here(store: Store, launch: tuple[int, int], place: str, timeout: timedelta) -> Store:
+def _all_here(
+    store: Store, launch: tuple[int, int], place: str, timeout: timedelta, recognition: timedelta
+) -> Store:
     """Returns the part of the store that only ranks of this start know, once all have joined.
 
     `launch` has rank and world size.
@@ -132,7 +147,7 @@ def _all_here(store: Store, launch: tuple[int, int], place: str, timeout: timede
     ours.set(f"rank/{rank}", "here")
     has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # A rank 0 with its own store announces itself before all others, so this limit is short.
-    limit = min(timeout, timedelta(seconds=RECOGNITION_LIMIT_S)) if has_own_store else timeout
+    limit = min(timeout, recognition) if has_own_store else timeout
     if not _have_come(ours, [0], limit):
         raise ConfigError(
             f"learner.master: rank 0 at {place} did not recognise rank {rank} within "

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.learner.controller.leasing import scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.protocol.errors import RunFailed
@@ -33,10 +32,9 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SlowDisk(monkeypatch)
-    monkeypatch.setattr(scheduler, "RECHECK_S", 60.0)
     first = rig.serving("first", 0, max_episodes=2)
     disk.hold()
-    leasing = asyncio.create_task(rig.scheduler.lease_forever())
+    leasing = asyncio.create_task(rig.scheduler.lease_forever(recheck_s=60.0))
     orders = aiter(first.outbox.messages())
     order = asyncio.ensure_future(anext(orders))
     await asyncio.to_thread(disk.wait_begun)

@@ -12,7 +12,16 @@ from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
-from support.rigs.publishing_scene import DIGESTS, LOADED, READY, SERVING, Scene, next_order, run_of
+from support.rigs.publishing_scene import (
+    DIGESTS,
+    LOADED,
+    READY,
+    SERVING,
+    Scene,
+    next_order,
+    publishing,
+    run_of,
+)
 
 
 def texts(scene: Scene) -> list[str]:
@@ -49,8 +58,7 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
 
 
 async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3}), tasks)
+    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
         # The late server goes on as it is.
@@ -74,8 +82,9 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
 
 
 async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not_wait() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6}), tasks)
+    async with publishing(
+        run_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6})
+    ) as scene:
         late = await two_that_serve(scene)
         await order_without(scene, late)
         assert scene.fleet.find(late.key) is late
@@ -90,8 +99,7 @@ async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not
 
 async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
     run = run_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         for number in range(MAX_FAILED_WHILE_NONE_SERVES):
             assert not run.progress.is_over
             if number:
@@ -104,8 +112,9 @@ async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
 
 
 async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6}), tasks)
+    async with publishing(
+        run_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6})
+    ) as scene:
         assert await scene.publisher.prepare() is None
         scene.fleet.drains(scene.session, "SIGTERM")
     assert scene.fleet.find(scene.session.key) is scene.session
@@ -132,8 +141,7 @@ async def sent_to_both(
 
 
 async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3}), tasks)
+    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         publish_id, receipt = await sent_to_both(scene, late)
         assert list(receipt.serving) == ["a"]
@@ -153,7 +161,7 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
         scene.sent()
         while late.outbox.pop() is not None:
             pass
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         for session in (scene.session, late):
             say(scene, session, (await next_order(session)).prepare.publish_id, READY)
         order = await preparing
@@ -168,8 +176,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
     digests: list[bytes],
 ) -> None:
     settings = {"bucket_deadline_s": 0.3, "join_deadline_s": 1.0}
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(weights=settings), tasks)
+    async with publishing(run_of(weights=settings)) as scene:
         late = await two_that_serve(scene)
         publish_id, _ = await sent_to_both(scene, late)
         scene.make_version(2)
@@ -204,8 +211,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
 
 
 async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(weights={"bucket_deadline_s": 0.3}), tasks)
+    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         await scene.serve()
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
@@ -223,8 +229,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
 
 
 async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run_of(), tasks)
+    async with publishing(run_of()) as scene:
         broken = await two_that_serve(scene)
 
         async def failing(*sessions: ServerSession) -> list[str]:

@@ -20,6 +20,7 @@ from support.rigs.publishing_scene import (
     SERVING,
     Scene,
     next_order,
+    publishing,
     run_of,
     whole,
 )
@@ -33,8 +34,7 @@ def run() -> Run:
 async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         assert order.begun
@@ -63,8 +63,7 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
 async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
     has_sent: bool, run: Run
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id) if has_sent else None
@@ -77,8 +76,7 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
 async def test_servers_are_asked_while_the_trainer_makes_the_version(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
@@ -97,13 +95,12 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
 async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
         other = scene.joined("b")
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         scene.say((await next_order(other)).prepare.publish_id, READY, other)
         order = await preparing
         assert order is not None
@@ -112,8 +109,7 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
 
 
 async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         for _ in range(2):
             scene.publisher.ask_ahead(PolicyVersion(0, 1))
@@ -121,7 +117,7 @@ async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
             assert scene.sent() == []
         scene.trainer.ClearField("bucket_digests")
         assert await scene.publisher.prepare(scene.trainer) is not None
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
         assert await preparing is not None
 
@@ -130,8 +126,7 @@ async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
 async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
     run: Run, unknown: str
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         scene.trainer.ClearField(unknown)
         order = await scene.ordered()
@@ -142,8 +137,7 @@ async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
 
 
 async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.totals.publishes = run.config.weights.verify_every
         order = await scene.ordered()
@@ -155,8 +149,7 @@ async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
 async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
@@ -171,8 +164,7 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
 async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.sent()
@@ -197,8 +189,7 @@ async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publ
 async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
     run: Run, report: dict[str, Any], result: dict[str, Any]
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.sent()
@@ -213,8 +204,7 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
 async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.fleet.remove(scene.session, "its stream ended")
@@ -226,8 +216,7 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
 async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         scene.trainer.ClearField("bucket_digests")
         assert not (await scene.ordered()).begun
@@ -239,8 +228,7 @@ async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
 async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         first = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
         second = await scene.ordered()
@@ -251,8 +239,7 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
 async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
         assert scene.sent() == ["receive"]
@@ -283,8 +270,7 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         assert scene.session.state == fleet_pb2.SERVER_STATE_LOADING
@@ -303,8 +289,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
 async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id)
@@ -322,8 +307,7 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
 async def test_a_server_that_took_its_weights_back_is_sent_them_again(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         scene.say("p000000", FAILED, message="of another publish")
         assert scene.session.is_serving
@@ -337,8 +321,7 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(
 async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         finishing = scene.finish(order.publish_id)
@@ -363,8 +346,7 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
 async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await fail_all_of_its_life(scene, scene.session)
         assert not run.progress.is_over
         await fail_all_of_its_life(scene, scene.joined("a"))
@@ -378,8 +360,7 @@ async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeed
 async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.pin(scene.session)
         for _ in range(3):
@@ -388,11 +369,10 @@ async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_anot
 
 
 async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         leaving, staying = scene.session, scene.joined("b")
         assert scene.publisher.due() == [leaving, staying]
-        preparing = tasks.create_task(scene.publisher.prepare(scene.trainer))
+        preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         publish_id = (await next_order(leaving)).prepare.publish_id
         # The server was ready, and then it was told to leave.
         scene.fleet.drains(leaving, "SIGTERM")
@@ -408,8 +388,7 @@ async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
 async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         scene.fleet.drains(scene.session, "SIGTERM")
@@ -425,8 +404,7 @@ async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and
 async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
     run: Run,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         leaving, staying = scene.session, scene.joined("b")
         order = await scene.ordered(leaving, staying)
         scene.fleet.remove(leaving, "its stream ended")
@@ -437,8 +415,7 @@ async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_
 
 
 async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         order = await scene.ordered()
         question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
         start = trainer_pb2.PublishStart(publish_id=order.publish_id)
@@ -455,8 +432,7 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> 
 
 
 async def test_a_server_that_is_gone_is_not_there_any_more(run: Run) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scene = Scene(run, tasks)
+    async with publishing(run) as scene:
         order = await scene.ordered()
         scene.publisher.start(trainer_pb2.PublishStart(publish_id=order.publish_id))
         scene.fleet.remove(scene.session, "killed")

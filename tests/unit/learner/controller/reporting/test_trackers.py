@@ -101,12 +101,11 @@ def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long():
     assert complaints == ["tracker slow was not done 0.05 s after the run"]
 
 
-def test_a_tracker_that_is_too_far_behind_is_given_up_and_nothing_waits(monkeypatch):
-    monkeypatch.setattr(writers, "MAX_WAITING", 2)
+def test_a_tracker_that_is_too_far_behind_is_given_up_and_nothing_waits():
     slow = FakeTracker()
     slow.gate.clear()
     complaints: list[str] = []
-    trackers = Trackers({"slow": lambda: slow}, complaints.append)
+    trackers = Trackers({"slow": lambda: slow}, complaints.append, max_waiting=2)
     for step in range(10):
         trackers.log(step, {"x": 1.0})
     slow.gate.set()
@@ -211,6 +210,7 @@ def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path:
     tracker.close()
 
 
+@pytest.mark.process
 def test_the_controller_imports_neither_torch_nor_what_brings_it():
     program = (
         "import sys, slipstream.learner.controller.application, "

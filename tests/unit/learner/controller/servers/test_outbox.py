@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from slipstream.learner.controller.servers import outbox
 from slipstream.learner.controller.servers.outbox import Outbox
 from support.fakes.slow_disk import several_turns
 
@@ -21,9 +20,8 @@ async def test_what_waits_in_an_outbox_is_read_before_it_ends() -> None:
     assert [message async for message in box.messages()] == ["first", "second"]
 
 
-async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_MESSAGES", 1)
-    box = Outbox[str]()
+async def test_a_reader_of_an_outbox_is_woken() -> None:
+    box = Outbox[str](max_messages=1)
     reader = asyncio.ensure_future(anext(aiter(box.messages())))
     await asyncio.sleep(0)
     assert box.put("message")

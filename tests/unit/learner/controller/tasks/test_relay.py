@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
 from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.servers import outbox
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2
@@ -32,10 +30,13 @@ class Stream:
 class Clients:
     """A relay with clients, each known by the environment that it serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
         self.left: list[str] = []
         self.relay = Relay(
-            lambda client: "", lambda client: self.left.append(client.spec.name), LoopClock()
+            lambda client: "",
+            lambda client: self.left.append(client.spec.name),
+            LoopClock(),
+            **limits,
         )
         self.said: dict[str, Stream] = {}
 
@@ -57,11 +58,8 @@ def call(name: str, number: int) -> fleet_pb2.EnvironmentCall:
     return fleet_pb2.EnvironmentCall(environment=name, command=command)
 
 
-async def test_a_client_that_does_not_read_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox, "MAX_MESSAGES", 3)
-    clients, calls = Clients(), Stream()
+async def test_a_client_that_does_not_read_holds_up_no_other() -> None:
+    clients, calls = Clients(max_messages=3), Stream()
     await clients.come("frozen")
     frozen = clients.first
     await clients.come("alive")
@@ -88,11 +86,8 @@ async def test_a_client_that_does_not_read_holds_up_no_other(
     assert answer.message.WhichOneof("message") == "pong"
 
 
-async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox, "MAX_MESSAGES", 2)
-    clients, calls = Clients(), Stream()
+async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read() -> None:
+    clients, calls = Clients(max_messages=2), Stream()
     commands = await clients.come("leaving")
     answers = clients.relay.call_environments(aiter(calls))
     waiting = asyncio.ensure_future(anext(answers))

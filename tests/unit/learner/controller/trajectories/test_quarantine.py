@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories import quarantine as module
 from slipstream.learner.controller.trajectories.quarantine import (
     MAX_IN_A_ROW,
     Claim,
@@ -53,11 +52,8 @@ def test_a_file_stays_in_its_folder_whatever_the_id_is(tmp_path: Path, name: str
     assert {file.parent for file in folder.iterdir()} == {folder}
 
 
-def test_no_more_files_are_written_than_a_thousand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_FILES", 2)
-    quarantine = Quarantine(tmp_path)
+def test_no_more_files_are_written_than_may_be(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path, max_files=2)
     paths = [
         quarantine.add(Delivery(TrajectoryId(f"{n}"), b""), claim(), "broken") for n in range(3)
     ]

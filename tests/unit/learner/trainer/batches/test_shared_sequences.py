@@ -13,6 +13,8 @@ from slipstream.learner.trainer.algorithms.loss import policy_loss
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
+pytestmark = pytest.mark.process
+
 NUMBER = 24
 SETTINGS = {
     "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},

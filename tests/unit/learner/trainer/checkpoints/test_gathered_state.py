@@ -13,10 +13,7 @@ from slipstream.learner.trainer.checkpoints import gathered_state  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 
 
-def test_a_parameter_lies_where_it_is_in_the_buffer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gathered_state, "PART_ELEMENTS", 4)
+def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
     # Begin and end in its bucket; nothing fills the first bucket between its parameters.
     ranges = [{"a": (0, 6), "b": (6, 9)}, {"c": (0, 5)}]
     offsets, sizes = [0, 12], [12, 8]
@@ -42,7 +39,8 @@ def test_a_parameter_lies_where_it_is_in_the_buffer(
         gbuf_ranges=[{"float32": [{"param_map": its} for its in maps]}],
         _get_main_param_and_optimizer_states=states.__getitem__,
     )
-    found = gathered_state._gather(part, HostCopies(torch.device("cpu")), use_gloo_comm=True)
+    host = HostCopies(torch.device("cpu"), part_elements=4)
+    found = gathered_state._gather(part, host, use_gloo_comm=True)
     assert found is not None
     (whole,) = found[0].values()
     assert whole["numel_unpadded"] == 14

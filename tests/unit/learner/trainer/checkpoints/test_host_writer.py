@@ -64,10 +64,9 @@ def test_a_file_goes_to_the_disk_as_it_is_written(
 ) -> None:
     synced: list[int] = []
     moved: list[int] = []
-    monkeypatch.setattr(files, "SYNC_BYTES", 1000)
     monkeypatch.setattr(files.os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
     data = os.urandom(3300)
-    with files.SyncedFile(tmp_path / "file", moved.append) as file:
+    with files.SyncedFile(tmp_path / "file", moved.append, sync_bytes=1000) as file:
         assert file.write(data[:300]) == 300
         assert file.write(memoryview(data)[300:3200]) == 2900
         assert file.write(data[3200:]) == 100
@@ -103,11 +102,10 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "SYNC_BYTES", 1000)
     monkeypatch.setattr(files.os, "fdatasync", full)
     writer = HostWriter(tmp_path, copy=True, host=HostCopies(torch.device("cpu")), moved=ignore)
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)
-    planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(1000))
+    planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(files.SYNC_BYTES // 4))
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)
     writer.write()
     found, _ = writer.retrieve_write_results()

@@ -11,7 +11,6 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from slipstream.client.launch.preflight import free_port
-from slipstream.learner.trainer.ranks import meeting
 from slipstream.learner.trainer.ranks.meeting import Words, meeting_place
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.errors import ConfigError
@@ -49,14 +48,11 @@ def listening(port: int) -> None:
     raise AssertionError("nothing listens")
 
 
-def test_a_listener_that_is_no_store_is_given_up_and_named(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(meeting, "CONNECT_GRACE_S", 0.5)
+def test_a_listener_that_is_no_store_is_given_up_and_named(port: int) -> None:
     with socket.create_server((HOST, port)):
         started = time.monotonic()
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} did not answer like rank 0"):
-            meeting_place(1, 2, SHORT)
+            meeting_place(1, 2, SHORT, connect_grace_s=0.5)
         assert time.monotonic() - started < 20
 
 
@@ -87,7 +83,6 @@ def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecut
 
 
 def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "RECOGNITION_LIMIT_S", 1.0)
     with socket.create_server((HOST, port)) as listener:
         descriptor = listener.detach()
     store = dist.TCPStore(
@@ -101,7 +96,7 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
         match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 "
         r".*belongs to another run, or has another",
     ):
-        meeting_place(1, 2, LONG)
+        meeting_place(1, 2, LONG, recognition_limit_s=1.0)
 
 
 def test_a_word_is_heard_until_it_is_forgotten() -> None:

@@ -46,11 +46,17 @@ class Trackers:
         complain: Complain,
         *,
         close_limit_s: float = CLOSE_LIMIT_S,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
-        """Opens each tracker in its own thread, so that a slow service delays nothing."""
+        """Opens each tracker in its own thread, so that a slow service delays nothing.
+
+        A tracker for which more than `max_waiting` entries wait is abandoned.
+        """
         self._close_limit_s = close_limit_s
         self._complain = complain
-        self._writers = [_Writer(name, open_, complain) for name, open_ in opened.items()]
+        self._writers = [
+            _Writer(name, open_, complain, max_waiting) for name, open_ in opened.items()
+        ]
         for writer in self._writers:
             writer.start()
 
@@ -75,12 +81,12 @@ class Trackers:
 
 
 class _Writer(threading.Thread):
-    def __init__(self, name: str, open_: OpenTracker, complain: Complain) -> None:
+    def __init__(self, name: str, open_: OpenTracker, complain: Complain, max_waiting: int) -> None:
         # A service that never answers must not keep the controller alive.
         super().__init__(name=name, daemon=True)
         self._open = open_
         self._complain = complain
-        self._entries: queue.Queue[_Entry | None] = queue.Queue(MAX_WAITING)
+        self._entries: queue.Queue[_Entry | None] = queue.Queue(max_waiting)
         self._ended = False
 
     def put(self, entry: _Entry | None) -> None:
@@ -89,7 +95,7 @@ class _Writer(threading.Thread):
         try:
             self._entries.put_nowait(entry)
         except queue.Full:
-            self._abandon(f"it is {MAX_WAITING} entries behind")
+            self._abandon(f"it is {self._entries.maxsize} entries behind")
 
     def run(self) -> None:
         try:
