@@ -30,8 +30,8 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
-# Largest number of departed servers whose last state the status shows.
-MAX_DEPARTED = 1000
+# Largest number of departed servers whose last state the status shows; each answer copies them.
+MAX_DEPARTED = 100
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
 
 

@@ -126,7 +126,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._fleet.broadcast(_unload_order(spec))
                 entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
                 break
-            await self._run.signal.wait(1.0)
+            await self._run.signal.changes(1.0)
         return pb.SubmitEnvironmentResponse(status=entry.describe())
 
     async def ListEnvironments(  # noqa: N802

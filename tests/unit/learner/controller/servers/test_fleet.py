@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
-from support.rigs.publishing_scene import joined, nothing, run_of
+from support.rigs.publishing_scene import joined, nothing, progress_of, run_of
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])
@@ -42,6 +42,14 @@ def test_a_server_has_left_only_if_it_said_goodbye(
     # Another life of it begins anew.
     joined(fleet, "a")
     assert not fleet.departed
+
+
+def test_the_status_shows_the_newest_of_those_that_left() -> None:
+    fleet = Fleet(progress_of())
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    for number in range(MAX_DEPARTED + 20):
+        fleet.remove(joined(fleet, f"s{number}"), "its stream ended")
+    assert list(fleet.departed) == [f"s{number}" for number in range(20, MAX_DEPARTED + 20)]
 
 
 def test_the_last_server_does_not_leave_without_a_warning() -> None:
