@@ -30,7 +30,14 @@ from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.workers import WorkerGateway
-from slipstream.rollout_server.session import End, JoinCall, Outbox, Session, SessionServices, hello
+from slipstream.rollout_server.session import (
+    End,
+    JoinCall,
+    OutgoingMessages,
+    Session,
+    SessionServices,
+    hello,
+)
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -74,7 +81,7 @@ class RolloutServer:
         self._renderer = renderer
         self._gateway = gateway
         self._credentials = Credentials.load(config.security)
-        self._outbox = Outbox()
+        self._outbox = OutgoingMessages()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller says so, then drains.
@@ -152,7 +159,7 @@ class RolloutServer:
             if time.monotonic() > deadline_s:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
-            self._outbox = Outbox()
+            self._outbox = OutgoingMessages()
             greeting = hello(self._server_id, epoch, self._config, self._engine)
             self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(

@@ -39,7 +39,7 @@ from slipstream.learner.controller.reporting.rows import (
 from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
-from slipstream.learner.controller.trajectories.batch import Batch
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
     batch_statistics,
@@ -165,7 +165,7 @@ class RunRecorder:
 
     def step(
         self,
-        batch: Batch,
+        batch: FormedBatch,
         metrics: Mapping[str, float],
         *,
         training: Interval,
@@ -291,7 +291,7 @@ class RunRecorder:
         if picture:
             write_result(self._folder / CURVES, picture, self._warn)
 
-    def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
+    def _count(self, batch: FormedBatch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
@@ -303,7 +303,7 @@ class RunRecorder:
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
 
-    def _sample(self, batch: Batch) -> None:
+    def _sample(self, batch: FormedBatch) -> None:
         for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 line = readable(batch.version, trajectory, self._texts)

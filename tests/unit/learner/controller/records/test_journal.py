@@ -260,7 +260,7 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(tmp_path, monkey
     journal = Journal(tmp_path)
     journal.append("a")
     disk.fails = True
-    with pytest.raises(RunFailed, match="Input/output error; the same command goes on"):
+    with pytest.raises(RunFailed, match="Input/output error; run the same command again"):
         journal.sync()
     # The system says an error once, and that all is well from then on.
     disk.fails = False
