@@ -193,11 +193,14 @@ class RunRecorder:
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
+        # A crash may have left the row of a step whose journal record it lost.
+        is_written = self.has_row(batch.version)
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
-        self._metrics.append(_line(_finite(row)))
-        self._trackers.log(batch.version, row)
+        if not is_written:
+            self._metrics.append(_line(_finite(row)))
+            self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row

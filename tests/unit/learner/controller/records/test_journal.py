@@ -180,7 +180,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
         journal.sync()
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(
-            RunFailed, match="step-000000.pb cannot be written: .* goes on"
+            RunFailed, match="step-000000.pb cannot be written: .* again when"
         ) as error:
             journal.write_batch(batch)
         assert "\n" not in str(error.value)
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
                 journal.append("c", text="x" * 1000, number=number)
             journal.sync()
             journal.append("d", text="x" * 4000)
-            with pytest.raises(RunFailed, match="journal.log cannot be written: .* goes on"):
+            with pytest.raises(RunFailed, match="journal.log cannot be written: .* again when"):
                 journal.sync()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     except RunFailed:
