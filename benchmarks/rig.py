@@ -28,7 +28,7 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
-from slipstream.learner.controller.trajectories.batch import Batch
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.run_folder import METRICS
@@ -160,7 +160,7 @@ class HeldFormer(BatchFormer):
     # Whether the trainer has asked for a batch and has none yet.
     batch_waits = False
 
-    async def form(self) -> Batch | None:
+    async def form(self) -> FormedBatch | None:
         """Gives the trainer no batch while it is held."""
         batch = None if self.hold else await super().form()
         self.batch_waits = batch is None

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from slipstream.learner.controller.records.history import read_history  # noqa: E402
 from slipstream.learner.controller.records.journal import Journal, read_records  # noqa: E402
 from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
-    Batch,
+    FormedBatch,
     from_record,
     tokens_by_server,
 )
@@ -63,7 +63,7 @@ def add_poisoned_batch(journal_folder: Path) -> str:
                 seed=group.seed,
                 deadline=TRAINED,
             )
-        batch = Batch(TRAINED, f"b{TRAINED:06d}", tuple(groups))
+        batch = FormedBatch(TRAINED, f"b{TRAINED:06d}", tuple(groups))
         journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
     return groups[0].group_id
 

@@ -34,7 +34,7 @@ from slipstream.rollout_server.session import (
     SESSION_WAITS,
     End,
     JoinCall,
-    Outbox,
+    OutgoingMessages,
     Session,
     SessionServices,
     SessionWaits,
@@ -86,7 +86,7 @@ class RolloutServer:
         self._gateway = gateway
         self._waits = waits
         self._credentials = Credentials.load(config.security)
-        self._outbox = Outbox()
+        self._outbox = OutgoingMessages()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller says so, then drains.
@@ -164,7 +164,7 @@ class RolloutServer:
             if time.monotonic() > deadline_s:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
-            self._outbox = Outbox()
+            self._outbox = OutgoingMessages()
             greeting = hello(self._server_id, epoch, self._config, self._engine)
             self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(

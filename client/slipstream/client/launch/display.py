@@ -99,9 +99,9 @@ class Display:
             self._table(summary, folder)
         self.is_stopped = summary["state"] == "stopped"
         if summary["state"] != "finished":
-            how = "; the same command goes on"
+            how = "; run the same command again to resume it"
             if summary["state"] == "failed":
-                how = "; when the cause is mended the same command goes on from there"
+                how = "; mend the cause and run the same command again to resume it"
             if self._config.run.resume == "never":
                 how = ""
             self._out.write(

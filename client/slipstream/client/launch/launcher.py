@@ -241,7 +241,7 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
         raise ConfigError(said)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
-    print(f"{said}; the command that started the run goes on with another batch")
+    print(f"{said}; run the command that started the run again: it trains another batch")
     return 0
 
 

@@ -90,7 +90,7 @@ class RunProcesses:
         grace_s = GRACE_S
         if kind is asyncio.CancelledError:
             grace_s = HURRIED_GRACE_S
-            self._display.warn("the run is ended at once; the same command goes on")
+            self._display.warn("the run is ended at once; run the same command again to resume it")
         if self._stopping is not None:
             self._stopping.cancel()
         for task in self._servers.values():

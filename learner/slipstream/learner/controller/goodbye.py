@@ -26,10 +26,12 @@ async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float)
         if silent_s > silence_s:
             progress.fail(
                 f"nothing was heard of the trainer for {silent_s:.0f} s while it was to save and "
-                "export the model; the same command goes on"
+                "export the model; run the same command again to resume it"
             )
             return
         await run.signal.wait(min(LOOK_S, silence_s - silent_s + 0.001))
     goodbye, is_wanted = trainer.goodbye, run.config.learner.export_final
     if goodbye is not None and is_wanted and not goodbye.export_path:
-        progress.fail("the trainer left without exporting the model; the same command goes on")
+        progress.fail(
+            "the trainer left without exporting the model; run the same command again to resume it"
+        )

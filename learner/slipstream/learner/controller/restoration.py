@@ -78,7 +78,7 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
     parts.environments.restore(history)
     leased_again = sum(not group.is_complete for group in parts.books.leases.groups.values())
     run.events.add(
-        f"the run goes on at version {history.version}; the journal has the batches of "
+        f"the run resumes at version {history.version}; the journal has the batches of "
         f"{history.next_step} steps, and {leased_again} open groups are leased again"
     )
     newest = history.batches.get(history.version.step)

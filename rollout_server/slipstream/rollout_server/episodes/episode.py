@@ -36,7 +36,7 @@ from slipstream.rollout_server.engine_interface import (
 )
 from slipstream.rollout_server.episodes.calls import EnvironmentSession
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
 from slipstream.v1 import trajectory_pb2
@@ -81,7 +81,7 @@ class EpisodeServices:
     engine: Engine
     environments: Environments
     renderer: Renderer
-    ledger: TokenLedger
+    ledger: EpochCounters
     retry_s: float = RETRY_S
 
 

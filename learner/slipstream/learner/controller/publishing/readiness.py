@@ -117,7 +117,7 @@ class Readiness:
         session, question.is_late = question.session, True
         keeps = "it serves nothing yet"
         if session.is_serving and session.version is not None:
-            keeps = f"it goes on with version {session.version.step}"
+            keeps = f"it keeps version {session.version.step}"
         waited_s = self._run.clock.now_s() - question.asked_s
         self._run.events.add(
             f"rollout server {session.name} is left out of the publish of version {version.step}: "

@@ -309,9 +309,9 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def _unwritten(path: Path, error: OSError) -> RunFailed:
-    remedy = "the same command goes on when the disk works again"
+    remedy = "run the same command again when the disk works"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "make room: the same command goes on then"
+        remedy = "make room and run the same command again"
     return RunFailed(f"{path} cannot be written: {error.strerror}; {remedy}")
 
 

@@ -39,7 +39,7 @@ from slipstream.learner.controller.reporting.rows import (
 from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
-from slipstream.learner.controller.trajectories.batch import Batch
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
     batch_statistics,
@@ -164,7 +164,7 @@ class RunRecorder:
 
     def step(
         self,
-        batch: Batch,
+        batch: FormedBatch,
         metrics: Mapping[str, float],
         *,
         training: Interval,
@@ -192,11 +192,14 @@ class RunRecorder:
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
+        # A crash may have left the row of a step whose journal record it lost.
+        is_written = self.has_row(batch.version)
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
-        self._metrics.append(_line(_finite(row)))
-        self._trackers.log(batch.version, row)
+        if not is_written:
+            self._metrics.append(_line(_finite(row)))
+            self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row
@@ -290,7 +293,7 @@ class RunRecorder:
         if picture:
             write_result(self._folder / CURVES, picture, self._warn)
 
-    def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
+    def _count(self, batch: FormedBatch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
@@ -302,7 +305,7 @@ class RunRecorder:
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
 
-    def _sample(self, batch: Batch) -> None:
+    def _sample(self, batch: FormedBatch) -> None:
         for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 line = readable(batch.version, trajectory, self._texts)

@@ -24,7 +24,7 @@ from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_hello import impossible
 from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
-from slipstream.learner.controller.trajectories.batch import Batch, chunks, header
+from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.set_aside import way_past
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -103,7 +103,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.reached(self._trainer_version)
         else:
             self._run.events.add(
-                f"the trainer goes on from version {version.step}; {behind} steps are trained again"
+                f"the trainer resumes from version {version.step}; {behind} steps are trained again"
             )
         self.hello = request
         self._progress.trainer_registered(map(place_from_pb, request.places))
@@ -134,7 +134,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await context.send_initial_metadata(())
         async with self._lock:
             order = await self._next_order(request, context)
-        if not isinstance(order, Batch):
+        if not isinstance(order, FormedBatch):
             yield order
             return
         yield trainer_pb2.Directive(batch=header(order))
@@ -283,7 +283,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _next_order(
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.Directive | Batch:
+    ) -> trainer_pb2.Directive | FormedBatch:
         # Half of the call's own deadline, because a late answer would end the run.
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         until = time.monotonic() + limit_s
@@ -305,7 +305,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _possible_order(
         self, request: trainer_pb2.NextRequest
-    ) -> trainer_pb2.Directive | Batch | None:
+    ) -> trainer_pb2.Directive | FormedBatch | None:
         progress, pace = self._progress, self._run.pace
         is_behind = self._trainer_version.step < self._book.step
         if is_behind and (not progress.is_over or self._is_stopping):

@@ -18,7 +18,7 @@ CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Batch:
+class FormedBatch:
     """The complete groups of one step, in the order of their leases."""
 
     # Number of the version that the step starts from, as in the journal and the protocol.
@@ -60,7 +60,7 @@ class Batch:
         )
 
 
-def header(batch: Batch) -> trainer_pb2.BatchHeader:
+def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
     """The message that tells the trainer the size and id of a batch before its trajectories."""
     return trainer_pb2.BatchHeader(
         step=batch.step,
@@ -70,8 +70,8 @@ def header(batch: Batch) -> trainer_pb2.BatchHeader:
     )
 
 
-def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
-    """Inverts `Batch.record`."""
+def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
+    """Inverts `FormedBatch.record`."""
     groups: dict[GroupId, Group] = {}
     for trajectory in map(trajectory_from_pb, message.trajectories):
         group = groups.get(trajectory.group_id)
@@ -88,7 +88,7 @@ def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
             )
         group.finished[trajectory.member] = trajectory
         group.size += 1
-    return Batch(message.header.step, message.header.batch_id, tuple(groups.values()))
+    return FormedBatch(message.header.step, message.header.batch_id, tuple(groups.values()))
 
 
 def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, int]]:
@@ -101,7 +101,7 @@ def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int,
 
 
 def chunks(
-    batch: Batch, *, chunk_bytes: int = CHUNK_BYTES
+    batch: FormedBatch, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[trainer_pb2.TrajectoryChunk]:
     """Yields the trajectories in messages of about `chunk_bytes`, each with at least one."""
     chunk, size = trainer_pb2.TrajectoryChunk(), 0

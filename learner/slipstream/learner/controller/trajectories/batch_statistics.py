@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from slipstream.learner.controller.trajectories.batch import Batch
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.settings.algorithm_section import AdvantageKind
 from slipstream.protocol.settings.config import Config
@@ -23,7 +23,7 @@ _EQUAL = "equal_rewards_fraction"
 HINT_AFTER_STEPS = 10
 
 
-def batch_statistics(batch: Batch) -> dict[str, float]:
+def batch_statistics(batch: FormedBatch) -> dict[str, float]:
     """Rewards, lags, lengths and times; docs/metrics.md says what each name means."""
     trajectories = batch.trajectories
     lags, num_sampled = batch.token_lags, batch.token_lags.total()

@@ -18,7 +18,7 @@ from slipstream.learner.controller.records.history import RecordedStep, RunHisto
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
-    Batch,
+    FormedBatch,
     from_record,
     tokens_by_server,
 )
@@ -33,7 +33,7 @@ from slipstream.v1 import trainer_pb2
 class Trained:
     """The result of a batch that the trainer has trained."""
 
-    batch: Batch
+    batch: FormedBatch
     # The version of the weights that the trainer made.
     version: PolicyVersion
     # Whether the journal held the step already.
@@ -60,7 +60,7 @@ class BatchFormer:
         self._tasks = tasks
         self._keep_batches = keep_batches
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
-        self._forming: asyncio.Task[Batch | RunFailed] | None = None
+        self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # Checksum of each kept batch, by step.
         self._crc32: dict[int, int] = {}
         self._steps: dict[int, RecordedStep] = {}
@@ -69,16 +69,15 @@ class BatchFormer:
         self._covered_step = 0
         # Step of the oldest batch that this controller has not removed.
         self._first_kept = 0
-        # The batch that the trainer has, and its message until that was sent once.
-        self.training: Batch | None = None
-        self._message: trainer_pb2.RecordedBatch | None = None
+        # The batch that the trainer has.
+        self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
         # Number of batches set aside of each step; number set aside in a row without the user; the
         # newest of them, in case the answer was lost.
         self._attempts: Counter[int] = Counter()
         self._set_aside_in_a_row = 0
-        self._set_aside: Batch | None = None
+        self._set_aside: FormedBatch | None = None
         self.num_set_aside = 0
 
     def restore(self, history: RunHistory) -> None:
@@ -133,7 +132,7 @@ class BatchFormer:
             newest=self._newest_incarnation,
         )
 
-    async def recorded(self, step: int) -> Batch:
+    async def recorded(self, step: int) -> FormedBatch:
         """Gives the trainer the journaled batch of `step`."""
         if self._forming is not None:
             await self.form()
@@ -144,7 +143,7 @@ class BatchFormer:
             self.training, self._message = from_record(message), message
         return self.training
 
-    async def form(self) -> Batch | None:
+    async def form(self) -> FormedBatch | None:
         """Gives the trainer the next batch, durable and acknowledged; None while rules allow none.
 
         RunFailed when the journal cannot be written.
@@ -154,7 +153,7 @@ class BatchFormer:
             groups = self._book.take_batch()
             if groups is None:
                 return None
-            batch = Batch(step, batch_name(step, self._attempts[step]), tuple(groups))
+            batch = FormedBatch(step, batch_name(step, self._attempts[step]), tuple(groups))
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
         self._forming = None
@@ -163,7 +162,7 @@ class BatchFormer:
         self.training = written
         return written
 
-    async def _write(self, batch: Batch) -> Batch | RunFailed:
+    async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
         for group in batch.groups:
             self._environments.group_ended(group.environment, cause=None)
         try:
@@ -174,7 +173,7 @@ class BatchFormer:
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 
-    def _write_record(self, batch: Batch) -> int:
+    def _write_record(self, batch: FormedBatch) -> int:
         """Encodes a batch and makes it durable; runs in a thread, because both take long."""
         return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
@@ -274,7 +273,7 @@ class BatchFormer:
         return found
 
     @property
-    def untried(self) -> Batch | None:
+    def untried(self) -> FormedBatch | None:
         """The trainer's batch, if no version was ever made from it."""
         batch = self.training
         return None if batch is None or batch.step in self._steps else batch
@@ -305,7 +304,7 @@ class BatchFormer:
 
 
 def _batch_of(
-    said: Batch | trainer_pb2.StepReport | trainer_pb2.DataFault,
+    said: FormedBatch | trainer_pb2.StepReport | trainer_pb2.DataFault,
 ) -> tuple[str, int]:
     return said.batch_id, said.step
 

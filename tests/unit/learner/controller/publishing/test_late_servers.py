@@ -65,7 +65,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
         (told,) = [text for text in texts(scene) if "left out" in text]
         assert told.startswith("rollout server b is left out of the publish of version 1: not rea")
-        assert told.endswith("it goes on with version 0")
+        assert told.endswith("it keeps version 0")
         assert late not in scene.publisher.due()
         # The late server is not asked again before its answer has come.
         scene.publisher.ask_ahead(PolicyVersion(0, 2))

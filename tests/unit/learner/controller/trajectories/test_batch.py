@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.learner.controller.trajectories.batch import Batch, chunks, from_record
+from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, from_record
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_controller import make_batch
 
 
 @pytest.fixture
-def batch() -> Batch:
+def batch() -> FormedBatch:
     made = make_batch(0, num_groups=3, group_size=2, vocab_size=8, max_tokens=9)
     message = trainer_pb2.RecordedBatch(
         header=trainer_pb2.BatchHeader(step=0, batch_id="b0"),
@@ -19,14 +19,16 @@ def batch() -> Batch:
     return from_record(message)
 
 
-def test_trainer_gets_the_messages_that_the_journal_keeps(batch: Batch) -> None:
+def test_trainer_gets_the_messages_that_the_journal_keeps(batch: FormedBatch) -> None:
     (chunk,) = chunks(batch)
     assert list(chunk.trajectories) == list(batch.record.trajectories)
     assert batch.record is batch.record
 
 
 @pytest.mark.parametrize("messages_each", [0.5, 1, 2.5])
-def test_chunks_are_within_their_bytes_and_never_empty(batch: Batch, messages_each: float) -> None:
+def test_chunks_are_within_their_bytes_and_never_empty(
+    batch: FormedBatch, messages_each: float
+) -> None:
     limit = int(messages_each * max(m.ByteSize() for m in batch.record.trajectories))
     parts = [list(chunk.trajectories) for chunk in chunks(batch, chunk_bytes=limit)]
     assert [message for part in parts for message in part] == list(batch.record.trajectories)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.learner.controller.reporting.resources import RunResources
-from slipstream.learner.controller.trajectories.batch import Batch, from_record
+from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.learner.controller.trajectories.batch_statistics import (
     HINT_AFTER_STEPS,
     LessonWatch,
@@ -53,7 +53,7 @@ def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajector
     return dataclasses.replace(made, **changes)
 
 
-def batch_of(step: int, *trajectories: Trajectory) -> Batch:
+def batch_of(step: int, *trajectories: Trajectory) -> FormedBatch:
     members = [dataclasses.replace(t, member=n) for n, t in enumerate(trajectories)]
     message = trainer_pb2.RecordedBatch(
         header=trainer_pb2.BatchHeader(step=step, batch_id="b"),

@@ -14,7 +14,7 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.batch import Batch
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol import staleness
 from slipstream.protocol.errors import ProtocolError
@@ -41,7 +41,7 @@ def make_group(number: int) -> Group:
     )
 
 
-BATCH = Batch(0, "b000000", tuple(make_group(number) for number in range(8)))
+BATCH = FormedBatch(0, "b000000", tuple(make_group(number) for number in range(8)))
 TOKENS = sum(t.num_sampled_tokens for t in BATCH.groups[0].in_order())
 
 
