@@ -67,6 +67,10 @@ REFUSED = (
 logger = logging.getLogger(__name__)
 
 
+class _NoController(ConfigError):
+    """Nothing listens at the address."""
+
+
 class Client:
     """A connection to the controller of one run.
 
@@ -295,9 +299,7 @@ class Client:
             try:
                 await self.status()
                 return
-            except ConfigError as error:
-                if str(error) != self._no_answer:
-                    raise
+            except _NoController:
                 if loop.time() - began_s >= limit_s:
                     raise ConfigError(f"{self._no_answer} within {limit_s:g} s") from None
             if not is_told:
@@ -326,7 +328,8 @@ class Client:
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
-            return ConfigError(self._no_answer)
+            what_to_do = "start a run, or give the address of its controller, HOST:PORT"
+            return _NoController(f"{self._no_answer}; {what_to_do}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {self._address} is no controller of this version")
         if code in REFUSED:

@@ -202,6 +202,9 @@ async def test_an_address_without_a_controller_is_named() -> None:
         for call in (client.status(), client.stop("x"), serving):
             with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
                 await call
+        what_to_do = "; start a run, or give the address of its controller, HOST:PORT$"
+        with pytest.raises(ConfigError, match=what_to_do):
+            await client.status()
         with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9"):
             await anext(client.watch())
 

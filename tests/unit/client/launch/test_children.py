@@ -127,7 +127,7 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
     child.signal(signal.SIGKILL)
     await child.process.wait()
     assert child.describe_end() == f"server-0 was killed by SIGKILL (log: {log})"
-    # As if the kernel had ended a process since the start.
+    # The kernel seems to have ended a process since the start.
     child.oom_kills -= 1
     assert child.describe_end() == (
         "server-0 was killed by SIGKILL: memory was full, so the kernel ended a process; "

@@ -122,6 +122,8 @@ def test_lognormal_lengths_fill_the_micro_batches_and_level_the_ranks(
             lengths, max_tokens=max_tokens, dp_size=dp_size, attention_length=attention
         )
         times.append(time.process_time() - started)
+        if times[-1] < 1.0:
+            break
     assert min(times) < 1.0
     assert sum(lengths) >= fill * max_tokens * dp_size * len(plan[0])
     loads = [
