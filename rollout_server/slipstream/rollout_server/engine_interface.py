@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 class EngineDied(SlipstreamError):
@@ -37,7 +38,8 @@ class Sampling:
     """How replies are sampled, and the limits of an episode.
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
-    counts context and sampled tokens, `max_turns` the replies; with `ignore_eos` a reply does not
+    counts context and sampled tokens of each branch, `total_tokens` those of all branches,
+    `max_turns` the replies of all branches; with `ignore_eos` a reply does not
     end at the end-of-text token. `max_prompt_tokens` limits the context before the first reply;
     with 0 it need only leave room for one token of that reply. A reply also ends with the first of
     `stop_token_ids`, and with the token that completes the first of the texts in `stop`.
@@ -53,6 +55,23 @@ class Sampling:
     max_prompt_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    max_total_tokens: int = 0
+    max_branches: int = 16
+
+    @classmethod
+    def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
+        """The settings of a message: each field is the message's field of the same name."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            value = getattr(message, field.name)
+            is_number = isinstance(value, float | int)
+            values[field.name] = value if is_number else tuple(value)
+        return cls(**values)
+
+    @property
+    def total_tokens(self) -> int:
+        """Most tokens of an episode, all branches together."""
+        return self.max_total_tokens or self.max_episode_tokens
 
 
 @dataclass(frozen=True)
