@@ -185,6 +185,11 @@ class Engine(Protocol):
         """The tokens of the longest sequence, context and reply together."""
         ...
 
+    @property
+    def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
+        """The parts that vLLM's HTTP application needs beside the engine."""
+        ...
+
     def use(self) -> EngineUse:
         """Returns the counters and starts a new list of busy intervals."""
         ...

@@ -69,8 +69,5 @@ def room(
 
 
 def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
-    return Refusal(
-        400,
-        "context_length_exceeded",
-        f"prompt is too long: {num_tokens} tokens leave no room for a reply within {name} = {limit}",
-    )
+    what = f"{num_tokens} tokens leave no room for a reply within {name} = {limit}"
+    return Refusal(400, "context_length_exceeded", f"prompt is too long: {what}")

@@ -59,7 +59,11 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not is_whole:
         return None
     tool_calls = [
-        {"id": call["id"], "function": {"name": call["name"], "arguments": call["arguments"]}}
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["arguments"]},
+        }
         for _, call in sorted(calls.items())
     ]
     return {

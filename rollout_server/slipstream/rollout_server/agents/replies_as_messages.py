@@ -15,7 +15,7 @@ def as_messages(path: str, reply: Any) -> list[dict[str, Any]]:  # noqa: ANN401 
     """Returns the chat messages that vLLM makes of `reply` when a client sends it back."""
     if path == MESSAGES_PATH:
         request = AnthropicMessagesRequest(
-            model="", max_tokens=1, messages=[{"role": "assistant", "content": reply}]
+            model="policy", max_tokens=1, messages=[{"role": "assistant", "content": reply}]
         )
         messages: list[dict[str, Any]] = []
         AnthropicServingMessages._convert_messages(request.messages, messages)

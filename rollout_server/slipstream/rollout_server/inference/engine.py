@@ -32,7 +32,7 @@ from slipstream.rollout_server.inference.engine_pause import EnginePause
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
-from slipstream.rollout_server.inference.vllm_requests import ReplyRecord, parameters
+from slipstream.rollout_server.inference.vllm_requests import ReplyRecord, VllmParts, parameters
 from slipstream.rollout_server.weights.adapter_slot import REQUEST
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
@@ -132,6 +132,11 @@ class VllmEngine:
     def num_experts(self) -> int:
         """See `Engine`."""
         return int(self._llm.model_config.get_num_experts())
+
+    @property
+    def vllm_parts(self) -> VllmParts:
+        """See `Engine`."""
+        return VllmParts(self._llm.vllm_config, self._llm.renderer)
 
     def use(self) -> EngineUse:
         """See `Engine`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,20 @@ from slipstream.rollout_server.engine_interface import (
     TextPart,
 )
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind
 
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+@dataclass(frozen=True)
+class VllmParts:
+    """The parts of a vLLM engine that its HTTP application needs beside an engine."""
+
+    vllm_config: VllmConfig
+    renderer: BaseRenderer
 
 
 def parameters(
