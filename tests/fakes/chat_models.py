@@ -13,8 +13,7 @@ CHAT_TEMPLATE = """\
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content and loop.last %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{{- message.content or '' }}
+{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}<tool_call>
 {{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
 </tool_call>{% endfor %}<|im_end|>
@@ -45,7 +44,7 @@ def make_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> int:
 
 
 def make_chat_model(folder: Path, *, with_weights: bool = True, max_length: int = 4096) -> Path:
-    """Saves tokenizer and configuration of a tiny Llama, and its random weights; returns `folder`."""
+    """Saves a tiny Llama, with random weights or with none; returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -6,6 +6,7 @@ reply (`max_tokens`, `stop`) and choose its `seed`.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,5 +94,5 @@ def _is_forced(choice: object) -> bool:
 
 
 def _word(value: object) -> str:
-    word = f"{value:g}" if isinstance(value, float) else str(value)[:100]
-    return word.encode("ascii", "replace").decode()
+    # JSON has neither control characters nor letters that a header may not hold.
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)[:100]
