@@ -23,6 +23,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
 from slipstream.rollout_server.episodes.environments import Environments
@@ -80,6 +81,7 @@ class SessionServices:
     renderer: Renderer
     sender: TrajectorySender
     environments: Environments
+    agents: Agents
 
 
 class Session:
@@ -106,7 +108,11 @@ class Session:
             group,
             identity,
             EpisodeServices(
-                services.engine, services.environments, services.renderer, self._ledger
+                services.engine,
+                services.environments,
+                services.renderer,
+                self._ledger,
+                services.agents,
             ),
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,

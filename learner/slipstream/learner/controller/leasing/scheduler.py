@@ -195,19 +195,7 @@ class Scheduler:
         session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
 
     def _sampling(self, group: Group) -> fleet_pb2.SamplingSettings:
-        sampling = self._config.sampling
-        settings = fleet_pb2.SamplingSettings(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_reply_tokens=sampling.max_reply_tokens,
-            max_turns=sampling.max_turns,
-            max_episode_tokens=sampling.max_episode_tokens,
-            ignore_eos=sampling.ignore_eos,
-            max_prompt_tokens=sampling.max_prompt_tokens or 0,
-            stop_token_ids=sampling.stop_token_ids,
-            stop=sampling.stop,
-        )
+        settings = self._config.sampling.to_pb()
         if group.purpose is Purpose.EVALUATION:
             own = next(e for e in self._config.evaluations if e.name == group.environment)
             settings.temperature = own.temperature
