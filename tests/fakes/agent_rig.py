@@ -22,6 +22,17 @@ from started_engine import become_a_server
 SAMPLING = Sampling(1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50)
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+
+
+def script(prompt: str) -> str:
+    """Replies by the last message: tool calls as asked for, or its text again with its length."""
+    last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
+    if last.startswith("call"):
+        return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
+    return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
+
+
 def agent_config(folder: Path, **rollout_server: object) -> Config:
     """The settings of a run with the model of `folder`."""
     table = {

@@ -14,11 +14,10 @@ pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
-from agent_rig import SAMPLING, AgentRig, agent_rig  # noqa: E402
+from agent_rig import SAMPLING, AgentRig, agent_rig, script  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
 TOOLS = [
     {
         "type": "function",
@@ -29,14 +28,6 @@ TOOLS = [
     }
 ]
 QUESTION = {"role": "user", "content": "hi"}
-
-
-def script(prompt: str) -> str:
-    """Replies by the last message: tool calls as asked for, or its text again with its length."""
-    last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
-    if last.startswith("call"):
-        return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
-    return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
