@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from controller_runs import make_config
-from fuzz_calls import honest_trajectory
+from fuzz_calls import honest_trajectory, honest_tree
 from fuzz_readers import Reader
 from fuzzing import mutated
 from slipstream.client.dashboard.folders import RunFolders
@@ -213,7 +213,11 @@ def file_readers() -> list[Reader]:
         Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
         Reader(
             "batch",
-            (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory()),
+            (
+                trainer_pb2.RecordedBatch().SerializeToString(),
+                honest_trajectory(),
+                honest_tree(),
+            ),
             _read_batch,
             (ProtocolError,),
         ),

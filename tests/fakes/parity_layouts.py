@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_controller import make_batch
+from fake_controller import make_batch, with_branches
 from parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.routed_experts import RoutedExperts
@@ -51,6 +51,8 @@ class Layout:
     parallel: dict = field(default_factory=dict)
     learner: dict = field(default_factory=dict)
     algorithm: dict = field(default_factory=dict)
+    # Episodes of several branches, with as many tokens together as `TREES` says.
+    sampling: dict = field(default_factory=dict)
     # What others show too, so that it need not be tried at every change.
     is_slow: bool = False
     # Pipeline stages send what they hand on only a moment after they were asked to.
@@ -63,7 +65,8 @@ class Layout:
             name
             for name, layout in LAYOUTS.items()
             if layout.world_size == 1
-            and (layout.model, layout.algorithm) == (self.model, self.algorithm)
+            and (layout.model, layout.algorithm, layout.sampling)
+            == (self.model, self.algorithm, self.sampling)
         )
 
 
@@ -108,6 +111,7 @@ CISPO = {
 }
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
+TREES = {"max_total_tokens": 120}
 
 LAYOUTS = {
     "one": Layout(1),
@@ -127,6 +131,10 @@ LAYOUTS = {
     "one-mixtral": Layout(1, "mixtral"),
     "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
     "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
+    "one-trees": Layout(1, sampling=TREES),
+    "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
+    "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES),
+    "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
@@ -162,6 +170,13 @@ LAYOUTS = {
     "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP, is_slow=True),
     "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
     "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
+    "dp2-trees": Layout(2, sampling=TREES),
+    "dp2-trees-gspo": Layout(2, algorithm=GSPO, sampling=TREES),
+    "tp2-sp-trees": Layout(2, parallel=SP, sampling=TREES),
+    "pp2-vpp2-trees": Layout(2, parallel=VPP, sampling=TREES),
+    "cp2-trees-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, sampling=TREES),
+    "cp2-trees-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, sampling=TREES),
+    "cp2-trees-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY, sampling=TREES),
     "dp2-moe": Layout(2, "moe"),
     "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
     "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
@@ -200,6 +215,7 @@ LAYOUTS = {
     "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
     "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
     "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-cp2-trees": Layout(4, parallel={"cp": 2}, sampling=TREES),
     "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW),
     "cp4": Layout(4, parallel={"cp": 4}),
     "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}, is_slow=True),
@@ -271,6 +287,7 @@ def config_of(job: str, folder: Path) -> Config:
     table["model"] = {"path": str(folder / layout.model), "dtype": dtype or "float32"}
     table["algorithm"] |= layout.algorithm
     table["learner"] |= layout.learner
+    table["sampling"] |= layout.sampling
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
     return parse_config(table, source=job)
 
@@ -287,6 +304,9 @@ def batches(config: Config) -> list[Batch]:
         )
         for step in range(STEPS)
     ]
+    if config.sampling.max_total_tokens:
+        longest = config.sampling.max_episode_tokens
+        found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
     return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
 
 
@@ -300,11 +320,13 @@ def with_experts(batch: Batch) -> Batch:
         shape = (len(trajectory.token_ids), NUM_LAYERS, NUM_EXPERTS)
         ids = random.random(shape).argsort(axis=-1)[..., :EXPERTS_PER_TOKEN].astype(np.uint8)
         ids[random.random(len(ids)) < 0.1] = 255
-        ids[-1] = 255
+        for part in trajectory.sequences():
+            ids[part.tokens.stop - 1] = 255
         return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS))
 
     return dataclasses.replace(batch, trajectories=tuple(map(routed, batch.trajectories)))
 
 
 def probe(config: Config) -> list[np.ndarray]:
-    return [trajectory.token_ids for trajectory in batches(config)[0].trajectories[:6]]
+    first = [(t, t.sequences()[0]) for t in batches(config)[0].trajectories[:6]]
+    return [trajectory.token_ids[part.tokens] for trajectory, part in first]

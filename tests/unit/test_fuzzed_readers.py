@@ -59,6 +59,23 @@ ONCE_BROKEN = [
     ("trajectory", trajectory_pb2.Trajectory(reward=1e308, status=1).SerializeToString()),
     ("trajectory", trajectory_pb2.Trajectory(attempt=2**32 - 1).SerializeToString()),
     ("trajectory", trajectory_pb2.Trajectory(group_id="g" * (1 << 24)).SerializeToString()),
+    (
+        "trajectory",
+        trajectory_pb2.Trajectory(
+            purpose=1,
+            status=1,
+            branches=[trajectory_pb2.Branch(num_runs=2, share=float("nan"))] * 4096,
+        ).SerializeToString(),
+    ),
+    (
+        "trajectory",
+        trajectory_pb2.Trajectory(
+            purpose=1,
+            status=1,
+            run_lengths=[0] * 131072,
+            branches=[trajectory_pb2.Branch(num_runs=32)] * 4096,
+        ).SerializeToString(),
+    ),
     ("claim", bytes.fromhex("8a0100") * 1_000_000),
     ("request Join", b"\x12\x0b\x08" + b"\xff" * 9 + b"\x01"),
     ("request SubmitEnvironment", b"\x0a\x80\x80\x04\x1a\xfc\xff\x03" + b"[" * 65532),

@@ -33,7 +33,7 @@ from slipstream.v1 import trajectory_pb2 as pb
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:

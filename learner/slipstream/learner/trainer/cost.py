@@ -34,7 +34,7 @@ class StepCost:
 
     def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
-        flops = training_flops(self._sizes, [len(t.token_ids) for t in batch.trajectories])
+        flops = training_flops(self._sizes, batch.lengths())
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {
             "tokens_per_micro_batch": result.metrics["num_tokens"]

@@ -28,7 +28,7 @@ class SamplingSection(Section):
     # Most tokens of all branches of an episode together. 0: `max_episode_tokens`.
     max_total_tokens: int = Field(0, ge=0)
     # Most branches of an episode, the conversations that an agent has with the model.
-    max_branches: int = Field(16, ge=1, le=4096)
+    max_branches: int = Field(16, ge=1, le=256)
     # Most tokens of a task before the first reply; None: the limit leaves room for one token of the
     # reply. Prompts are never cut.
     max_prompt_tokens: Positive | None = None

@@ -29,6 +29,9 @@ _CACHED_CHARACTERS = 1000
 # Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
 
+# Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
+
 Message = Mapping[str, Any]
 
 
@@ -61,6 +64,7 @@ class PromptRenderer:
         **options: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[list[list[Message]], list[TokensInput]]:
         """See vLLM; the prompt of the current call is that of its recorder."""
+        _check_text(conversations)
         current = CURRENT.get()
         if current is None:
             rendered: tuple[list[list[Message]], list[TokensInput]]
@@ -122,8 +126,8 @@ class PromptRenderer:
 
     def _text(self, messages: list[Message], params: ChatParams) -> str:
         _, prompt = self._inner.render_messages(messages, params)
-        if "multi_modal_data" in prompt or not isinstance(prompt.get("prompt"), str):
-            raise VLLMValidationError("messages of agents must be text", parameter="messages")
+        if not isinstance(prompt.get("prompt"), str):
+            raise VLLMValidationError("this model's prompts are not text", parameter="model")
         return str(prompt["prompt"])
 
     def _tokens(self, text: str, most_characters: int) -> list[int]:
@@ -138,3 +142,16 @@ class PromptRenderer:
         if self._backend is not None:
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_text(conversations: Sequence[list[Message]]) -> None:
+    """Raises VLLMValidationError for messages with anything but text."""
+    for message in (message for messages in conversations for message in messages):
+        content = message.get("content")
+        for part in () if content is None or isinstance(content, str) else content:
+            kind = part.get("type") if isinstance(part, Mapping) else "text"
+            if kind not in _TEXT_PARTS:
+                raise VLLMValidationError(
+                    f"messages of agents must be text, got a part of type {kind}",
+                    parameter="messages",
+                )

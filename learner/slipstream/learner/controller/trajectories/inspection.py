@@ -137,14 +137,17 @@ class Inspector:
 
     def _facts(self) -> KnownFacts:
         progress = self._progress
+        sampling = progress.config.sampling
         return KnownFacts(
             servers=self._fleet.known,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
             vocabulary=self._vocabulary,
             # Not the bound for new leases, which may be lower by now.
             max_staleness=progress.config.algorithm.max_staleness,
-            max_episode_tokens=progress.config.sampling.max_episode_tokens,
-            max_turns=progress.config.sampling.max_turns,
+            max_episode_tokens=sampling.max_episode_tokens,
+            max_total_tokens=sampling.total_tokens,
+            max_branches=sampling.max_branches,
+            max_turns=sampling.max_turns,
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:

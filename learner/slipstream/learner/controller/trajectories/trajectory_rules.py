@@ -25,8 +25,10 @@ class KnownFacts:
     # Number of token ids; 0: unknown.
     vocabulary: int
     max_staleness: int
-    # Largest size of an episode that leases allow.
+    # Largest sizes of an episode that leases allow: of each branch, and of all together.
     max_episode_tokens: int
+    max_total_tokens: int
+    max_branches: int
     max_turns: int
 
 
@@ -58,7 +60,10 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have this size; empty: it can."""
     size, most = len(trajectory.token_ids), facts.max_episode_tokens
-    if size > most:
+    if trajectory.branches:
+        if excess := _excess_of_branches(trajectory, facts):
+            return excess
+    elif size > most:
         return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
     if turns > facts.max_turns:
@@ -69,6 +74,24 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:
             return f"its {name}'s text has more than the {allowed} bytes that {size} tokens allow"
+    return ""
+
+
+def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
+    """The reason why no episode of this run can have these branches; empty: it can."""
+    number, most = len(trajectory.branches), facts.max_branches
+    if number > most:
+        return f"it has {number} branches, sampling.max_branches is {most}"
+    most = facts.max_episode_tokens
+    for place, part in enumerate(trajectory.sequences(), 1):
+        size = part.tokens.stop - part.tokens.start
+        if size > most:
+            return f"branch {place} has {size} tokens, sampling.max_episode_tokens is {most}"
+        if trajectory.has_reward and part.sampled.start == part.sampled.stop:
+            return f"branch {place} has no sampled token"
+    size, most = len(trajectory.token_ids), facts.max_total_tokens
+    if size > most:
+        return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,11 @@ LagArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Batch:
-    """Trajectories that train version `step` into version `step` + 1: whole groups, in order."""
+    """Trajectories that train version `step` into version `step` + 1: whole groups, in order.
+
+    A trajectory is trained as one sequence, or as one for each of its branches; sequences have the
+    order of their tokens.
+    """
 
     step: int
     batch_id: str
@@ -26,6 +31,16 @@ class Batch:
     def group_ids(self) -> list[str]:
         """The group of each trajectory."""
         return [trajectory.group_id for trajectory in self.trajectories]
+
+    @functools.cached_property
+    def owners(self) -> list[int]:
+        """The index of the trajectory of each sequence."""
+        return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
+
+    def lengths(self) -> list[int]:
+        """The number of tokens of each sequence."""
+        parts = [part.tokens for t in self.trajectories for part in t.sequences()]
+        return [tokens.stop - tokens.start for tokens in parts]
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """The reward of each trajectory."""
@@ -54,7 +69,7 @@ class Batch:
                 )
 
     def mini_batches(self, number: int) -> list[list[int]]:
-        """Returns indices of each mini-batch's trajectories: equal shares of the groups, in order.
+        """Returns indices of each mini-batch's sequences: equal shares of the groups, in order.
 
         Raises RunFailed when there are fewer groups than mini-batches.
         """
@@ -65,8 +80,9 @@ class Batch:
             )
         share = {group: place * number // len(groups) for place, group in enumerate(groups)}
         parts: list[list[int]] = [[] for _ in range(number)]
-        for index, group in enumerate(self.group_ids):
-            parts[share[group]].append(index)
+        group_ids = self.group_ids
+        for index, owner in enumerate(self.owners):
+            parts[share[group_ids[owner]]].append(index)
         return parts
 
     def metrics(self) -> dict[str, float]:

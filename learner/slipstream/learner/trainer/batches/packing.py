@@ -54,17 +54,17 @@ class TokenEstimates:
         cls, many: Sequence[TokenEstimates], change: Callable[[FloatArray], list[FloatArray]]
     ) -> list[TokenEstimates]:
         """Joins the arrays of `many`, and returns an entry for each part that `change` makes."""
+        advantages = change(np.concatenate([each.advantages for each in many]))
 
         def mapped(arrays: Sequence[FloatArray | None]) -> Sequence[FloatArray | None]:
             joined = _joined_or_none(arrays)
-            return [None] * len(arrays) if joined is None else change(joined)
+            return [None] * len(advantages) if joined is None else change(joined)
 
         columns = [
             mapped([each.reference_logprobs for each in many]),
             mapped([each.values for each in many]),
             mapped([each.returns for each in many]),
         ]
-        advantages = change(np.concatenate([each.advantages for each in many]))
         return [cls(*arrays) for arrays in zip(advantages, *columns, strict=True)]
 
 
@@ -88,14 +88,15 @@ class TrainingSequence:
     ) -> list[TrainingSequence]:
         """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
 
-        `estimates` has an entry for each trajectory; an array is None in all of them or in none.
-        The
-        sequences are views of arrays for the whole batch: many small arrays would cost more time
-        than the training of short sequences.
+        A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
+        for each trajectory; an array is None in all of them or in none. The sequences are views of
+        arrays for the whole batch: many small arrays would cost more time than the training of
+        short sequences.
         """
         if not trajectories:
             return []
-        ends = np.cumsum([len(trajectory.token_ids) for trajectory in trajectories])
+        parts = [part.tokens for t in trajectories for part in t.sequences()]
+        ends = np.cumsum([tokens.stop - tokens.start for tokens in parts])
         sampled = np.repeat(
             [bool(place % 2) for t in trajectories for place in range(len(t.run_lengths))],
             [length for t in trajectories for length in t.run_lengths],

@@ -19,7 +19,7 @@ from slipstream.learner.trainer.batches.packing import (
 )
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
 from slipstream.learner.trainer.model.model import ParallelModel
-from slipstream.protocol.types import LogprobArray, Trajectory
+from slipstream.protocol.types import LogprobArray, TokenSequence
 from torch import Tensor
 
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
@@ -32,7 +32,8 @@ def batch_outputs(
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    Each is float32 [sampled tokens], with 0 for a sampled first token, which nothing predicts. The
+    Each is float32 [sampled tokens], with 0 for the sampled first token of a sequence, which
+    nothing predicts. The
     layout of `model` must be in force; each replica computes its share. Collective: besides the
     model's own messages, it sums 4 bytes for each sampled token of the batch over all ranks.
     """
@@ -41,10 +42,10 @@ def batch_outputs(
         for trajectory in batch.trajectories
     ]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
-    found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
+    found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens))
     return [
-        _sampled_outputs(trajectory, outputs)
-        for trajectory, outputs in zip(batch.trajectories, found, strict=True)
+        np.concatenate([_sampled_outputs(part, next(found)) for part in trajectory.sequences()])
+        for trajectory in batch.trajectories
     ]
 
 
@@ -116,6 +117,6 @@ def _packed(
     ]
 
 
-def _sampled_outputs(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
-    unpredicted = trajectory.num_sampled_tokens - len(found)
+def _sampled_outputs(part: TokenSequence, found: LogprobArray) -> LogprobArray:
+    unpredicted = part.sampled.stop - part.sampled.start - len(found)
     return np.concatenate([np.zeros(unpredicted, dtype=np.float32), found])
