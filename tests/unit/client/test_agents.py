@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -13,6 +14,8 @@ from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS
 from slipstream.client.agents.gateway import MAX_BODY_BYTES
 from slipstream.client.serving import EpisodeHost
+from slipstream.client.witness import CallWitness
+from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -144,7 +147,8 @@ async def test_parts_of_a_streamed_reply_pass_as_they_come() -> None:
 async def test_branches_carry_their_names() -> None:
     class Two(Agent):
         async def run(self, task, endpoint):
-            for each in (endpoint, endpoint.branch("reviewer")):
+            reviewer = endpoint.branch("reviewer")
+            for each in (endpoint, reviewer, reviewer.branch("a:b+c")):
                 async with chat(each) as client:
                     await say(client, task)
             return 0.0
@@ -153,6 +157,7 @@ async def test_branches_carry_their_names() -> None:
     assert [(call.branch, call.path) for call in play.calls] == [
         ("", "/v1/chat/completions"),
         ("reviewer", "/v1/chat/completions"),
+        ("a:b+c", "/v1/chat/completions"),
     ]
 
 
@@ -428,6 +433,29 @@ async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
 
 async def asked(episode: Episode) -> str:
     return (await episode.command(ping=pb.PingCommand(episode_key=episode.key))).pong.place
+
+
+async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> None:
+    seen: dict[str, tuple[str, ...]] = {}
+    record = os.memfd_create("calls")
+
+    class Looks(Agent):
+        async def run(self, task, endpoint):
+            seen["before"] = CallRecord.read(record).running
+            async with chat(endpoint) as client:
+                await say(client, task)
+            seen["after"] = CallRecord.read(record).running
+            return 0.0
+
+    async def look(call):
+        seen["waiting"] = CallRecord.read(record).running
+        yield as_json(chat_reply("x"))
+
+    host = EpisodeHost(Looks(), witness=CallWitness(record))
+    assert (await Episode(host, look).run()).HasField("agent_result")
+    assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
+    assert CallRecord.read(record).running == ()
+    await host.close_all()
 
 
 async def test_commands_that_do_not_fit_are_refused() -> None:

@@ -41,7 +41,7 @@ Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Refusal(Exception):
     """An error response; `kind` and `code` are the words that clients of both APIs know."""
 
