@@ -33,13 +33,14 @@ def script(prompt: str) -> str:
     return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
 
 
-def agent_config(folder: Path, **rollout_server: object) -> Config:
+def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: object) -> Config:
     """The settings of a run with the model of `folder`."""
     table = {
         "run": {"name": "agents", "steps": 1},
         "model": {"path": str(folder), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 3000, "max_turns": 100},
+        "learner": {"micro_batch_tokens": max(max_tokens, 4096)},
+        "sampling": {"max_reply_tokens": 400, "max_episode_tokens": max_tokens, "max_turns": 100},
         "rollout_server": {
             "max_episodes": 16,
             "threads": 1,
@@ -187,8 +188,11 @@ class _Stream(httpx2.AsyncByteStream):
         await self._parts.aclose()
 
 
-async def agent_rig(folder: Path, script: Callable[[str], str], **rollout_server: object):
-    """The rig of a tiny chat model without weights."""
-    config = agent_config(make_chat_model(folder, with_weights=False), **rollout_server)
+async def agent_rig(
+    folder: Path, script: Callable[[str], str], *, max_tokens: int = 3000, **rollout_server: object
+):
+    """The rig of a tiny chat model without weights; `max_tokens` bounds each branch."""
+    model = make_chat_model(folder, with_weights=False, max_length=max(max_tokens, 4096))
+    config = agent_config(model, max_tokens=max_tokens, **rollout_server)
     engine = scripted_engine(config, script)
     return AgentRig(engine, await Agents(engine, config.rollout_server).api())

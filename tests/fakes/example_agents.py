@@ -1,113 +1,112 @@
-"""Agents for whole runs with the tiny model, whose words are letters."""
+"""Agents for tests: each is an environment that calls the model through a real SDK."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import random
-import string
-import threading
-import time
+import json
+from typing import Any
 
 import openai
-from slipstream.client import AgentEnvironment, AgentOutcome
+from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
 
 
-class Smallest(AgentEnvironment[list[str]]):
-    """The model may try twice to name the first of some letters in the alphabet."""
-
-    def __init__(self, length: int = 3, num_tasks: int = 100) -> None:
-        generator = random.Random(0)
-        letters = string.ascii_lowercase[:12]
-        self._tasks = [generator.sample(letters, length) for _ in range(num_tasks)]
-        self._client = openai.AsyncOpenAI(api_key="of no episode", max_retries=0)
-
-    def tasks(self):
-        return self._tasks
-
-    async def run(self, task, endpoint):
-        client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        messages = [{"role": "user", "content": " ".join(task)}]
-        for attempt in (1, 2):
-            answer = await client.chat.completions.create(model="any", messages=messages)
-            reply = answer.choices[0].message
-            if (reply.content or "").split()[:1] == [min(task)]:
-                return AgentOutcome(1 / attempt, {"attempts": attempt})
-            messages += [reply, {"role": "user", "content": " ".join(task)}]
-        return AgentOutcome(0.0, {"attempts": 2})
+class _Agent(AgentEnvironment[int]):
+    def tasks(self) -> list[int]:
+        return list(range(10))
 
 
-class Plainly(Smallest):
-    """Does the same in a thread, and streams."""
-
-    def __init__(self, length: int = 3, num_tasks: int = 100) -> None:
-        super().__init__(length, num_tasks)
-        self._sync = openai.OpenAI(api_key="of no episode", max_retries=0)
-
-    def run(self, task, endpoint):
-        client = self._sync.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        messages = [{"role": "user", "content": " ".join(task)}]
-        with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
-            said = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-        return float("".join(said).split()[:1] == [min(task)])
+def client(endpoint: Endpoint) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
 
 
-class Raising(Smallest):
+async def ask(endpoint: Endpoint, messages: list[Any], **options: Any) -> Any:
+    async with client(endpoint) as api:
+        answer = await api.chat.completions.create(model="any", messages=messages, **options)
+    return answer.choices[0].message
+
+
+class ToolAgent(_Agent):
+    """Calls tools in three turns, asks a reviewer twice at once, and returns its counts."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
+        messages: list[Any] = [{"role": "user", "content": f"call {task}"}]
+        total = 0
+        for turn in range(3):
+            message = await ask(endpoint, messages, tools=TOOLS)
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                total += json.loads(call.function.arguments)["a"]
+                content = f"call {task + turn + 1}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        review = [{"role": "user", "content": "Is it right?"}]
+        reviewer = endpoint.branch("reviewer")
+        await asyncio.gather(ask(reviewer, review), ask(reviewer, review))
+        return AgentOutcome(reward=1.0, metrics={"total": total}, shares={"reviewer": 0.5})
+
+
+class PlainAgent(_Agent):
+    """Blocks its own thread in a call of the synchronous SDK."""
+
+    def run(self, task: int, endpoint: Endpoint) -> float:
+        with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as api:
+            api.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": str(task)}]
+            )
+        return float(task)
+
+
+class SilentAgent(_Agent):
+    """Never calls the model."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        return 1.0
+
+
+class HangingAgent(_Agent):
+    """Hangs after its first call."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        await ask(endpoint, [{"role": "user", "content": "hi"}])
+        await asyncio.Event().wait()
+        return 1.0
+
+
+class RaisingAgent(_Agent):
     """Raises after its first call."""
 
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        raise KeyError(task[0])
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        await ask(endpoint, [{"role": "user", "content": "hi"}])
+        raise ValueError(f"task {task} is bad")
 
 
-class Hanging(Smallest):
-    """Awaits for ever."""
+class GreedyAgent(_Agent):
+    """Calls until a limit stops it, and returns a reward all the same."""
 
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        await asyncio.Event().wait()
-
-
-class HangingPlainly(Smallest):
-    """Sleeps for ever in its thread."""
-
-    def run(self, task, endpoint):
-        while True:
-            time.sleep(0.05)
-
-
-class Blocking(Smallest):
-    """Holds its whole process up."""
-
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        time.sleep(3600)
-
-
-class Exiting(Smallest):
-    """Takes its process down."""
-
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        os._exit(3)
-
-
-class Forgetting(Smallest):
-    """Floods its endpoint from threads that it forgets; its result is fine."""
-
-    async def run(self, task, endpoint):
-        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-        body = [{"role": "user", "content": " ".join(task)}]
-
-        def ask() -> None:
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        try:
             while True:
-                try:
-                    client.chat.completions.create(model="any", messages=body)
-                except openai.AuthenticationError:
-                    return
-                except openai.OpenAIError:
-                    time.sleep(0.01)
+                message = await ask(endpoint, messages)
+                messages += [message.model_dump(exclude_none=True), messages[0]]
+        except openai.BadRequestError as error:
+            return float(error.code == "context_length_exceeded")
 
-        for _ in range(4):
-            threading.Thread(target=ask, daemon=True).start()
-        return await super().run(task, endpoint)
+
+class LeavingAgent(_Agent):
+    """Returns while a call is open."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        await ask(endpoint, [{"role": "user", "content": "hi"}])
+        self.left = asyncio.create_task(ask(endpoint, [{"role": "user", "content": "long " * 20}]))
+        await asyncio.sleep(0.2)
+        return 1.0

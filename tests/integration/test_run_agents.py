@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
-import example_agents  # noqa: E402
+import letter_agents  # noqa: E402
 from run_processes import (  # noqa: E402
     check_ledger,
     command,
@@ -59,7 +59,7 @@ BROKEN = {
 
 
 def agents_folder(folder: Path) -> Path:
-    shutil.copy(example_agents.__file__, folder / "user_agents.py")
+    shutil.copy(letter_agents.__file__, folder / "user_agents.py")
     return folder
 
 
@@ -97,7 +97,7 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:
             await until_step(client, 1, limit_s=RUN_LIMIT_S)
-            served = example_agents.Smallest(length=2)
+            served = letter_agents.Smallest(length=2)
             await client.serve(served, name="served", weight=4.0, timeout_s=20.0)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")
