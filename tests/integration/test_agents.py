@@ -83,7 +83,6 @@ async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
         1,
     ]
     assert rig.runs() == [3]
-    assert rig.recorder.conversations.merged_tokens == rig.sampled_tokens
 
 
 async def test_the_sync_sdk_in_a_thread_gets_the_same(rig) -> None:
@@ -169,8 +168,6 @@ async def test_a_history_that_was_edited_or_compacted_begins_a_branch(rig) -> No
     await chat(rig, edited)
     await chat(rig, [{"role": "user", "content": "In short: hi. Go on."}])
     assert rig.runs() == [2, 1, 1]
-    conversations = rig.recorder.conversations
-    assert conversations.merged_tokens == rig.sampled_tokens - len(rig.engine.samples[2].tokens)
 
 
 async def test_an_earlier_turn_can_be_tried_again(rig) -> None:

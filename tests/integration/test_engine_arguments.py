@@ -30,14 +30,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_with(
-    model: Path, engine: dict[str, object], lora: dict[str, object] | None = None
+    model: Path,
+    engine: dict[str, object],
+    lora: dict[str, object] | None = None,
+    *,
+    settings: dict[str, object] | None = None,
 ) -> Config:
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(model), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine},
+        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine}
+        | (settings or {}),
         "lora": lora or {},
     }
     return parse_config(table, source="test")
@@ -188,6 +193,46 @@ def test_tables_are_checked_against_the_source_that_is_installed(
     with pytest.raises(ConfigError) if line else contextlib.nullcontext() as caught:
         check_engine(config_with(model, engine))
     assert not line or line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"tool_parser": "hermes", "reasoning_parser": "qwen3"}, ""),
+        (
+            {"tool_parser": "hermse"},
+            "rollout_server.tool_parser must be a parser of vLLM, got 'hermse'; did you mean "
+            "'hermes'?",
+        ),
+        (
+            {"reasoning_parser": "qwen33"},
+            "rollout_server.reasoning_parser must be a parser of vLLM, got 'qwen33'; did you mean",
+        ),
+        ({"tool_parser": "zzz"}, "got 'zzz'; there are "),
+        (
+            {"chat_template": "/nowhere.jinja"},
+            "rollout_server.chat_template must be a file, got /nowhere.jinja",
+        ),
+    ],
+)
+def test_parsers_and_template_are_checked_before_anything_starts(
+    model: Path, settings: dict[str, object], line: str
+) -> None:
+    config = config_with(model, {}, settings=settings)
+    with pytest.raises(ConfigError) if line else contextlib.nullcontext() as caught:
+        check_engine(config)
+    assert not line or line in str(caught.value)
+
+
+def test_the_parsers_that_are_read_from_vllms_source_are_vllms() -> None:
+    import vllm
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    source = VllmSource(Path(vllm.__file__).parent)
+    assert sorted(source.parsers("tool_parser")) == sorted(ToolParserManager.list_registered())
+    known = sorted(ReasoningParserManager.list_registered())
+    assert sorted(source.parsers("reasoning_parser")) == known
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:

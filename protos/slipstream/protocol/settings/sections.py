@@ -231,6 +231,9 @@ class RolloutServerSection(Section):
     reasoning_parser: str | None = None
     # File of a chat template in place of the tokenizer's, for agents and other environments.
     chat_template: Path | None = None
+    # Passed by name to the chat template, as `enable_thinking = false` is. An agent's request may
+    # say otherwise.
+    chat_template_kwargs: dict[str, JsonValue] = {}
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}

@@ -17,6 +17,11 @@ from slipstream.protocol.settings.engine_table import OWNED, SECTION
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
 _MODULE, _CLASS = "vllm.engine.arg_utils", "AsyncEngineArgs"
+# Setting -> module and name of vLLM's table of parsers.
+_PARSERS = {
+    "tool_parser": ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning_parser": ("vllm.reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
 _PLAIN: dict[str, tuple[str, tuple[type, ...]]] = {
     "bool": ("true or false", (bool,)),
     "int": ("an integer", (int,)),
@@ -64,11 +69,27 @@ def check_engine(config: Config) -> None:
     Raises ConfigError with one line: the nearest known names, or the value and its type.
     """
     spec = importlib.util.find_spec("vllm")
-    if not config.rollout_server.engine or spec is None or not spec.submodule_search_locations:
+    settings = config.rollout_server
+    if spec is None or not spec.submodule_search_locations:
         return
     source = VllmSource(Path(spec.submodule_search_locations[0]))
-    for problem in source.problems(config.rollout_server.engine):
+    for problem in source.problems(settings.engine):
         raise ConfigError(problem)
+    for setting, name in (
+        ("tool_parser", settings.tool_parser),
+        ("reasoning_parser", settings.reasoning_parser),
+    ):
+        known = source.parsers(setting) if name is not None else []
+        if name is not None and known and name not in known:
+            near = near_names(name, known)
+            hint = did_you_mean(near) if near else f"there are {', '.join(sorted(known))}"
+            raise ConfigError(
+                f"rollout_server.{setting} must be a parser of vLLM, got {name!r}; {hint}"
+            )
+    if settings.chat_template is not None and not settings.chat_template.is_file():
+        raise ConfigError(
+            f"rollout_server.chat_template must be a file, got {settings.chat_template}"
+        )
 
 
 def unknown_name(name: str, known: Iterable[str], *, section: str = SECTION) -> str:
@@ -116,6 +137,13 @@ class VllmSource:
                 "0.32.0 was tested"
             )
         return fields
+
+    def parsers(self, setting: str) -> list[str]:
+        """Returns the names of vLLM's parsers for a setting; none if only vLLM can tell."""
+        module, name = _PARSERS[setting]
+        node, _ = self._definition(Place(module, name)) or (None, "")
+        keys = node.keys if isinstance(node, ast.Dict) else []
+        return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
 
     def forms(self, annotation: Place) -> Forms | None:
         """Returns the forms that a value may have; None if only vLLM can tell."""

@@ -111,6 +111,7 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     arguments.served_model_name = [MODEL]
     arguments.enable_prompt_tokens_details = True
     arguments.chat_template = settings.chat_template and str(settings.chat_template)
+    arguments.default_chat_template_kwargs = dict(settings.chat_template_kwargs) or None
     arguments.enable_auto_tool_choice = settings.tool_parser is not None
     arguments.tool_call_parser = settings.tool_parser
     arguments.structured_outputs_config.reasoning_parser = settings.reasoning_parser or ""

@@ -57,8 +57,6 @@ class Call:
     prompt: list[int]
     context: list[int]
     is_append: bool
-    # Whether the prompt repeats sampled tokens as they are, or has none to repeat.
-    is_merged: bool
     is_over: bool = False
 
 
@@ -84,8 +82,6 @@ class Conversations:
     def __init__(self) -> None:
         self.branches: list[Branch] = []
         self.num_turns = 0
-        # Sampled tokens of calls that repeat no sampled text as new tokens.
-        self.merged_tokens = 0
         # Tokens of all branches.
         self.num_tokens = 0
         self._roots: dict[str, _Node] = {}
@@ -110,15 +106,15 @@ class Conversations:
                 found = Found(next(free, node.turns[0]), num_messages)
         return found
 
-    def begin(self, name: str, turn: Turn | None, context: list[int], *, is_merged: bool) -> Call:
+    def begin(self, name: str, turn: Turn | None, context: list[int]) -> Call:
         """Opens a call that reads `context` behind `turn`, or from the start where that is None."""
         if turn is not None and _can_append(turn, name):
             turn.branch.is_taken = True
             prompt = turn.branch.token_ids + context
-            return Call(turn.branch, prompt, context, is_append=True, is_merged=is_merged)
+            return Call(turn.branch, prompt, context, is_append=True)
         if turn is not None:
             context = turn.branch.token_ids[: turn.end] + context
-        return Call(Branch(name), context, context, is_append=False, is_merged=is_merged)
+        return Call(Branch(name), context, context, is_append=False)
 
     def finish(self, call: Call, generation: Generation | None) -> Turn | None:
         """Records what a call sampled; None if it sampled nothing. Its branch is free again."""
@@ -141,8 +137,6 @@ class Conversations:
             branch.expert_ids.append(generation.expert_ids)
         self.num_turns += 1
         self.num_tokens += len(call.context) + len(tokens)
-        if call.is_merged:
-            self.merged_tokens += len(tokens)
         return Turn(branch, len(branch.token_ids))
 
     def remember(

@@ -116,10 +116,7 @@ class Recorder:
 
         LimitReached if there never will be.
         """
-        has_reply = any(key.role == "assistant" for key in opened.keys)
-        is_merged = turn is not None or not has_reply
-        name = opened.http.branch
-        call = opened.call = self.conversations.begin(name, turn, context, is_merged=is_merged)
+        call = opened.call = self.conversations.begin(opened.http.branch, turn, context)
         while True:
             if self._is_cancelled or opened.hung_up.is_set():
                 self._release(opened)

@@ -89,8 +89,6 @@ class Recording:
             Branch(len(branch.run_lengths), shares.get(branch.name, 1.0), branch.name)
             for branch in conversations.branches
         )
-        self.metrics["branches"] = float(len(self.branches))
-        self.metrics["merged"] = conversations.merged_tokens / max(self.num_sampled, 1)
 
     def add_context(self, token_ids: list[int]) -> None:
         """Appends tokens for the model to read."""

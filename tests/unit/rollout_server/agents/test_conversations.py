@@ -41,7 +41,7 @@ class Talk:
         found = self.all.find(tools, keys, name)
         rest = keys[found.num_messages :] if found else keys
         context = [hash(each.text) % 1000 for each in rest]
-        return self.all.begin(name, found.turn if found else None, context, is_merged=True), keys
+        return self.all.begin(name, found.turn if found else None, context), keys
 
     def reply(self, call: Call, keys: list[MessageKey], text: str, *, tools: str = TOOLS) -> Turn:
         turn = self.all.finish(call, generation([next(self.numbers), next(self.numbers)]))
