@@ -11,11 +11,13 @@ import urllib.request
 import pytest
 from scripted_server import Episode, answers, as_json, chat_chunk, chat_reply, event, never
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS
 from slipstream.client.agents.gateway import MAX_BODY_BYTES
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.witness import CallWitness
 from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -456,6 +458,48 @@ async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits(
     assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
     assert CallRecord.read(record).running == ()
     await host.close_all()
+
+
+async def test_runs_that_do_not_end_are_named_and_bounded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    released = threading.Event()
+
+    class Stays(Agent):
+        def run(self, task, endpoint):
+            while not released.is_set():
+                try:
+                    released.wait(0.01)
+                except SystemExit:
+                    continue
+
+    episodes = AgentEpisodes(end_limit_s=0.2, max_left_runs=2)
+
+    def opened() -> AgentEpisode:
+        return episodes.open(Stays(), "one", on_busy=lambda *_: None)
+
+    for key in ("a", "b"):
+        episode = opened()
+        waiting = asyncio.create_task(episode.next())
+        while not episode.place():
+            await asyncio.sleep(0.005)
+        await episodes.end(episode, key)
+        waiting.cancel()
+        told = capsys.readouterr().err
+        assert told.startswith(f"the run of episode {key} did not end within 0.2 s (test_agents.py")
+    with pytest.raises(EnvironmentFailed, match="2 runs go on after the end of their episodes"):
+        opened()
+    released.set()
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                episode = opened()
+            except EnvironmentFailed:
+                await asyncio.sleep(0.005)
+            else:
+                break
+    await episodes.end(episode, "c")
+    await episodes.close()
 
 
 async def test_commands_that_do_not_fit_are_refused() -> None:
