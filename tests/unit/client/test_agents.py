@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 import urllib.error
@@ -12,8 +13,8 @@ import pytest
 from scripted_server import Episode, answers, as_json, chat_chunk, chat_reply, event, never
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
-from slipstream.client.agents.exchange import MAX_OPEN_CALLS
-from slipstream.client.agents.gateway import MAX_BODY_BYTES
+from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
+from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.witness import CallWitness
 from slipstream.protocol.call_record import CallRecord
@@ -458,6 +459,22 @@ async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits(
     assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
     assert CallRecord.read(record).running == ()
     await host.close_all()
+
+
+async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -> None:
+    gateway = Gateway()
+    url = gateway.open(CallExchange(on_waiting=lambda _: None)).anthropic_url
+    port = int(url.split(":")[2].partition("/")[0])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(LIMIT_S):
+        while not gateway._server.server_state.connections:
+            await asyncio.sleep(0.005)
+    (connection,) = gateway._server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
+    await writer.wait_closed()
+    await gateway.close()
 
 
 async def test_runs_that_do_not_end_are_named_and_bounded(
