@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import urllib.request
 
@@ -44,23 +43,15 @@ class Waits(Calls):
         await asyncio.Event().wait()
 
 
+class Sleeps(Calls):
+    """Sleeps in its thread."""
+
+    def run(self, task, endpoint):
+        time.sleep(3600)
+
+
 class Blocks(Calls):
     """Holds its whole process up."""
 
     async def run(self, task, endpoint):
         time.sleep(3600)
-
-
-class Forgets(Calls):
-    """Leaves a thread behind, which calls the model for ever."""
-
-    def run(self, task, endpoint):
-        def go_on() -> None:
-            while True:
-                try:
-                    super(Forgets, self).run(task, endpoint)
-                except OSError:
-                    time.sleep(0.01)
-
-        threading.Thread(target=go_on, daemon=True).start()
-        return super().run(task, endpoint)

@@ -108,6 +108,7 @@ class Forgetting(Smallest):
                 except openai.OpenAIError:
                     time.sleep(0.01)
 
+        outcome = await super().run(task, endpoint)
         for _ in range(4):
             threading.Thread(target=ask, daemon=True).start()
-        return await super().run(task, endpoint)
+        return outcome

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -39,7 +41,9 @@ def test_every_command_of_the_page_works(tmp_path: Path, tiny_model: Path) -> No
     assert {json.loads(line)["environment"] for line in lines} >= {"smallest", "mine"}
 
 
-async def test_the_program_of_the_page_solves_its_tasks() -> None:
+async def test_the_program_of_the_page_solves_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A reader has activated the environment.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     blocks = [block[2] for block in BLOCK.finditer(PAGE.read_text()) if block[1] == "toml"]
     (text,) = (text for text in blocks if text.startswith("[[environments]]"))
     (entry,) = tomllib.loads(text)["environments"]

@@ -226,17 +226,14 @@ async def test_codex(rig: AgentRig, model: Model) -> None:
     settings = (
         "model_provider=policy",
         "model_providers.policy.name=policy",
+        "model_providers.policy.base_url={OPENAI_BASE_URL}",
         "model_providers.policy.env_key=OPENAI_API_KEY",
         "model_providers.policy.wire_api=responses",
     )
-    # Its provider is no variable but a setting; only a shell knows the address.
-    start = (
-        'exec "$0" exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -m any '
-        '-c "model_providers.policy.base_url=$OPENAI_BASE_URL" "$@"'
-    )
+    start = (codex, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     options = [part for setting in settings for part in ("-c", setting)]
     program = Command(
-        ["sh", "-c", start, codex, *options, "{task}"],
+        [*start, "-m", "any", *options, "{task}"],
         ["Write 42 into answer.txt."],
         score_command=["grep", "-c", "^42$", "answer.txt"],
     )

@@ -38,12 +38,12 @@ class Endpoint:
     def branch(self, name: str) -> Endpoint:
         """Returns the endpoint whose conversations carry `name`; see `AgentOutcome.shares`.
 
-        Call it on the endpoint that `run` got. ValueError for a name that is not 1 to 64 letters,
-        digits and ._:+-
+        ValueError for a name that is not 1 to 64 letters, digits and ._:+-
         """
         if BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")
-        return Endpoint(f"{self.anthropic_url}/b/{name}", self.api_key)
+        unnamed = self.anthropic_url.partition("/b/")[0]
+        return Endpoint(f"{unnamed}/b/{name}", self.api_key)
 
     def variables(self) -> dict[str, str]:
         """Returns the variables with which most programs find the endpoint."""

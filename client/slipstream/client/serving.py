@@ -122,16 +122,18 @@ class EpisodeHost:
         except EnvironmentFailed as error:
             print(f"closing an episode: {error}", file=sys.stderr)
 
+    def agent_place(self, key: str) -> str:
+        """Returns where the code of an agent is; "" if that is not known, or it is no agent."""
+        episode = self._episodes.get(key)
+        agent = episode.agent if episode is not None else None
+        return agent.place() if agent is not None else ""
+
     def _place(self, key: str) -> str:
         """Returns where an episode waits now; "" if it does not."""
         episode = self._episodes.get(key)
-        if episode is None:
+        if episode is None or episode.running is None:
             return ""
-        if episode.agent is not None:
-            return episode.agent.place()
-        if episode.running is None:
-            return ""
-        return awaited_place(episode.running)
+        return self.agent_place(key) or awaited_place(episode.running)
 
     def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
         if spec.reference:

@@ -125,6 +125,7 @@ def _check(
     from slipstream.v1 import environment_pb2 as pb
 
     main_thread = threading.get_ident()
+    host = EpisodeHost()
 
     def fail(cause: str) -> NoReturn:
         # This is the last line of stderr, after all that the environment has printed.
@@ -138,11 +139,10 @@ def _check(
         place = running_place(main_thread)
         innermost = sys._current_frames()[main_thread].f_code.co_filename
         if Path(innermost).name == "selectors.py":
-            place = "it awaits something that does not come"
+            place = host.agent_place("check") or "it awaits something that does not come"
         fail(f"no answer within {timeout_s:g} s ({place})")
 
     async def commands() -> AsyncIterator[pb.WorkerMessage]:
-        host = EpisodeHost()
         spec = pb.EnvironmentSpec(reference=reference, args_json=args_json, search_path=search_path)
         yield await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
         observed = await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))

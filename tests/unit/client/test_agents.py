@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import threading
 import time
 import urllib.error
@@ -10,9 +12,13 @@ import urllib.request
 import pytest
 from scripted_server import Episode, answers, as_json, chat_chunk, chat_reply, event, never
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.agents.exchange import MAX_OPEN_CALLS
-from slipstream.client.agents.gateway import MAX_BODY_BYTES
+from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
+from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
+from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.serving import EpisodeHost
+from slipstream.client.witness import CallWitness
+from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -144,7 +150,8 @@ async def test_parts_of_a_streamed_reply_pass_as_they_come() -> None:
 async def test_branches_carry_their_names() -> None:
     class Two(Agent):
         async def run(self, task, endpoint):
-            for each in (endpoint, endpoint.branch("reviewer")):
+            reviewer = endpoint.branch("reviewer")
+            for each in (endpoint, reviewer, reviewer.branch("a:b+c")):
                 async with chat(each) as client:
                     await say(client, task)
             return 0.0
@@ -153,6 +160,7 @@ async def test_branches_carry_their_names() -> None:
     assert [(call.branch, call.path) for call in play.calls] == [
         ("", "/v1/chat/completions"),
         ("reviewer", "/v1/chat/completions"),
+        ("a:b+c", "/v1/chat/completions"),
     ]
 
 
@@ -428,6 +436,87 @@ async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
 
 async def asked(episode: Episode) -> str:
     return (await episode.command(ping=pb.PingCommand(episode_key=episode.key))).pong.place
+
+
+async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> None:
+    seen: dict[str, tuple[str, ...]] = {}
+    record = os.memfd_create("calls")
+
+    class Looks(Agent):
+        async def run(self, task, endpoint):
+            seen["before"] = CallRecord.read(record).running
+            async with chat(endpoint) as client:
+                await say(client, task)
+            seen["after"] = CallRecord.read(record).running
+            return 0.0
+
+    async def look(call):
+        seen["waiting"] = CallRecord.read(record).running
+        yield as_json(chat_reply("x"))
+
+    host = EpisodeHost(Looks(), witness=CallWitness(record))
+    assert (await Episode(host, look).run()).HasField("agent_result")
+    assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
+    assert CallRecord.read(record).running == ()
+    await host.close_all()
+
+
+async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -> None:
+    gateway = Gateway()
+    url = gateway.open(CallExchange(on_waiting=lambda _: None)).anthropic_url
+    port = int(url.split(":")[2].partition("/")[0])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(LIMIT_S):
+        while not gateway._server.server_state.connections:
+            await asyncio.sleep(0.005)
+    (connection,) = gateway._server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
+    await writer.wait_closed()
+    await gateway.close()
+
+
+async def test_runs_that_do_not_end_are_named_and_bounded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    released = threading.Event()
+
+    class Stays(Agent):
+        def run(self, task, endpoint):
+            while not released.is_set():
+                try:
+                    released.wait(0.01)
+                except SystemExit:
+                    continue
+
+    episodes = AgentEpisodes(end_limit_s=0.2, max_left_runs=2)
+
+    def opened() -> AgentEpisode:
+        return episodes.open(Stays(), "one", on_busy=lambda *_: None)
+
+    for key in ("a", "b"):
+        episode = opened()
+        waiting = asyncio.create_task(episode.next())
+        while not episode.place():
+            await asyncio.sleep(0.005)
+        await episodes.end(episode, key)
+        waiting.cancel()
+        told = capsys.readouterr().err
+        assert told.startswith(f"the run of episode {key} did not end within 0.2 s (test_agents.py")
+    with pytest.raises(EnvironmentFailed, match="2 runs go on after the end of their episodes"):
+        opened()
+    released.set()
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                episode = opened()
+            except EnvironmentFailed:
+                await asyncio.sleep(0.005)
+            else:
+                break
+    await episodes.end(episode, "c")
+    await episodes.close()
 
 
 async def test_commands_that_do_not_fit_are_refused() -> None:

@@ -53,12 +53,13 @@ async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> 
 async def test_a_task_travels_in_arguments_files_and_variables() -> None:
     code = (
         "import json, os, pathlib, sys; "
+        "assert sys.argv[2] == os.environ['OPENAI_BASE_URL']; "
         "said = [sys.argv[1], pathlib.Path('in/question.txt').read_text(), os.environ['HINT']]; "
         "pathlib.Path('score.json').write_text(json.dumps({'reward': 0.5, 'n': len(said)})); "
         "sys.exit(said != ['7 {unknown}', 'Say hello.', '[1, 2]'])"
     )
     command = Command(
-        python(code, "{number} {unknown}"),
+        python(code, "{number} {unknown}", "{OPENAI_BASE_URL}"),
         [{"number": 7, "word": "hello", "hint": [1, 2]}],
         files={"in/question.txt": "Say {word}."},
         variables={"HINT": "{hint}"},

@@ -156,7 +156,8 @@ async def test_a_check_of_an_agent_waits_for_its_first_call() -> None:
     [
         ("CallsNobody", "run() ended without a call to its endpoint"),
         ("Imports", "ModuleNotFoundError: No module named 'no_such_package' (agents_for_checks.py"),
-        ("Waits", "no answer within 5 s (it awaits something that does not come)"),
+        ("Waits", "no answer within 5 s (agents_for_checks.py:"),
+        ("Sleeps", "no answer within 5 s (agents_for_checks.py:"),
         ("Blocks", "no answer within 5 s (agents_for_checks.py:"),
     ],
 )

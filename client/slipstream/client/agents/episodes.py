@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.client.agent import AgentEnvironment
 from slipstream.client.agents.exchange import CallExchange
-from slipstream.client.agents.run import END_LIMIT_S, AgentRun
+from slipstream.client.agents.run import AgentRun
 from slipstream.client.answers import agent_result
 from slipstream.client.loading import environment_failed
 from slipstream.v1 import environment_pb2 as pb
@@ -17,6 +17,8 @@ from slipstream.v1 import environment_pb2 as pb
 if TYPE_CHECKING:
     from slipstream.client.agents.gateway import Gateway
 
+# Seconds that a run may take to end after it was interrupted.
+END_LIMIT_S = 10.0
 # Runs that did not end with their episodes; beyond this number no episode begins.
 MAX_LEFT_RUNS = 256
 
@@ -64,10 +66,10 @@ class AgentEpisode:
         """Returns where the agent's code is; "" if that is not known."""
         return self._run.place() if self._run is not None else ""
 
-    async def end(self) -> AgentRun | None:
-        """Interrupts the run; returns it if it does not end."""
+    async def end(self, limit_s: float) -> AgentRun | None:
+        """Interrupts the run; returns it if it does not end within `limit_s`."""
         self._stop_calls()
-        if self._run is None or await self._run.end():
+        if self._run is None or await self._run.end(limit_s):
             return None
         return self._run
 
@@ -87,7 +89,11 @@ class AgentEpisode:
 class AgentEpisodes:
     """Opens the episodes of one host; the first one starts the gateway."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, end_limit_s: float = END_LIMIT_S, max_left_runs: int = MAX_LEFT_RUNS
+    ) -> None:
+        self._end_limit_s = end_limit_s
+        self._max_left_runs = max_left_runs
         self._gateway: Gateway | None = None
         # Runs whose episodes have ended.
         self._left: list[AgentRun] = []
@@ -97,10 +103,10 @@ class AgentEpisodes:
     ) -> AgentEpisode:
         """Opens an episode; EnvironmentFailed when too many earlier runs have not ended."""
         self._left = [run for run in self._left if run.is_alive]
-        if len(self._left) >= MAX_LEFT_RUNS:
+        if len(self._left) >= self._max_left_runs:
             raise environment_failed(
                 f"{len(self._left)} runs go on after the end of their episodes, the limit is "
-                f"{MAX_LEFT_RUNS}: run() must end when its calls are refused"
+                f"{self._max_left_runs}: run() must end when its calls are refused"
             )
         if self._gateway is None:
             # Its HTTP server takes as long to import as all else in a worker.
@@ -111,13 +117,13 @@ class AgentEpisodes:
 
     async def end(self, episode: AgentEpisode, key: str) -> None:
         """Ends an episode; a run that does not end is left alone, and named on stderr."""
-        left = await episode.end()
+        left = await episode.end(self._end_limit_s)
         if left is not None:
             self._left.append(left)
             place = left.place()
             where = f" ({place})" if place else ""
             print(
-                f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}",
+                f"the run of episode {key} did not end within {self._end_limit_s:g} s{where}",
                 file=sys.stderr,
             )
 

@@ -20,10 +20,6 @@ from typing import Any
 from slipstream.client.agent import AgentEnvironment, Endpoint
 from slipstream.client.witness import awaited_place, running_place
 
-# Seconds that a run may take to end after it was interrupted.
-END_LIMIT_S = 10.0
-
-
 # Everything that code of an agent may raise; asyncio would end the event loop at some of these.
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
@@ -78,15 +74,15 @@ class AgentRun:
         """Whether code of the run may still run."""
         return not self.task.done() or (self._thread is not None and self._thread.is_alive())
 
-    async def end(self) -> bool:
-        """Interrupts the run; returns whether it has ended within END_LIMIT_S."""
+    async def end(self, limit_s: float) -> bool:
+        """Interrupts the run; returns whether it has ended within `limit_s`."""
         if self.task.done():
             return True
         if self._thread is not None:
             _interrupt(self._thread)
         else:
             self.task.cancel()
-        done, _ = await asyncio.wait([self.task], timeout=END_LIMIT_S)
+        done, _ = await asyncio.wait([self.task], timeout=limit_s)
         if not done:
             # A thread that hangs in C code can only be left alone.
             self.task.cancel()

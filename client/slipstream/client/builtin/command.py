@@ -31,7 +31,8 @@ class Command(AgentEnvironment[Row]):
 
     A task is an object; a task that is a text is an object with the field `task`. In `command`,
     `files`, `variables` and `score_command` the text {NAME} stands for the task's field NAME, and
-    everything else for itself. The program sees PATH, LANG, the variables of the endpoint, HOME and
+    everything else for itself; a variable of the endpoint can be named in the same way, but not in
+    `score_command`. The program sees PATH, LANG, the variables of the endpoint, HOME and
     TMPDIR (folders of the episode) and `variables`.
 
     The reward is what `score_command` prints last, else what is in `score_file`: a number, or a
@@ -94,11 +95,13 @@ class Command(AgentEnvironment[Row]):
             prefix="slipstream-agent-", ignore_cleanup_errors=True
         ) as name:
             folder = Path(name) / "work"
-            variables = self._make_folders(folder, task)
+            fields = {**endpoint.variables(), **task}
+            variables = self._make_folders(folder, fields)
+            own = {name: _fill(text, fields) for name, text in self._variables.items()}
             ended = await run_program(
-                _filled(self._command, task),
+                _filled(self._command, fields),
                 folder=folder,
-                variables=variables | endpoint.variables() | self._filled_variables(task),
+                variables=variables | endpoint.variables() | own,
                 limits=self._limits,
             )
             if ended.limit or ended.status:
@@ -109,7 +112,7 @@ class Command(AgentEnvironment[Row]):
         metrics = {"ended_by_limit": float(bool(ended.limit)), "exit_0": float(ended.status == 0)}
         return AgentOutcome(said.pop("reward"), metrics | said)
 
-    def _make_folders(self, folder: Path, task: Row) -> dict[str, str]:
+    def _make_folders(self, folder: Path, fields: Row) -> dict[str, str]:
         """Makes the folders and files of an episode; returns the variables that name them."""
         home, temporary = folder.parent / "home", folder.parent / "tmp"
         for each in (folder, home, temporary):
@@ -117,12 +120,9 @@ class Command(AgentEnvironment[Row]):
         for name, text in self._files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_fill(text, task), encoding="utf-8")
+            path.write_text(_fill(text, fields), encoding="utf-8")
         own = {"HOME": str(home), "TMPDIR": str(temporary)}
         return open_variables(os.environ) | own
-
-    def _filled_variables(self, task: Row) -> dict[str, str]:
-        return {name: _fill(text, task) for name, text in self._variables.items()}
 
     async def _score(
         self, task: Row, folder: Path, variables: Mapping[str, str], ended: ProgramEnd
