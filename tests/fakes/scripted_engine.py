@@ -44,7 +44,6 @@ class ScriptedEngine(FakeEngine):
         self.tokenizer = tokenizer
         self.script = script
         self.samples: list[Sample] = []
-        self.vllm_parts: Any = None
         self.version = PolicyVersion(0, 0)
         self.running.set()
         # While it is not set, replies wait before their last chunk.

@@ -241,10 +241,20 @@ async def test_a_prompt_beyond_the_limit_is_the_error_that_clients_know(rig, kin
     assert rig.recorder.is_truncated
 
 
-async def test_a_text_far_beyond_the_limit_is_refused_before_it_is_tokenized(rig) -> None:
+@pytest.mark.parametrize("length", [150_000, 5_000_000])
+async def test_a_text_far_beyond_the_limit_is_refused_before_it_is_read(rig, length) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await chat(rig, [{"role": "user", "content": "x" * 2_000_000}])
+        await chat(rig, [{"role": "user", "content": "x" * length}])
     assert caught.value.code == "context_length_exceeded"
+    assert "sampling.max_episode_tokens = 3000" in str(caught.value)
+    assert rig.recorder.is_truncated
+
+
+async def test_a_long_text_is_rendered_beside_the_event_loop(rig) -> None:
+    rig.begin(dataclasses.replace(SAMPLING, max_episode_tokens=50_000, max_total_tokens=99_999))
+    first = await chat(rig, [QUESTION])
+    await chat(rig, [QUESTION, first, {"role": "user", "content": "word " * 8000}])
+    assert rig.runs() == [2]
 
 
 async def test_calls_beyond_the_number_of_turns_and_branches_are_refused(rig) -> None:

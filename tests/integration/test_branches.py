@@ -44,7 +44,6 @@ async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_p
     assert {trajectory.branches for trajectory in trained} == {BRANCHES}
     rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {row["branches_mean"] for row in rows} == {2.0}
-    assert {row["merged_tokens_fraction"] for row in rows} == {0.0}
     assert {row["turns_mean"] for row in rows} == {2.0}
     lines = (config.run_dir / "trajectories.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):

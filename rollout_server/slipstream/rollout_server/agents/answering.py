@@ -34,7 +34,10 @@ COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 _JSON: Headers = (("content-type", "application/json"),)
 _RETRY: Headers = (("retry-after", "1"),)
-_OK, _BAD, _NOT_FOUND, _BROKEN, _BUSY = 200, 400, 404, 500, 503
+_BAD, _NOT_FOUND, _BROKEN, _BUSY = 400, 404, 500, 503
+# Bytes of a request for each token that its prompt may have, and for all the rest. To read a larger
+# one would hold up other episodes, only to find that it is too long.
+_BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
 # Largest part of an answer; a message that carries one must stay below 16 MiB.
 _MAX_PART = 4 << 20
 _AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
@@ -60,7 +63,16 @@ class Answering:
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
         """Returns the parts of the answer to a request, whose tokens `recorder` takes."""
         path = http.path.partition("?")[0]
-        if path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
+        most = _OTHER_BYTES + _BYTES_PER_TOKEN * recorder.sampling.max_episode_tokens
+        if len(http.body) > most:
+            recorder.is_truncated = True
+            what = (
+                f"prompt is too long: the request has {len(http.body)} bytes; with "
+                f"sampling.max_episode_tokens = {recorder.sampling.max_episode_tokens} it may have "
+                f"{most}"
+            )
+            yield _error(path, Refusal(_BAD, "context_length_exceeded", what))
+        elif path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
             try:
                 ruled = self._ruled(path, http.body, recorder)
             except RefusedRequest as error:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI
+from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.prompting import CURRENT, PromptRenderer
 from slipstream.rollout_server.engine_interface import TextOptions, TextPart
@@ -61,7 +62,8 @@ class RecordingClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """See vLLM; of the parameters only those count that the run leaves to a request."""
         current = CURRENT.get()
-        if current is None or current[1].call is None:
+        call = None if current is None else current[1].call
+        if current is None or call is None:
             raise VLLMValidationError("an agent's prompt must be messages", parameter="prompt")
         recorder, opened = current
         options = TextOptions(
@@ -75,7 +77,7 @@ class RecordingClient:
         )
         most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
         parts = recorder.sample(opened, most, options)
-        return _outputs(parts, request_id, opened.call.prompt)
+        return _outputs(parts, request_id, call.prompt)
 
 
 async def _outputs(
@@ -98,7 +100,7 @@ async def _outputs(
                 request_id, None, prompt, None, [completion], end is not None, None,
                 num_cached_tokens=cached,
             )  # fmt: skip
-    except Exception as error:
+    except SlipstreamError as error:
         # The engine could not serve this request, or is gone: a client may try again.
         raise RetryableRequestError(str(error)) from error
 

@@ -39,7 +39,7 @@ def reply_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[MessageKey, 
 
     Clients may leave the reasoning out.
     """
-    found = []
+    found: list[tuple[MessageKey, ...]] = []
     for message in messages:
         key = message_key(message)
         whole = key.reasoning is None

@@ -28,6 +28,7 @@ from slipstream.rollout_server.engine_interface import (
 
 # Turns a reply in the form of the API at a path into chat messages.
 AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
+_OK = 200
 _Parts: TypeAlias = "asyncio.Queue[TextPart | GenerationFailed | EngineDied]"
 
 
@@ -54,7 +55,9 @@ class Recorder:
         """`key` names the episode; `sampled` is told the number of tokens of each generation."""
         self.conversations = Conversations()
         self.sampling = sampling
+        # Seconds with at least one reply under way.
         self.generation_s = 0.0
+        self._num_sampling, self._since_s = 0, 0.0
         # Whether a call was refused for a limit.
         self.is_truncated = False
         self._engine = engine
@@ -159,7 +162,9 @@ class Recorder:
     ) -> None:
         call = opened.call
         assert call is not None
-        started_s = time.monotonic()
+        if not self._num_sampling:
+            self._since_s = time.monotonic()
+        self._num_sampling += 1
         try:
             async for part in self._engine.stream(
                 opened.request_id,
@@ -176,7 +181,9 @@ class Recorder:
         except (GenerationFailed, EngineDied) as error:
             parts.put_nowait(error)
         finally:
-            self.generation_s += time.monotonic() - started_s
+            self._num_sampling -= 1
+            if not self._num_sampling:
+                self.generation_s += time.monotonic() - self._since_s
             self._release(opened)
 
     def _release(self, opened: OpenCall) -> None:
@@ -218,7 +225,7 @@ class Recorder:
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
             reply = None
-            if opened.turn is not None and opened.status == 200 and opened.body:  # noqa: PLR2004
+            if opened.turn is not None and opened.status == _OK and opened.body:
                 reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
             if reply is not None and opened.turn is not None:
                 keys = reply_keys(self._as_messages(opened.path, reply))

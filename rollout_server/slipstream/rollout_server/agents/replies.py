@@ -43,7 +43,8 @@ def _events(body: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    content, reasoning, calls, is_whole = "", "", {}, False
+    content, reasoning, is_whole = "", "", False
+    calls: dict[int, dict[str, str]] = {}
     for event in events:
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}

@@ -52,7 +52,7 @@ class AgentTalk:
                 )
                 if not done:
                     raise await self._session.examine(self._late())
-                self._forget(done)
+                self._forget_answered()
                 if not waiting.done():
                     continue
                 message = waiting.result()
@@ -84,10 +84,10 @@ class AgentTalk:
             return
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
-    def _forget(self, done: set[asyncio.Future[None]]) -> None:
+    def _forget_answered(self) -> None:
         """Forgets calls that are over; raises what ended one of them."""
         for number, task in list(self._calls.items()):
-            if task in done:
+            if task.done():
                 del self._calls[number]
                 if not task.cancelled():
                     task.result()

@@ -23,7 +23,6 @@ def batch_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in trajectories]
     sizes = [len(t.token_ids) for t in trajectories]
     replies = [length for t in trajectories for length in t.run_lengths[1::2]]
-    branches = [part for t in trajectories for part in t.sequences()]
     return {
         "reward_min": min(rewards),
         "reward_max": max(rewards),
@@ -32,18 +31,11 @@ def batch_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "episode_tokens_mean": statistics.fmean(sizes),
         "episode_tokens_max": float(max(sizes)),
         "turns_mean": statistics.fmean(t.num_turns for t in trajectories),
-        "branches_mean": len(branches) / len(trajectories),
-        "merged_tokens_fraction": _merged_tokens(trajectories) / max(1, sum(replies)),
+        "branches_mean": statistics.fmean(len(t.sequences()) for t in trajectories),
         "truncated_fraction": statistics.fmean(t.status is Status.TRUNCATED for t in trajectories),
         "generation_s_mean": statistics.fmean(t.generation_s for t in trajectories),
         "environment_s_mean": statistics.fmean(t.environment_s for t in trajectories),
     }
-
-
-def _merged_tokens(trajectories: Sequence[Trajectory]) -> int:
-    """Returns the sampled tokens of all replies but the first of each branch."""
-    parts = [t.run_lengths[part.runs] for t in trajectories for part in t.sequences()]
-    return sum(sum(lengths[3::2]) for lengths in parts)
 
 
 def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -158,7 +158,7 @@ def _with_experts(
     sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
 ) -> list[TrainingSequence]:
     experts = [
-        trajectory.routed_experts and trajectory.routed_experts.expert_ids[part.tokens]
+        None if (routed := trajectory.routed_experts) is None else routed.expert_ids[part.tokens]
         for trajectory in trajectories
         for part in trajectory.sequences()
     ]

@@ -64,18 +64,16 @@ def test_rewards_lengths_turns_and_times_of_a_batch():
         "episode_tokens_max": 14.0,
         "turns_mean": 1.5,
         "branches_mean": 1.0,
-        "merged_tokens_fraction": 0.4,
         "truncated_fraction": 0.5,
         "generation_s_mean": 2.0,
         "environment_s_mean": 0.25,
     }
 
 
-def test_branches_are_counted_and_the_tokens_that_continue_one():
+def test_branches_are_counted_and_an_episode_without_any_is_one():
     tree = trajectory(0.0, 3, 5, 2, 4, 9, 1, branches=(Branch(4), Branch(2)))
     found = batch_statistics([tree, trajectory(1.0, 1, 2)])
     assert found["branches_mean"] == 1.5
-    assert found["merged_tokens_fraction"] == 4 / 12
     assert (found["turns_mean"], found["episode_tokens_max"]) == (2.0, 24.0)
 
 
