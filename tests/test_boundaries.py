@@ -52,6 +52,11 @@ OWNERS = {
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.inference.passed_table",
         "slipstream.rollout_server.inference.token_counter",
+        "slipstream.rollout_server.inference.vllm_requests",
+        # vLLM's HTTP application, which agents call.
+        "slipstream.rollout_server.agents.application",
+        "slipstream.rollout_server.agents.prompting",
+        "slipstream.rollout_server.agents.replies_as_messages",
         # vLLM says which NCCL settings are for its own communicators alone.
         "slipstream.rollout_server.weights.nccl_receiver",
         "slipstream.rollout_server.weights.worker_calls",

@@ -28,14 +28,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_with(
-    model: Path, engine: dict[str, object], lora: dict[str, object] | None = None
+    model: Path,
+    engine: dict[str, object],
+    lora: dict[str, object] | None = None,
+    *,
+    settings: dict[str, object] | None = None,
 ) -> Config:
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(model), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine},
+        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine}
+        | (settings or {}),
         "lora": lora or {},
     }
     return parse_config(table, source="test")
@@ -229,6 +234,33 @@ def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
     }
     assert len(table) > 60
     assert list(table_problems(table)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"tool_parser": "hermes", "reasoning_parser": "qwen3"}, ""),
+        (
+            {"tool_parser": "hermse"},
+            "rollout_server.tool_parser must be a parser of vLLM, got 'hermse'; did you mean "
+            "'hermes'?",
+        ),
+        (
+            {"reasoning_parser": "qwen33"},
+            "rollout_server.reasoning_parser must be a parser of vLLM, got 'qwen33'; did you mean",
+        ),
+        ({"tool_parser": "zzz"}, "got 'zzz'; there are "),
+    ],
+    ids=str,
+)
+def test_a_parser_that_vllm_lacks_is_one_line(
+    model: Path, settings: dict[str, object], line: str
+) -> None:
+    from slipstream.rollout_server.inference.passed_table import parser_problems
+
+    found = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
+    assert bool(found) == bool(line)
+    assert line in "".join(found)
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:

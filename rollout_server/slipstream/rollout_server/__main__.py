@@ -102,8 +102,10 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     # An engine and its workers run on one host.
     narrow_sockets(os.environ, gloo="127.0.0.1", nccl=(config.weights.host, controller))
     process.bind_children()
-    renderer = Renderer(config.model.path)
     settings = config.rollout_server
+    renderer = Renderer(
+        config.model.path, template=settings.chat_template, values=settings.chat_template_kwargs
+    )
     with process.limited_start(settings.start_timeout_s):
         from slipstream.rollout_server.inference.engine import VllmEngine
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)

@@ -1,6 +1,6 @@
 """Checks that vLLM takes a run's settings: `python -m slipstream.rollout_server.check < FILE`.
 
-The types of vLLM's own arguments decide. No model is read and no engine is started.
+The types of its arguments decide, and its lists of parsers. No model is read, no engine started.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+from itertools import chain
 
 from slipstream.protocol.exit_codes import USAGE_ERROR
 from slipstream.protocol.settings.config_file import parse_config
@@ -22,11 +23,14 @@ def main() -> int:
     # vLLM reads these when it is imported.
     os.environ.update(process.engine_environment(server, on_cpu=process.is_cpu_build()))
     try:
-        from slipstream.rollout_server.inference.passed_table import table_problems
+        from slipstream.rollout_server.inference.passed_table import (
+            parser_problems,
+            table_problems,
+        )
     except ImportError as error:
         problem: str | None = f"{SECTION} cannot be checked: {error}; vLLM 0.32.0 was tested"
     else:
-        problem = next(table_problems(server.engine), None)
+        problem = next(chain(table_problems(server.engine), parser_problems(server)), None)
     if problem is not None:
         print(f"slipstream: {problem}", file=sys.stderr)
         return USAGE_ERROR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -100,6 +100,39 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class TextOptions:
+    """How the text of a reply is read, and what a single request may choose.
+
+    `stop` holds beside the texts of `Sampling`. `num_logprobs` most probable tokens are returned
+    for each position, with the sampled one; None: none. `is_streamed`: parts come while the reply
+    is sampled. `with_stop`: the text ends with the stop text.
+    """
+
+    is_streamed: bool = False
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    num_logprobs: int | None = None
+    with_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A part of a reply: new tokens and their text; the last part has the whole `generation`.
+
+    `top_logprobs` are vLLM's, one mapping for each token, if `num_logprobs` was asked for.
+    `stop_reason` is the stop text or token that ended the reply.
+    """
+
+    token_ids: Sequence[int]
+    text: str
+    top_logprobs: Any = None
+    stop_reason: int | str | None = None
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True)
 class EngineUse:
     """The counters of an engine since its start.
 
@@ -152,6 +185,11 @@ class Engine(Protocol):
         """The tokens of the longest sequence, context and reply together."""
         ...
 
+    @property
+    def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
+        """The parts that vLLM's HTTP application needs beside the engine."""
+        ...
+
     def use(self) -> EngineUse:
         """Returns the counters and starts a new list of busy intervals."""
         ...
@@ -175,6 +213,19 @@ class Engine(Protocol):
         An engine that records experts returns those of the tokens from `experts_from` on.
         GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
+        ...
+
+    def stream(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        options: TextOptions,
+        experts_from: int = 0,
+    ) -> AsyncGenerator[TextPart, None]:
+        """Does what `generate` does, and returns the text too, in parts; read it to its end."""
         ...
 
     async def cancel(self, request_id: str) -> None:

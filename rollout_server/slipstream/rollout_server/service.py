@@ -25,6 +25,7 @@ from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.types import ServerId
+from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
@@ -106,7 +107,13 @@ class RolloutServer:
                 clients = ClientEnvironments(channel, call_metadata(self._credentials))
                 environments = Environments(group, self._gateway, clients, self._report_environment)
                 services = SessionServices(
-                    self._config, self._engine, self._renderer, sender, environments, self._waits
+                    self._config,
+                    self._engine,
+                    self._renderer,
+                    sender,
+                    environments,
+                    self._waits,
+                    Agents(self._engine, self._config.rollout_server),
                 )
                 watches = [
                     group.create_task(self._engine.watch()),

@@ -23,6 +23,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
 from slipstream.rollout_server.episodes.environments import Environments
@@ -95,6 +96,7 @@ class SessionServices:
     sender: TrajectorySender
     environments: Environments
     waits: SessionWaits
+    agents: Agents
 
 
 class Session:
@@ -125,6 +127,7 @@ class Session:
                 services.environments,
                 services.renderer,
                 self._ledger,
+                services.agents,
                 retry_s=services.waits.retry_s,
             ),
             services.sender,

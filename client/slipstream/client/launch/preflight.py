@@ -182,13 +182,20 @@ async def check_passed_settings(config: Config) -> None:
 
 
 async def check_engine(config: Config) -> None:
-    """Has vLLM check `rollout_server.engine`, if both are there; ConfigError.
+    """Has vLLM check the settings that it knows better, if any; ConfigError.
 
-    The check takes as long as vLLM's imports, and no GPU.
+    These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
+    vLLM's imports, and no GPU.
     """
-    if config.rollout_server.engine and importlib.util.find_spec("vllm") is not None:
-        with _told_when_slow("vLLM checks rollout_server.engine"):
-            await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server.engine")
+    server = config.rollout_server
+    if server.chat_template is not None and not server.chat_template.is_file():
+        raise ConfigError(
+            f"rollout_server.chat_template must be a file, got {server.chat_template}"
+        )
+    passes = bool(server.engine or server.tool_parser or server.reasoning_parser)
+    if passes and importlib.util.find_spec("vllm") is not None:
+        with _told_when_slow("vLLM checks rollout_server"):
+            await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
 
 
 async def _check_by(program: str, config: Config, *, told: str) -> None:

@@ -226,6 +226,17 @@ class RolloutServerSection(Section):
     # what the weights of its version sample. False: replies continue on keys and values of older
     # weights, and nothing is computed twice.
     recompute_context: bool = True
+    # vLLM's name of the reader of the model's tool calls: hermes, llama3_json, mistral and so on.
+    # Agents that use tools need it.
+    tool_parser: str | None = None
+    # vLLM's name of the reader of the model's reasoning, which agents get apart from the reply:
+    # qwen3, deepseek_r1 and so on. None: reasoning is part of the reply.
+    reasoning_parser: str | None = None
+    # File of a chat template in place of the tokenizer's, for agents and other environments.
+    chat_template: Path | None = None
+    # Passed by name to the chat template, as `enable_thinking = false` is. An agent's request may
+    # say otherwise.
+    chat_template_kwargs: dict[str, JsonValue] = {}
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}

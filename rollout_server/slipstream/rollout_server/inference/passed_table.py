@@ -1,4 +1,4 @@
-"""The table `rollout_server.engine` against the arguments of the vLLM that is installed."""
+"""Settings of `rollout_server` against the arguments and parsers of the vLLM that is installed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
+from slipstream.protocol.settings.config import RolloutServerSection
 from slipstream.protocol.settings.engine_table import OWNED, SECTION
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from vllm import AsyncEngineArgs
 from vllm.engine import arg_utils
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 
 # What pydantic calls a value -> what a TOML file has.
 _WORDS = {
@@ -37,6 +40,18 @@ def table_problems(table: Mapping[str, JsonValue]) -> Iterator[str]:
             yield _unknown(name, known, section=SECTION)
         elif problem := _value_problem(f"{SECTION}.{name}", value, known[name]):
             yield problem
+
+
+def parser_problems(server: RolloutServerSection) -> Iterator[str]:
+    """Yields one line for each parser of `rollout_server` that vLLM does not have."""
+    for setting, name, known in (
+        ("tool_parser", server.tool_parser, ToolParserManager.list_registered()),
+        ("reasoning_parser", server.reasoning_parser, ReasoningParserManager.list_registered()),
+    ):
+        if name is not None and name not in known:
+            near = near_names(name, known)
+            hint = did_you_mean(near) if near else f"there are {', '.join(sorted(known))}"
+            yield f"rollout_server.{setting} must be a parser of vLLM, got {name!r}; {hint}"
 
 
 def argument_types() -> dict[str, Any]:

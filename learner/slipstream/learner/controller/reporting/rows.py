@@ -45,11 +45,12 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         return None
     row: dict[str, float] = {}
     for name, value in found.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is None:
             # A number that was not finite.
             row[name] = math.nan
-        elif is_number and -MAX_NUMBER <= value <= MAX_NUMBER:
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        elif abs(value) <= MAX_NUMBER:
             row[name] = float(value)
         else:
             return None
