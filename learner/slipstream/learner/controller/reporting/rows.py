@@ -47,14 +47,15 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         return None
     row: dict[str, float] = {}
     for name, value in found.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is None:
             # A number that was not finite.
             row[name] = math.nan
-        elif is_number and -MAX_NUMBER <= value <= MAX_NUMBER:
-            row[name] = float(value)
-        else:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
+        if not -MAX_NUMBER <= value <= MAX_NUMBER:
+            return None
+        row[name] = float(value)
     if math.isnan(row.get("wall_s", math.nan)):
         return None
     return row if "step" not in row or _is_step(row) else None
