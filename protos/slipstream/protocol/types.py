@@ -147,12 +147,12 @@ class Trajectory:
     reply_text: str = ""
     routed_experts: RoutedExperts | None = None
 
-    @functools.cached_property
+    @property
     def trajectory_id(self) -> TrajectoryId:
         """Identity: two deliveries of one attempt on one server epoch have the same id."""
         return TrajectoryId(f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}")
 
-    @functools.cached_property
+    @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens that the model sampled."""
         return sum(self.run_lengths[1::2])
