@@ -60,6 +60,8 @@ LAYOUT = layout_to_pb([TensorSpec(f"w{n}", "float32", (4, 4)) for n in range(16)
 METRICS = {f"metric_{number}": float(number) for number in range(60)}
 SAMPLE_S = 0.5
 START_LIMIT_S = 120.0
+# The protocol from which on a controller expects `KeepPlace` of its trainer.
+KEEPS_PLACE = 3
 
 
 @dataclass
@@ -228,15 +230,16 @@ class Server:
         self._out.put_nowait(fleet_pb2.ServerMessage(lease=report))
 
 
-async def train(address: str, seen: Seen) -> None:
+async def train(address: str, seen: Seen, *, protocol: int) -> None:
     """A trainer that makes every version at once, until it is told to stop."""
     async with open_channel(address, OPEN) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         hello = trainer_pb2.TrainerHello(world_size=1, layout_description="on 1 rank")
         welcome = await stub.Register(hello, wait_for_ready=True)
         epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
-        place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
-        await place.read()
+        if protocol >= KEEPS_PLACE:
+            place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
+            await place.read()
         version, communicator_id = 0, ""
         while True:
             request = trainer_pb2.NextRequest(
@@ -254,7 +257,7 @@ async def train(address: str, seen: Seen) -> None:
                         batch_id=batch.batch_id,
                         version=trajectory_pb2.PolicyVersion(step=version),
                         weight_digest=version.to_bytes(16, "big"),
-                        metrics={"reward_mean": 0.5, "lag_mean": 1.0, "lag_max": 1.0, **METRICS},
+                        metrics=METRICS,
                         wall_s=0.001,
                     )
                     await stub.ReportStep(report, metadata=epoch)
@@ -376,7 +379,7 @@ async def measure(
             for number in range(servers)
         ]
         tasks = [asyncio.create_task(server.run()) for server in fleet]
-        tasks.append(asyncio.create_task(train(address, seen)))
+        tasks.append(asyncio.create_task(train(address, seen, protocol=protocol)))
         tasks.append(asyncio.create_task(watch(address, controller.pid, seen)))
         try:
             until_s = time.monotonic() + START_LIMIT_S

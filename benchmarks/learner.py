@@ -54,7 +54,7 @@ from learner_loops import (
 from shapes import SHAPES
 from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
 from slipstream.learner.trainer.model.attention_choice import chosen_attention
 from slipstream.protocol.settings.config import Config

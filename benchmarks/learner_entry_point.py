@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from slipstream.client.launch.preflight import free_port
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "learner_pretrain.py"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from shapes import SHAPES
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.model.model import Policy, unwrapped
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config

@@ -1,7 +1,7 @@
 """A run whose controller lives in the benchmark's process, where it can be steered and timed.
 
 Trainer ranks and rollout servers are the product's own programs, started as `slipstream run` starts
-them; the controller is the product's too, with its publisher's calls timed. Consumes: a
+them; the controller is the product's too, and its publisher's calls are timed. Consumes: a
 configuration and a placement. Waits for: the fleet, a publish, a step. Unblocked by: these, the end
 of a process, or a limit.
 """
@@ -9,7 +9,6 @@ of a process, or a limit.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from google.protobuf.message import Message
 from measure import visible
 from slipstream.client.launch.children import Child, start_child
@@ -25,11 +23,15 @@ from slipstream.client.launch.run_processes import ROLLOUT_SERVER
 from slipstream.client.launch.trainer_ranks import TRAINER, rank_environments
 from slipstream.client.run_folder import write_config
 from slipstream.learner.controller.application import Controller
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.reporting.rows import METRICS, read_rows
-from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.reporting.rows import read_rows
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.trajectories.batch import FormedBatch
+from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials
-from slipstream.protocol.queue.base import TrajectoryReceiver
+from slipstream.protocol.run_folder import METRICS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -92,87 +94,99 @@ class PublishTimes:
         }
 
 
-class SteeredController(Controller):
-    """The real controller; `publishes` grows, `hold` keeps batches from the trainer."""
+class TimedPublisher(Publisher):
+    """The real publisher; `publishes` grows with the moments of each publish."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, OPEN)
+    def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(fleet, run, tasks)
         self.publishes: list[PublishTimes] = []
-        self.hold = False
-        # Whether the trainer has asked for a batch and has none yet.
-        self.batch_waits = False
         # Called when the servers are about to be told to receive.
         self.on_start: Callable[[], None] | None = None
+
+    async def prepare(
+        self, trainer: trainer_pb2.NextRequest | None = None
+    ) -> weights_pb2.PublishOrder | None:
+        """Notes when an order is ready; it may begin the publish."""
+        order = await super().prepare(trainer)
+        if order is not None:
+            step = int(order.version.step)
+            self.publishes.append(PublishTimes(order.publish_id, step, time.monotonic()))
+            if order.begun:
+                self._started()
+        return order
+
+    def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+        """Notes when the trainer can send."""
+        self._started()
+        return super().start(start)
+
+    def _started(self) -> None:
+        self.publishes[-1].started = time.monotonic()
+        if self.on_start is not None:
+            self.on_start()
+
+    async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
+        """Notes when the trainer has sent all, and when it is told that all have loaded."""
+        times = self.publishes[-1]
+        times.sent, times.error = time.monotonic(), result.error
+        times.trainer = numbers(result)
+        times.probe = result.probe if result.HasField("probe") else None
+        receipt = await super().finish(result)
+        times.finished = time.monotonic()
+        return receipt
+
+    def report(self, session: ServerSession, message: fleet_pb2.PublishReport) -> None:
+        """Notes when a server has loaded, and when it serves."""
+        times = next((t for t in self.publishes if t.publish_id == message.publish_id), None)
+        phases = (fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING)
+        if times is not None and message.phase in phases:
+            now = time.monotonic()
+            # A server that serves has loaded: one report may say both.
+            times.loaded.setdefault(session.name, now)
+            if message.phase == fleet_pb2.PUBLISH_PHASE_SERVING:
+                times.serving[session.name] = now
+                # All processes run on this host, so their clocks are the same.
+                times.served[session.name] = message.stages.served_at
+            times.servers.setdefault(session.name, {}).update(numbers(message))
+            if message.probe_logprobs:
+                times.answers[session.name] = message.probe_logprobs
+        super().report(session, message)
+
+
+class HeldFormer(BatchFormer):
+    """The real former of batches; `hold` keeps batches from the trainer."""
+
+    hold = False
+    # Whether the trainer has asked for a batch and has none yet.
+    batch_waits = False
+
+    async def form(self) -> FormedBatch | None:
+        """Gives the trainer no batch while it is held."""
+        batch = None if self.hold else await super().form()
+        self.batch_waits = batch is None
+        return batch
+
+
+class SteeredController(Controller):
+    """The real controller, whose publishes are timed and whose batches can be held."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, OPEN, publisher=self._timed, former=self._held)
         self.ready = asyncio.Event()
 
-    def _assemble(
-        self,
-        journal: Journal,
-        receiver: TrajectoryReceiver,
-        server: grpc.aio.Server,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        super()._assemble(journal, receiver, server, tasks)
-        publisher, former = self._publisher, self._trainer._former
-        prepare, start, finish = publisher.prepare, publisher.start, publisher.finish
-        form, handlers = former.form, self._fleet.handlers
-        assert handlers is not None
+    def _timed(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> Publisher:
+        self.publisher = TimedPublisher(fleet, run, tasks)
+        return self.publisher
 
-        async def timed_prepare(
-            trainer: trainer_pb2.NextRequest | None = None,
-        ) -> weights_pb2.PublishOrder | None:
-            order = await prepare(trainer)
-            if order is not None:
-                step = int(order.version.step)
-                times = PublishTimes(order.publish_id, step, time.monotonic())
-                if order.begun:
-                    times.started = times.ordered
-                    if self.on_start is not None:
-                        self.on_start()
-                self.publishes.append(times)
-            return order
-
-        def timed_start(message: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
-            self.publishes[-1].started = time.monotonic()
-            if self.on_start is not None:
-                self.on_start()
-            return start(message)
-
-        async def timed_finish(message: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
-            times = self.publishes[-1]
-            times.sent, times.error = time.monotonic(), message.error
-            times.trainer = numbers(message)
-            times.probe = message.probe if message.HasField("probe") else None
-            receipt = await finish(message)
-            times.finished = time.monotonic()
-            return receipt
-
-        def timed_report(session: ServerSession, message: fleet_pb2.PublishReport) -> None:
-            times = next((t for t in self.publishes if t.publish_id == message.publish_id), None)
-            phases = (fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING)
-            if times is not None and message.phase in phases:
-                now = time.monotonic()
-                # A server that serves has loaded: one report may say both.
-                times.loaded.setdefault(session.name, now)
-                if message.phase == fleet_pb2.PUBLISH_PHASE_SERVING:
-                    times.serving[session.name] = now
-                    # All processes run on this host, so their clocks are the same.
-                    times.served[session.name] = message.stages.served_at
-                times.servers.setdefault(session.name, {}).update(numbers(message))
-                if message.probe_logprobs:
-                    times.answers[session.name] = message.probe_logprobs
-            handlers.publish(session, message)
-
-        async def held_form() -> Any:  # noqa: ANN401 - a batch, or None
-            batch = None if self.hold else await form()
-            self.batch_waits = batch is None
-            return batch
-
-        publisher.prepare, publisher.start = timed_prepare, timed_start  # type: ignore[method-assign]
-        publisher.finish = timed_finish  # type: ignore[method-assign]
-        self._fleet.handlers = dataclasses.replace(handlers, publish=timed_report)
-        former.form = held_form  # type: ignore[method-assign]
+    def _held(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> BatchFormer:
+        self.former = HeldFormer(books, tasks, keep_batches=keep_batches)
         self.ready.set()
+        return self.former
+
+    @property
+    def publishes(self) -> list[PublishTimes]:
+        """The moments of all publishes so far."""
+        return self.publisher.publishes
 
     @property
     def rows(self) -> list[dict[str, float]]:
@@ -188,7 +202,7 @@ class SteeredController(Controller):
     @property
     def trainer_is_there(self) -> bool:
         """Whether a trainer has registered; then it has loaded its weights."""
-        return self._progress.trainer_registered
+        return self._progress.has_trainer
 
     @property
     def sessions(self) -> list[ServerSession]:
@@ -198,7 +212,7 @@ class SteeredController(Controller):
     @property
     def events(self) -> list[str]:
         """Texts of all events of the run so far."""
-        return [event.text for event in self._progress.events._events]
+        return [event.text for event in self._run.events._events]
 
     def generated_tokens(self) -> int:
         """Returns the tokens that the engines had counted at the newest heartbeats."""
@@ -218,7 +232,7 @@ class SteeredController(Controller):
 
     def is_held_up(self) -> bool:
         """Whether the trainer waits for groups that are due in its next step."""
-        return self.batch_waits and self._book.has_whole_batch and bool(self._book.due())
+        return self.former.batch_waits and self._book.has_whole_batch and bool(self._book.due())
 
     def group_ids(self) -> set[str]:
         """Returns the ids of the groups that are leased and not trained."""
@@ -227,7 +241,7 @@ class SteeredController(Controller):
     def bound(self, max_staleness: int) -> None:
         """Sets the bound of later leases, which is at most the configured one."""
         self._book.max_staleness = max_staleness
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def send_again(self) -> None:
         """Makes every serving server take the newest weights once more."""
@@ -235,7 +249,7 @@ class SteeredController(Controller):
         for session in self._fleet.serving():
             # Weights of another incarnation are not the learner's, whatever their step.
             session.version = PolicyVersion(version.incarnation + 1, version.step)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def all_serve(self, count: int) -> bool:
         """Whether at least `count` servers serve the newest version."""
@@ -244,7 +258,7 @@ class SteeredController(Controller):
 
     async def moved(self, limit_s: float) -> None:
         """Waits until the state of the run changes, at most `limit_s`."""
-        await self._progress.signal.wait(limit_s)
+        await self._run.signal.wait(limit_s)
 
 
 class Rig:
@@ -273,7 +287,7 @@ class Rig:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.controller.hold = False
+        self.controller.former.hold = False
         self.controller.stop("the benchmark is over")
         children = [*self.trainers, *self.servers]
         ends = asyncio.gather(*(child.process.wait() for child in children))

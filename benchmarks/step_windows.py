@@ -77,7 +77,7 @@ class Windows:
         """Measures generation without training, then training without generation, per step."""
         controller = self._controller
         await self._drain()
-        controller.hold = True
+        controller.former.hold = True
         wanted = self._steps * self._rig.config.algorithm.groups_per_step
         # With this bound the groups of all `self._steps` batches may be leased at once.
         controller.bound(self._steps - 1)
@@ -100,7 +100,7 @@ class Windows:
         # With this bound no new lease fits beside the complete groups.
         controller.bound(0)
         first = len(controller.rows)
-        controller.hold = False
+        controller.former.hold = False
         await self._until_rows(first + self._steps)
         rows = controller.rows[first : first + self._steps]
         return {

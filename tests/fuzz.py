@@ -30,6 +30,7 @@ from support.rigs.controller_runs import make_config  # noqa: E402
 from support.rigs.fuzz_calls import FATAL, METHODS, Answers, answered, random_case  # noqa: E402
 from support.rigs.fuzz_files import file_readers  # noqa: E402
 from support.rigs.fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample  # noqa: E402
+from support.rigs.fuzz_results import result_readers  # noqa: E402
 
 CALLS = tuple(name for name in METHODS if name not in FATAL)
 CALLERS, READINGS_A_TURN, TELL_S = 32, 32, 60.0
@@ -42,7 +43,8 @@ class Readings:
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self._folder, self._draw = folder, draw
-        self._readers = [*request_readers(), *message_readers(), *file_readers()]
+        readers = (request_readers, message_readers, file_readers, result_readers)
+        self._readers = [reader for some in readers for reader in some()]
         self.counts: Counter[str] = Counter()
         self.broken: Counter[str] = Counter()
 

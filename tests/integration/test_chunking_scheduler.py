@@ -656,14 +656,25 @@ def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool
 
 
 @both
-def test_requests_that_stream_get_every_token_at_once(start, overlapping: bool) -> None:
+def test_cumulative_outputs_get_every_token_at_once(start, overlapping: bool) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     engine = start(ours=True, overlapping=overlapping)
-    add(engine, "streams", 20, output_kind=RequestOutputKind.DELTA)
+    add(engine, "cumulative", 20, output_kind=RequestOutputKind.CUMULATIVE)
     engine.drain()
     assert engine.sizes == [1] * 20
-    assert len(engine.logprobs["streams"]) == 20
+    assert len(engine.logprobs["cumulative"]) == 20
+
+
+@both
+def test_a_reader_of_parts_gets_chunks(start, overlapping: bool) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = start(ours=True, overlapping=overlapping)
+    add(engine, "streams", 40, output_kind=RequestOutputKind.DELTA)
+    engine.drain()
+    assert len(engine.sizes) <= 4
+    assert sum(engine.sizes) == len(engine.logprobs["streams"]) == 40
 
 
 @both

@@ -160,7 +160,7 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
         tasks.append(asyncio.ensure_future(second.run()))
         while trainer.version.step < 1:
             await asyncio.sleep(0.01)
-        texts.extend(event.text for event in controller._progress.events._events)
+        texts.extend(event.text for event in controller._run.events._events)
 
     trainer = FakeTrainer(address)
     summary = await play(config, first, trainer=trainer, during=kill)
@@ -344,7 +344,7 @@ async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_s
 
     async def look(controller, tasks):
         while trainer.version.step < 10:
-            if controller._progress.trainer_registered:
+            if controller._progress.has_trainer:
                 reserved.append(controller._scheduler.reserved_bytes)
                 waits.add(controller._scheduler.lease_wait)
             await asyncio.sleep(0)
@@ -428,7 +428,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
                 await asyncio.sleep(0)
         seen["departed"] = states["leaving"]
         seen["published"] = len(leaving.loaded_versions) - published
-        seen["events"] = [event.text for event in controller._progress.events._events]
+        seen["events"] = [event.text for event in controller._run.events._events]
         trainer.gate.set()
 
     summary = await play(config, leaving, staying, trainer=trainer, during=drain)

@@ -57,7 +57,7 @@ async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path)
             await asyncio.wait_for(trainer.until_held(), 150)
             parts = (
                 *(controller._ledger, controller._recorder, controller._book),
-                *(controller._progress.events, controller._trainer._former, controller._fleet),
+                *(controller._run.events, controller._trainer._former, controller._fleet),
                 *(controller._intake.inspector, controller._environments),
             )
             gc.collect()
@@ -86,7 +86,7 @@ async def test_a_loop_that_stands_still_costs_no_server(tmp_path: Path) -> None:
             time.sleep(1.5)
             # The controller reads what has come meanwhile.
             await asyncio.sleep(0.05)
-        told.extend(event.text for event in controller._progress.events._events)
+        told.extend(event.text for event in controller._run.events._events)
         trainer.gated_from = 31
         trainer.gate.set()
 

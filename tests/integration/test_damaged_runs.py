@@ -140,7 +140,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
         with caplog.at_level(logging.WARNING):
             async with asyncio.timeout(100):
                 # The run fails with one line.
-                with pytest.raises(RunFailed, match="make room: the same command goes on then"):
+                with pytest.raises(RunFailed, match="make room and run the same command again"):
                     await running
     finally:
         for task in (running, *others):
@@ -148,7 +148,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
         await asyncio.gather(running, *others, return_exceptions=True)
     assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
     (failed,) = [m for m in caplog.messages if m.startswith("the run failed")]
-    assert "No space left on device; make room: the same command goes on then" in failed
+    assert "No space left on device; make room and run the same command again" in failed
     assert not (config.run_dir / "summary.json").exists()
     filling.unlink()
     server = FakeServer(config.controller.address, "again")
@@ -241,7 +241,7 @@ async def test_checkpoints_that_are_removed_under_a_live_run_are_told(tmp_path, 
     assert (summary["code"], summary["steps"]) == (0, STEPS)
     (line,) = [m for m in caplog.messages if told in m]
     assert line.startswith(f"{folder / 'step-000004'} ")
-    assert line.endswith("a resume goes on from the start")
+    assert line.endswith("a resume begins from the start")
 
 
 async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:

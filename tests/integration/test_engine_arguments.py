@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -19,7 +18,6 @@ from slipstream.protocol.errors import ConfigError  # noqa: E402
 from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.settings.engine_table import OWNED  # noqa: E402
-from slipstream.protocol.settings.vllm_source import VllmSource, check_engine  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 from vllm import AsyncEngineArgs  # noqa: E402
 
@@ -30,14 +28,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_with(
-    model: Path, engine: dict[str, object], lora: dict[str, object] | None = None
+    model: Path,
+    engine: dict[str, object],
+    lora: dict[str, object] | None = None,
+    *,
+    settings: dict[str, object] | None = None,
 ) -> Config:
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(model), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine},
+        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine}
+        | (settings or {}),
         "lora": lora or {},
     }
     return parse_config(table, source="test")
@@ -125,13 +128,13 @@ def test_settings_that_cannot_be_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_the_source_has_the_names_of_the_class_itself() -> None:
+def test_few_arguments_have_a_type_that_only_vllm_knows() -> None:
+    from slipstream.rollout_server.inference.passed_table import argument_types
+
+    known = argument_types()
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init}
-    source = VllmSource(Path(vllm.__file__).parent)
-    assert set(source.arguments()) == {name for name in fields if not name.startswith("_")}
-    # Few arguments have a type that only vLLM knows.
-    known = [name for name, place in source.arguments().items() if source.forms(place)]
-    assert len(known) > 0.9 * len(fields)
+    assert known.keys() == {name for name in fields if not name.startswith("_")}
+    assert sum(kind is None for kind in known.values()) < 5
 
 
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
@@ -159,35 +162,105 @@ def test_vllm_loads_experts_to_where_they_are_at_the_start() -> None:
     assert [(name.split(".")[1], place) for name, place in down] == [("0", 0), ("1", 1), ("0", 2)]
 
 
+KEY = "rollout_server.engine"
+
+
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        ({"block_sise": 16}, "unknown key rollout_server.engine.block_sise; did you mean 'block_"),
-        ({"kv_cache_dtype": "fp9"}, "rollout_server.engine.kv_cache_dtype must be one of auto, "),
-        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens must be an integer, got"),
+        ({"block_sise": 16}, f"unknown key {KEY}.block_sise; did you mean 'block_size'?"),
+        ({"zzz": 3}, f"unknown key {KEY}.zzz"),
+        (
+            {"max_num_seq": 3},
+            f"unknown key {KEY}.max_num_seq; 'max_num_seqs' cannot be passed through: set "
+            "rollout_server.max_episodes",
+        ),
+        ({"kv_cache_dtype": "fp9"}, f"{KEY}.kv_cache_dtype must be 'auto', 'float16', "),
+        ({"block_size": "16"}, f"{KEY}.block_size must be an integer, got '16'"),
+        ({"block_size": True}, f"{KEY}.block_size must be an integer, got True"),
+        ({"async_scheduling": 0}, f"{KEY}.async_scheduling must be true or false, got 0"),
+        ({"cudagraph_capture_sizes": 3}, f"{KEY}.cudagraph_capture_sizes must be a list, got 3"),
+        ({"compilation_config": 3}, f"{KEY}.compilation_config must be a table, got 3"),
         (
             {"compilation_config": {"cudagraph_mod": "none"}},
-            "engine.compilation_config.cudagraph_mod; did you mean 'cudagraph_mode'?",
+            f"unknown key {KEY}.compilation_config.cudagraph_mod; did you mean 'cudagraph_mode'?",
         ),
         (
-            {
-                "kv_cache_dtype": "fp8_e4m3",
-                "max_num_batched_tokens": 8192,
-                "compilation_config": {"cudagraph_mode": "none", "pass_config": {}},
-                "attention_backend": "FLASH_ATTN",
-                "async_scheduling": False,
-            },
-            "",
+            {"compilation_config": {"pass_config": {"fuse_norm_quants": True}}},
+            f"unknown key {KEY}.compilation_config.pass_config.fuse_norm_quants; did you mean 'fus",
+        ),
+        (
+            {"compilation_config": {"mode": "text"}},
+            f"{KEY}.compilation_config.mode = 'text' is refused by vLLM: Invalid compilation mode",
         ),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=str,
 )
-def test_tables_are_checked_against_the_source_that_is_installed(
-    model: Path, engine: dict[str, object], line: str
+def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> None:
+    from slipstream.rollout_server.inference.passed_table import table_problems
+
+    (found,) = table_problems(engine)
+    assert found.startswith(line)
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kv_cache_dtype": "FP8-E4M3", "load_format": "tensorizer", "quantization": "fp8"},
+        {"compilation_config": {"cudagraph_mode": "none", "pass_config": {}, "mode": 3}},
+        {"compilation_config": {"inductor_compile_config": {"x": {}}}},
+        {"attention_backend": "FLASH_ATTN", "attention_config": {"backend": "FLASH_ATTN"}},
+        {"max_num_batched_tokens": 8192, "async_scheduling": False},
+        {"model_loader_extra_config": {"a": 1}, "limit_mm_per_prompt": {"image": 2}},
+    ],
+    ids=str,
+)
+def test_what_vllm_may_take_passes(engine: dict[str, object]) -> None:
+    from slipstream.rollout_server.inference.passed_table import table_problems
+
+    assert list(table_problems(engine)) == []
+
+
+def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
+    from slipstream.rollout_server.inference.passed_table import table_problems
+
+    plain = (bool, int, float, str, list, dict)
+    defaults = {f.name: f.default for f in dataclasses.fields(AsyncEngineArgs)}
+    table = {
+        name: value
+        for name, value in defaults.items()
+        if isinstance(value, plain) and not name.startswith("_")
+    }
+    assert len(table) > 60
+    assert list(table_problems(table)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"tool_parser": "hermes", "reasoning_parser": "qwen3"}, ""),
+        (
+            {"tool_parser": "hermse"},
+            "rollout_server.tool_parser must be a parser of vLLM, got 'hermse'; did you mean "
+            "'hermes'?",
+        ),
+        (
+            {"reasoning_parser": "qwen33"},
+            "rollout_server.reasoning_parser must be a parser of vLLM, got 'qwen33'; did you mean",
+        ),
+        ({"tool_parser": "zzz"}, "got 'zzz'; there are "),
+    ],
+    ids=str,
+)
+def test_a_parser_that_vllm_lacks_is_one_line(
+    model: Path, settings: dict[str, object], line: str
 ) -> None:
-    with pytest.raises(ConfigError) if line else contextlib.nullcontext() as caught:
-        check_engine(config_with(model, engine))
-    assert not line or line in str(caught.value)
+    from slipstream.rollout_server.inference.passed_table import parser_problems
+
+    found = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
+    assert bool(found) == bool(line)
+    assert line in "".join(found)
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:

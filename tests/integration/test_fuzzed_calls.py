@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from slipstream.protocol.types import Branch
 from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzz_calls import (
@@ -24,6 +25,7 @@ from support.rigs.fuzz_calls import (
     answered,
     delivery,
     honest_trajectory,
+    honest_tree,
     random_case,
     registered,
 )
@@ -87,6 +89,12 @@ NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in
 @example(case=delivered(changed(reward=-1e308)))
 @example(case=delivered(changed(token_ids=bytes(400_000))))
 @example(case=delivered(EMPTY.SerializeToString()))
+# More branches than a run takes, and one without a sampled token.
+@example(
+    case=delivered(honest_trajectory(run_lengths=(3, 5) + (0,) * 34, branches=(Branch(2),) * 18))
+)
+@example(case=delivered(honest_trajectory(run_lengths=(1, 5, 2, 0), branches=(Branch(2),) * 2)))
+@example(case=delivered(honest_tree()))
 # One message that ended the controller.
 @example(case=Case("Deliver", False, (delivery(b"junk", "ä" * 150),)))
 @example(case=reported(environment=fleet_pb2.EnvironmentReport(environment="e", num_tasks=2)))

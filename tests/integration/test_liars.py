@@ -185,6 +185,13 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
             },
             "rollout server liar reports that its engine was busy for 99999999999.0 s, ",
         ),
+        *(
+            (
+                {"heartbeat": fleet_pb2.ServerReport(**{name: 1e8})},
+                f"rollout server liar reports 1e+08 {name.replace('_', ' ')} after ",
+            )
+            for name in ("busy_s", "paused_s", "uptime_s")
+        ),
         (
             {"drained": fleet_pb2.ServerReport(uptime_s=float("nan"))},
             "ServerMessage.drained.uptime_s must be between 0 and 1e+09, got nan",

@@ -8,22 +8,18 @@ import json
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import Trajectory, TrajectoryId
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.lease_rig import books_of
 
 
 def above_zero(trajectory: Trajectory) -> Trajectory:
@@ -147,19 +143,12 @@ def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
     delivery = Delivery(TrajectoryId(name), bytes(whole))
     with Journal(folder / "journal") as journal:
         journal.append("start", format=1, run_id="r")
-        progress = RunProgress("r", make_config(folder, run__name="f"), EventLog())
-        ledger, book = (
-            TokenLedger(),
-            LeaseBook(
-                attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=2, num_steps=9
-            ),
-        )
-        endings = Endings(journal, ledger, MemoryQueue(10).receiver())
-        inspector = Inspector(
-            progress, book, Fleet(progress), journal, ledger, endings, run_again=lambda *_: None
-        )
+        run = Run.of(make_config(folder, run__name="f"), "r")
+        books = books_of(run, journal=journal)
+        endings = Endings(journal, books.ledger, books.queue)
+        inspector = Inspector(run, books, endings, run_again=lambda *_: None)
         assert inspector.take(delivery) is None
-        assert ledger.snapshot().difference == 0
+        assert books.ledger.snapshot().difference == 0
     records = list(read_records(folder / "journal"))
     # What is not of this run is only acknowledged.
     assert [r["end"] for r in records if r["kind"] == "end"] in ([], ["quarantined"])

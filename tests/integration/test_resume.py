@@ -160,7 +160,7 @@ async def test_the_same_command_goes_on_after_a_kill(what: str, folder: Path) ->
         run_command, "run", "config.toml", cwd=folder, limit_s=RUN_LIMIT_S
     )
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "the run goes on at version" in again.stdout
+    assert "the run resumes at version" in again.stdout
     assert digests(folder / "run")[: len(before)] == before
     check_whole_run(folder / "run", STEPS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches
 from support.ranks.rank_pool import RankPool
 from support.ranks.role_ranks import CRITIC_RATE, LAYOUTS, STEP_METRICS, VALUE_CLIP, config_of
+from support.references.plain_policy import conversations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,7 +62,7 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int) -> dict[str, list
 
 
 class PlainCritic:
-    """The same critic on transformers and torch: one trajectory at a time, unpacked."""
+    """The same critic on transformers and torch: one conversation at a time, unpacked."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -76,7 +78,10 @@ class PlainCritic:
         )
 
     def values(self, trajectory: Trajectory) -> torch.Tensor:
-        """What stands before each sampled token."""
+        """What stands before each sampled token, in one conversation after the other."""
+        return torch.cat([self._values(one) for one, _ in conversations(trajectory)])
+
+    def _values(self, trajectory: Trajectory) -> torch.Tensor:
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
         states = self.body(ids).last_hidden_state[0]
         before = torch.from_numpy(trajectory.sampled_mask())[1:].nonzero()[:, 0]
@@ -96,7 +101,7 @@ class PlainCritic:
         losses, norms, num_tokens, num_clipped = 0.0, [], 0, 0
         for members in batch.mini_batches(2):
             total, tokens = torch.zeros(()), 0
-            for index in members:
+            for index in dict.fromkeys(batch.owners[place] for place in members):
                 values = self.values(batch.trajectories[index])
                 before, wanted = torch.from_numpy(old[index]), torch.from_numpy(returns[index])
                 near = values.clamp(before - VALUE_CLIP, before + VALUE_CLIP)
@@ -134,20 +139,22 @@ def test_the_critic_learns_like_plain_transformers(
     assert clipped > 0
 
 
+@pytest.mark.parametrize("layout", ["one", "one-trees"])
 def test_the_reference_says_what_the_start_folder_says(
-    folder: Path, one_rank: dict[str, list[dict]]
+    layout: str, folder: Path, one_rank: dict[str, list[dict]]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     expected = []
-    for trajectory in batches(config_of("one", folder))[0].trajectories:
+    trajectories = batches(config_of(layout, folder))[0].trajectories
+    for trajectory, _ in itertools.chain.from_iterable(map(conversations, trajectories)):
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
         with torch.no_grad():
             logprobs = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1)
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
         expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0][mask])
-    found = one_rank["one"][0]
+    found = one_rank[layout][0]
     torch.testing.assert_close(found["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5)
     assert found["gradients_of_reference"] == 0
 
@@ -168,7 +175,9 @@ def test_roles_on_four_ranks_do_what_they_do_on_one(
 
 
 def check_layout(layout: str, one_rank: dict[str, list[dict]], ranks: list[dict]) -> None:
-    expected = one_rank["one-tied" if LAYOUTS[layout].model == "tied" else "one"][0]
+    of_layout = LAYOUTS[layout]
+    reference = "one-trees" if of_layout.sampling else "one"
+    expected = one_rank["one-tied" if of_layout.model == "tied" else reference][0]
     for found in ranks:
         torch.testing.assert_close(found["reference"], expected["reference"], rtol=1e-5, atol=2e-5)
         for name in ("values", "references"):

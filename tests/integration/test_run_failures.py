@@ -227,7 +227,9 @@ async def test_a_signal_ends_the_run_in_order(
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
     summary = summary_of(tmp_path / "run")
-    ending = f"stopped at version {summary['steps']} of 10000; the same command goes on\n"
+    ending = (
+        f"stopped at version {summary['steps']} of 10000; run the same command again to resume it\n"
+    )
     assert run.out.endswith(ending)
     assert summary["state"] == "stopped"
     assert number.name in summary["cause"]
@@ -256,7 +258,7 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
         assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
         await until_gone(everything, limit_s=GONE_LIMIT_S)
     assert run.err == ""
-    assert run.out.endswith("! the run is ended at once; the same command goes on\n")
+    assert run.out.endswith("! the run is ended at once; run the same command again to resume it\n")
 
 
 @pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])

@@ -14,9 +14,8 @@ pytest.importorskip("vllm")
 from slipstream.learner.controller.records.history import read_history  # noqa: E402
 from slipstream.learner.controller.records.journal import Journal, read_records  # noqa: E402
 from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
-    Batch,
+    FormedBatch,
     from_record,
-    record,
     tokens_by_server,
 )
 from slipstream.protocol.types import GroupId, PolicyVersion, VersionSpan  # noqa: E402
@@ -64,8 +63,8 @@ def add_poisoned_batch(journal_folder: Path) -> str:
                 seed=group.seed,
                 deadline=TRAINED,
             )
-        batch = Batch(TRAINED, f"b{TRAINED:06d}", tuple(groups))
-        journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
+        batch = FormedBatch(TRAINED, f"b{TRAINED:06d}", tuple(groups))
+        journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
     return groups[0].group_id
 
 

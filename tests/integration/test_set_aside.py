@@ -269,7 +269,9 @@ async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(tmp_path: P
     done = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g000017")
     assert done.returncode == 0, done.stderr
     assert "never trained: g000017 (environment e, task " in done.stdout
-    assert done.stdout.endswith("; the command that started the run goes on with another batch\n")
+    assert done.stdout.endswith(
+        "; run the command that started the run again: it trains another batch\n"
+    )
     assert len(records_of(config, "batch_set_aside")) == 1
 
 

@@ -213,7 +213,11 @@ def check_dispatch(layout: str, folder: Path) -> None:
                 assert bounds == same_bounds
         for micro_batch in zip(*shares.values(), strict=True):
             trained += whole_sequences(list(shares), micro_batch)
-    sequences = [t.token_ids.tolist() for t in batches(config)[0].trajectories]
+    sequences = [
+        t.token_ids[part.tokens].tolist()
+        for t in batches(config)[0].trajectories
+        for part in t.sequences()
+    ]
     padded = [tokens + [0] * (-len(tokens) % (2 * cp if cp > 1 else 1)) for tokens in sequences]
     # Before the first of several mini-batches the policy scores the whole batch.
     passes = 1 if config.algorithm.mini_batches == 1 else 2
@@ -288,6 +292,13 @@ def test_algorithms_that_are_compared_clip_cut_and_mask_a_part(one_rank: dict[st
             found = [metrics[name] for metrics in one_rank[layout]["metrics"]]
             assert all(0 <= value < 1 for value in found)
             assert max(found) > 0.01, (layout, name)
+
+
+def test_trees_that_are_compared_have_several_branches_of_different_shares(folder: Path) -> None:
+    for batch in batches(config_of("one-trees", folder)):
+        trees = [t for t in batch.trajectories if len(t.branches) > 1]
+        assert len(batch.trajectories) > len(trees) > 4
+        assert {b.share for t in trees for b in t.branches} >= {1.0, 0.5}
 
 
 def test_gradients_are_finalized_once_for_each_mini_batch(one_rank: dict[str, dict]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,8 +20,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
 from slipstream.protocol.settings.config_file import dump_config, parse_config
+from slipstream.protocol.types import GroupId
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
@@ -30,6 +34,7 @@ from support.fakes.fake_controller import (
     make_batch,
     publish_order,
     stop_order,
+    with_branches,
 )
 from support.fakes.throttled_disk import ThrottledDisk
 from support.fakes.tiny_models import make_model_folder
@@ -100,6 +105,7 @@ def start_trainer(
     *,
     world_size: int = 1,
     checkpoint: dict[str, object] | None = None,
+    sampling: dict[str, object] | None = None,
     environ: Mapping[str, str] = {},
     **learner: object,
 ) -> list[subprocess.Popen[str]]:
@@ -113,7 +119,7 @@ def start_trainer(
                 "max_staleness": 1,
                 "learning_rate": 1e-3,
             },
-            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24} | (sampling or {}),
             "controller": {"address": address, "stall_timeout_s": 1.0},
             "checkpoint": checkpoint or {},
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
@@ -199,11 +205,80 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
         (0, 1, "batch-0"),
         (1, 2, "batch-1"),
     ]
-    assert controller.steps[1].metrics["lag_max"] == 1.0
+    # What the trajectories themselves say is the controller's to tell.
+    assert not {"reward_mean", "lag_max", "num_tokens"} & controller.steps[1].metrics.keys()
 
     check_probe(controller.results[0].probe, receiver.received[0], model, first=8)
     assert not controller.results[1].HasField("probe")
     check_probe(controller.results[2].probe, receiver.received[2], model, first=None)
+
+
+def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path: Path, model: Path) -> None:
+    trees = [with_branches(leased(batch), vocab_size=32, max_tokens=24) for batch in BATCHES]
+    assert all(len(batch.owners) > len(batch.trajectories) for batch in trees)
+    orders = [*map(batch_order, trees), stop_order()]
+    sampling = {"max_total_tokens": 96}
+    with FakeController(orders) as controller:
+        trainer = start_trainer(tmp_path, model, controller.address, sampling=sampling)
+        assert finish(trainer, tmp_path) == [0], (tmp_path / "rank-0.log").read_text()[-3000:]
+    steps = controller.steps
+    assert [s.metrics["trained_tokens"] for s in steps] == [
+        sum(t.num_sampled_tokens for t in batch.trajectories) for batch in trees
+    ]
+    record_run(tmp_path / "journal", trees, [s.weight_digest.hex() for s in steps])
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    replay = [sys.executable, "-m", "slipstream.learner.trainer.replay"]
+    found = subprocess.run(
+        [*replay, "--config", str(tmp_path / "resolved.toml")],
+        env={**os.environ, **environment, **place, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    told = [line.split() for line in found.stdout.splitlines() if line.startswith("version ")]
+    expected = [
+        ["version", str(s.step + 1), s.weight_digest.hex(), "as", "recorded"] for s in steps
+    ]
+    assert told == expected
+
+
+def leased(batch: Batch) -> Batch:
+    """The batch with the names that leases give to groups."""
+    numbers = {name: i + 4 * batch.step for i, name in enumerate(dict.fromkeys(batch.group_ids))}
+    trajectories = tuple(
+        dataclasses.replace(t, group_id=GroupId(f"g{numbers[t.group_id]:06d}"))
+        for t in batch.trajectories
+    )
+    return dataclasses.replace(batch, trajectories=trajectories)
+
+
+def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
+    """The journal of a run that trained these batches and made weights of these digests."""
+    folder.mkdir()
+    with Journal(folder) as journal:
+        journal.append("start", format=1, run_id="r", key="ab" * 32, unix_s=1.0)
+        for batch, digest in zip(batches, digests, strict=True):
+            for number, group in enumerate(dict.fromkeys(batch.group_ids)):
+                lease = {
+                    "environment": "e",
+                    "number": 4 * batch.step + number,
+                    "task": 0,
+                    "seed": 0,
+                }
+                server = {"server": "s", "epoch": 1, "deadline": batch.step}
+                journal.append("lease", group=group, **lease, **server)
+            message = trainer_pb2.RecordedBatch(
+                header=batch_order(batch)[0].batch,
+                trajectories=map(trajectory_to_pb, batch.trajectories),
+            )
+            journal.write_batch(message)
+            version = [0, batch.step + 1]
+            journal.append(
+                "step", step=batch.step, version=version, digest=digest, lags=[], several=0
+            )
 
 
 def check_probe(

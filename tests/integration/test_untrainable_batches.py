@@ -71,11 +71,15 @@ def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(
     check_poisoned(one_rank["poisoned"][0], one_rank["plain"][0])
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp", "cp"])
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp", "cp", "trees"])
 def test_two_ranks_agree_and_go_on(layout: str, two_ranks: dict[str, list[dict]]) -> None:
     main, other = two_ranks[f"{layout}-poisoned"]
     check_poisoned(main, two_ranks[f"{layout}-plain"][0])
     assert (other["error"], other["failures"]) == ("", [])
+
+
+def test_the_faulty_episode_is_a_tree() -> None:
+    assert len(good_batch(1, trees=True).trajectories[FAULTY].branches) > 1
 
 
 def test_a_batch_without_a_sampled_token_is_reported(one_rank: dict[str, list[dict]]) -> None:

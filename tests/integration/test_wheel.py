@@ -43,6 +43,8 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     subprocess.run(install, check=True, capture_output=True, timeout=280)
     code = (
         "import importlib.util, slipstream.client as c; c.Client, c.Environment, c.StepResult; "
+        "from slipstream.client.agents.gateway import Gateway; "
+        "from slipstream.client.builtin.command import Command; "
         "from slipstream.client.builtin.echo import Echo; "
         "assert importlib.util.find_spec('torch') is None; "
         "assert importlib.util.find_spec('vllm') is None"

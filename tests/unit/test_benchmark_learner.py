@@ -13,7 +13,7 @@ import learner_pretrain
 import measure
 import pytest
 import torch
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.settings.config_file import load_config
 
 from learner import OURS, Turn, rows

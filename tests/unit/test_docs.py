@@ -38,7 +38,15 @@ OPTIONAL = re.compile(r" \[[^\]]*\]")
 DESCRIPTION = re.compile(r"(?<=\S) {2,}\S.*")
 
 # The reader's own, and what must not be there.
-NOT_OURS = {"my_environments.py", "replies.py", "chat.py", "slipstream/__init__.py"}
+NOT_OURS = {
+    "my_environments.py",
+    "my_agents.py",
+    "serve_agents.py",
+    "solve.py",
+    "replies.py",
+    "chat.py",
+    "slipstream/__init__.py",
+}
 
 for_all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

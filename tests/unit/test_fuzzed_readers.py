@@ -7,6 +7,7 @@ an example. `tests/fuzz.py` reads a million of them.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -14,14 +15,24 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from slipstream.learner.controller.reporting.rows import COLUMNS
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzz_files import RECORDS, file_readers, journal_bytes
 from support.rigs.fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample
+from support.rigs.fuzz_results import json_lines, result_readers
 
-READERS = {r.name: r for r in [*request_readers(), *message_readers(), *file_readers()]}
+ALL = (request_readers, message_readers, file_readers, result_readers)
+READERS = {reader.name: reader for readers in ALL for reader in readers()}
 DEEP = b"[" * 100_000
+
+
+def rows(changed: dict) -> bytes:
+    """Lines of eleven steps in which some numbers are others."""
+    row = dict.fromkeys(COLUMNS, 1.0) | {"wall_s": 2.0}
+    return json_lines(*({**row, "step": step, **changed} for step in range(1, 12)))
+
 
 # Bytes on which a reader raised something else, or with more than one line.
 ONCE_BROKEN = [
@@ -52,6 +63,30 @@ ONCE_BROKEN = [
     ("summary of a run", b'{"steps": 3}'),
     ("dashboard metrics.jsonl", b"\xb8\n[1]\n{\n"),
     ("dashboard suspended.json", b"\xb8"),
+    *(
+        (
+            "results metrics.jsonl",
+            rows(changed),
+        )
+        for changed in (
+            {"servers_serving": None},
+            {"servers_serving": 10**400},
+            {"logprob_gap_tokens": 3.0},
+            {"reward_mean": 1e308},
+            {"trained_tokens_per_s": math.inf, "lag_max": -1e308},
+            {"training_s": None, "trainer_rss_bytes": None},
+            {"e/equal_rewards_fraction": 1.0},
+            {"step": 1.5},
+        )
+    ),
+    ("results trajectories.jsonl", b"\xff\n[1]\n"),
+    ("tracking.json", b'{"wandb": null, "mlflow": {}}'),
+    ("tracking.json", b'{"wandb": "a\\nb"}'),
+    *(
+        (f"dashboard {name}", b'{"step": %s, "x": [1e400, -Infinity]}\n' % step)
+        for name in ("trajectories.jsonl", "metrics.jsonl", "summary.json")
+        for step in (b"NaN", b"1e400", b"1" + b"0" * 400)
+    ),
     *((name, DEEP) for name in ("journal", "summary of a run", "dashboard summary.json")),
     *((name, DEEP) for name in ("manifest", "model", "batch")),
     ("config.toml", b"a = " + DEEP),
@@ -59,6 +94,23 @@ ONCE_BROKEN = [
     ("trajectory", trajectory_pb2.Trajectory(reward=1e308, status=1).SerializeToString()),
     ("trajectory", trajectory_pb2.Trajectory(attempt=2**32 - 1).SerializeToString()),
     ("trajectory", trajectory_pb2.Trajectory(group_id="g" * (1 << 24)).SerializeToString()),
+    (
+        "trajectory",
+        trajectory_pb2.Trajectory(
+            purpose=1,
+            status=1,
+            branches=[trajectory_pb2.Branch(num_runs=2, share=float("nan"))] * 4096,
+        ).SerializeToString(),
+    ),
+    (
+        "trajectory",
+        trajectory_pb2.Trajectory(
+            purpose=1,
+            status=1,
+            run_lengths=[0] * 131072,
+            branches=[trajectory_pb2.Branch(num_runs=32)] * 4096,
+        ).SerializeToString(),
+    ),
     ("claim", bytes.fromhex("8a0100") * 1_000_000),
     ("request Join", b"\x12\x0b\x08" + b"\xff" * 9 + b"\x01"),
     ("request SubmitEnvironment", b"\x0a\x80\x80\x04\x1a\xfc\xff\x03" + b"[" * 65532),

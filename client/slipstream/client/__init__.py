@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.environment import Environment, Message, StepResult
 
 if TYPE_CHECKING:
     from slipstream.client.client import Client
 
-__all__ = ["Client", "Environment", "Message", "StepResult"]
+__all__ = [
+    "AgentEnvironment",
+    "AgentOutcome",
+    "Client",
+    "Endpoint",
+    "Environment",
+    "Message",
+    "StepResult",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -9,13 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat, TypeVar
 
+from slipstream.client.agent import BRANCH_NAME, AgentOutcome
 from slipstream.client.environment import Message, StepResult
 from slipstream.client.loading import environment_failed
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import environment_pb2 as pb
 
-Made = TypeVar("Made", pb.Observation, pb.Verdict)
+Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
 
 def _reply_limit(limit: object) -> int:
@@ -56,6 +57,26 @@ def verdict(result: object) -> pb.Verdict:
     return _bounded(made)
 
 
+def agent_observation(reply_limit: object) -> pb.Observation:
+    """Returns the observation of an agent, with its `max_reply_tokens`."""
+    return _bounded(pb.Observation(is_agent=True, max_reply_tokens=_reply_limit(reply_limit)))
+
+
+def agent_result(result: object) -> pb.AgentResult:
+    """Converts what `run` returned; EnvironmentFailed if it is no result or out of bounds."""
+    if not isinstance(result, AgentOutcome):
+        if not isinstance(result, SupportsFloat):
+            what = "run() must return a number or an AgentOutcome"
+            raise environment_failed(f"{what}, got {_show(result)}")
+        result = AgentOutcome(_finite(result, "the reward"))
+    made = pb.AgentResult(
+        reward=_finite(result.reward, "the reward"),
+        metrics=_metrics(result.metrics),
+        shares=_shares(result.shares),
+    )
+    return _bounded(made)
+
+
 def _bounded(made: Made) -> Made:
     try:
         check_bounds(made)
@@ -68,6 +89,16 @@ def _metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise environment_failed(f"metrics must map names to numbers, got {_show(metrics)}")
     return {str(name): _finite(value, f"the metric {name!r}") for name, value in metrics.items()}
+
+
+def _shares(shares: object) -> dict[str, float]:
+    if not isinstance(shares, Mapping):
+        raise environment_failed(f"shares must map branches to numbers, got {_show(shares)}")
+    for name in shares:
+        if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
+            what = "shares are of branches, with names of 1 to 64 letters, digits and ._:+-"
+            raise environment_failed(f"{what}, got {_show(name)}")
+    return {name: _finite(value, f"the share of {name!r}") for name, value in shares.items()}
 
 
 def _finite(value: object, what: str) -> float:

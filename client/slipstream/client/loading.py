@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
 
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 _OWN_FOLDER = str(Path(__file__).parent)
 _BUILTIN_FOLDER = str(Path(__file__).parent / "builtin")
 
@@ -34,9 +36,11 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or is_ours(frames[-1].filename):
+    own = [frame for frame in frames if is_of_environment(frame.filename)]
+    if not frames or (not own and is_ours(frames[-1].filename)):
         return line
-    last = frames[-1]
+    # A library that the environment called says less than the line that called it.
+    last = (own or frames)[-1]
     return f"{line} ({Path(last.filename).name}:{last.lineno} in {last.name})"
 
 
@@ -86,6 +90,13 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
 def is_ours(filename: str) -> bool:
     """Whether a file belongs to the client and to no environment."""
     return filename.startswith(_OWN_FOLDER) and not is_builtin(filename)
+
+
+def is_of_environment(filename: str) -> bool:
+    """Whether a file belongs to an environment: not to Python, a library or the client."""
+    if is_builtin(filename):
+        return True
+    return not (filename.startswith((*_LIBRARIES, "<")) or is_ours(filename))
 
 
 def is_builtin(filename: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slipstream.client.config_changes import check_resumable
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
     check_newest,
@@ -19,9 +20,16 @@ from slipstream.protocol.checkpoints import (
     read_manifest,
 )
 from slipstream.protocol.errors import CheckpointError, ConfigError
-from slipstream.protocol.run_folder import check_journal_not_lost
+from slipstream.protocol.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL_MODEL,
+    JOURNAL,
+    JOURNAL_LOG,
+    SUMMARY,
+    check_journal_not_lost,
+)
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_changes import check_resumable
 from slipstream.protocol.settings.config_file import dump_config, load_config
 from slipstream.protocol.settings.whole_settings import REMEDY, with_first_line
 
@@ -37,7 +45,7 @@ def check_run_folder(config: Config) -> bool:
 
 def _check_contents(config: Config) -> bool:
     folder, resume = config.run_dir, config.run.resume
-    journal = folder / "journal" / "journal.log"
+    journal = folder / JOURNAL / JOURNAL_LOG
     try:
         _check_not_held(journal, folder)
     except OSError as error:
@@ -51,7 +59,7 @@ def _check_contents(config: Config) -> bool:
         raise ConfigError(
             f"{folder} holds a run already; choose another run.name or remove the folder"
         )
-    settings = folder / "config.toml"
+    settings = folder / CONFIG
     if not settings.is_file():
         raise ConfigError(
             f"{settings} is missing or no file, and a run does not go on without the settings "
@@ -59,7 +67,7 @@ def _check_contents(config: Config) -> bool:
         )
     check_resumable(load_config(settings), config)
     try:
-        check_newest(folder / "checkpoints")
+        check_newest(folder / CHECKPOINTS)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     _check_unfinished(folder, config)
@@ -71,7 +79,7 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     values = read_summary(folder)
     if values is None:
         return
-    lacks_model = config.learner.export_final and not (folder / "checkpoints" / "final").is_dir()
+    lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / FINAL_MODEL).is_dir()
     if values.get("state") != "finished" or lacks_model:
         return
     if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
@@ -92,7 +100,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     Only one decision depends on the summary: a finished run is not started again.
     """
     try:
-        values = json.loads((folder / "summary.json").read_text())
+        values = json.loads((folder / SUMMARY).read_text())
     except (OSError, ValueError, RecursionError):
         return None
     is_whole = (
@@ -123,19 +131,19 @@ def _held(folder: Path) -> str:
 
 def settings_of(folder: Path) -> Path:
     """Returns the settings file in the folder of a run; ConfigError where there is none."""
-    path = folder / "config.toml"
+    path = folder / CONFIG
     if path.is_file():
         return path
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
-    runs = sorted(str(found.parent) for found in folder.glob("*/config.toml"))
+    runs = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
     hint = f"; runs there are {', '.join(runs)}" if runs else ""
-    raise ConfigError(f"{folder} is no run's folder: it has no config.toml{hint}")
+    raise ConfigError(f"{folder} is no run's folder: it has no {CONFIG}{hint}")
 
 
 def version_to_export(folder: Path, step: int | None) -> int:
     """The version to export: `step`, or the newest; ConfigError when it has no whole checkpoint."""
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     steps, over = complete_steps(checkpoints), passed_over(checkpoints)
     whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
     if step is None and over:
@@ -215,8 +223,8 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
 
 def write_config(config: Config, folder: Path) -> Path:
     """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
-    path = make_folder(folder) / "config.toml"
-    partial = path.with_name("config.toml.partial")
+    path = make_folder(folder) / CONFIG
+    partial = path.with_name(f"{CONFIG}.partial")
     try:
         partial.unlink(missing_ok=True)
         # It may hold the password of the queue.

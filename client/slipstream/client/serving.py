@@ -13,10 +13,13 @@ import inspect
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import grpc.aio
-from slipstream.client.answers import observation, verdict
+from slipstream.client.agent import AgentEnvironment
+from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
+from slipstream.client.answers import agent_observation, observation, verdict
 from slipstream.client.environment import AnyEnvironment, TaskSource
 from slipstream.client.loading import describe, environment_failed, load_environment
 from slipstream.client.witness import CallWitness, awaited_place
@@ -39,9 +42,11 @@ class _Episode:
     key: str
     environment: AnyEnvironment
     witness: CallWitness | None
-    # Whether `reset` has answered with messages.
+    # Whether `reset` has answered.
     has_begun: bool = False
-    # Answers the reset or step that runs now.
+    # The calls and the run, if the environment is an agent.
+    agent: AgentEpisode | None = None
+    # Answers the reset, step or next_call that runs now.
     running: asyncio.Task[object] | None = None
     # Whether `close` has cancelled that call.
     abandoned: bool = False
@@ -62,6 +67,7 @@ class EpisodeHost:
         self._environment = environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
+        self._agents = AgentEpisodes()
 
     @property
     def num_tasks(self) -> int:
@@ -79,6 +85,15 @@ class EpisodeHost:
                     message.observation.CopyFrom(await self._reset(command.reset))
                 case "step":
                     message.verdict.CopyFrom(await self._step(command.step))
+                case "next_call":
+                    answer = await self._next_call(command.next_call.episode_key)
+                    if isinstance(answer, pb.AgentCall):
+                        message.agent_call.CopyFrom(answer)
+                    else:
+                        message.agent_result.CopyFrom(answer)
+                case "reply_part":
+                    await self._reply(command.reply_part)
+                    message.pong.SetInParent()
                 case "close":
                     await self._close(command.close.episode_key)
                     message.pong.SetInParent()
@@ -95,21 +110,30 @@ class EpisodeHost:
         """Closes every open episode, within 5 s; writes failures to stderr alone."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                for key in list(self._episodes):
-                    try:
-                        await self._close(key)
-                    except EnvironmentFailed as error:
-                        print(f"closing an episode: {error}", file=sys.stderr)
+                await asyncio.gather(*(self._close_loudly(key) for key in self._episodes))
         except TimeoutError:
             print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
         self._episodes.clear()
+        await self._agents.close()
+
+    async def _close_loudly(self, key: str) -> None:
+        try:
+            await self._close(key)
+        except EnvironmentFailed as error:
+            print(f"closing an episode: {error}", file=sys.stderr)
+
+    def agent_place(self, key: str) -> str:
+        """Returns where the code of an agent is; "" if that is not known, or it is no agent."""
+        episode = self._episodes.get(key)
+        agent = episode.agent if episode is not None else None
+        return agent.place() if agent is not None else ""
 
     def _place(self, key: str) -> str:
         """Returns where an episode waits now; "" if it does not."""
         episode = self._episodes.get(key)
         if episode is None or episode.running is None:
             return ""
-        return awaited_place(episode.running)
+        return self.agent_place(key) or awaited_place(episode.running)
 
     def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
         if spec.reference:
@@ -129,6 +153,11 @@ class EpisodeHost:
         self._episodes[command.episode_key] = episode
 
         async def reset() -> pb.Observation:
+            if isinstance(environment, AgentEnvironment):
+                task = tasks[command.task_index]
+                busy = partial(self._work, episode)
+                episode.agent = self._agents.open(environment, task, on_busy=busy)
+                return agent_observation(environment.max_reply_tokens)
             messages = await _result(environment.reset(tasks[command.task_index]))
             return observation(messages, environment.max_reply_tokens)
 
@@ -137,12 +166,37 @@ class EpisodeHost:
         episode.has_begun = True
         return observed
 
-    async def _step(self, command: pb.StepCommand) -> pb.Verdict:
-        episode = self._episodes.get(command.episode_key)
+    def _begun(self, key: str) -> _Episode:
+        episode = self._episodes.get(key)
         if episode is not None and episode.running is not None:
-            raise _misused(f"episode {command.episode_key} has not answered its last call")
+            raise _misused(f"episode {key} has not answered its last call")
         if episode is None or not episode.has_begun:
-            raise _misused(f"episode {command.episode_key} is not open")
+            raise _misused(f"episode {key} is not open")
+        return episode
+
+    async def _next_call(self, key: str) -> pb.AgentCall | pb.AgentResult:
+        episode = self._begun(key)
+        if episode.agent is None:
+            raise _misused(f"the environment of episode {key} is no agent")
+        return await _run(episode, episode.agent.next)
+
+    async def _reply(self, part: pb.ReplyPart) -> None:
+        episode = self._episodes.get(part.episode_key)
+        # A part may cross with the end of the episode.
+        if episode is not None and episode.agent is not None:
+            await episode.agent.part(part)
+
+    def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
+        """Notes that the code of an agent begins or ends to work."""
+        if self._witness is None:
+            return
+        if is_busy:
+            self._witness.begin(episode.key, run)
+        else:
+            self._witness.end(run)
+
+    async def _step(self, command: pb.StepCommand) -> pb.Verdict:
+        episode = self._begun(command.episode_key)
         environment = episode.environment
         environment.truncated = command.truncated
 
@@ -159,6 +213,8 @@ class EpisodeHost:
             episode.abandoned = True
             episode.running.cancel()
             await episode.idle.wait()
+        if episode.agent is not None:
+            await self._agents.end(episode.agent, key)
         await _run(episode, lambda: _result(episode.environment.close()))
 
 
@@ -227,8 +283,10 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     assert this is not None
     episode.running = this
     episode.idle.clear()
-    if episode.witness is not None:
-        episode.witness.begin(episode.key, this)
+    # The run of an agent is noted for itself: `this` only waits for it.
+    witness = episode.witness if episode.agent is None else None
+    if witness is not None:
+        witness.begin(episode.key, this)
     try:
         return await call()
     except EnvironmentFailed:
@@ -242,8 +300,8 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise environment_failed(describe(error)) from error
     finally:
-        if episode.witness is not None:
-            episode.witness.end(this)
+        if witness is not None:
+            witness.end(this)
         episode.running = None
         episode.abandoned = False
         episode.idle.set()

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.client.loading import is_builtin, is_ours
+from slipstream.client.loading import is_of_environment
 from slipstream.protocol.call_record import CallRecord
 
 # Seconds between two looks at the place in the code, which may be as old.
 _LOOK_PERIOD_S = 0.2
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 
 
 class CallWitness:
@@ -89,13 +87,7 @@ def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
 
     `frames` begins with the innermost one.
     """
-    own = [frame for frame in frames if _is_of_environment(frame[0].co_filename)]
+    own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
     for code, line in (own or frames)[:1]:
         return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
     return ""
-
-
-def _is_of_environment(filename: str) -> bool:
-    if is_builtin(filename):
-        return True
-    return not (filename.startswith((*_LIBRARIES, "<")) or is_ours(filename))

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the server")
-    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and reset its first task")
+    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and begin its first task")
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
@@ -125,6 +125,7 @@ def _check(
     from slipstream.v1 import environment_pb2 as pb
 
     main_thread = threading.get_ident()
+    host = EpisodeHost()
 
     def fail(cause: str) -> NoReturn:
         # This is the last line of stderr, after all that the environment has printed.
@@ -138,24 +139,33 @@ def _check(
         place = running_place(main_thread)
         innermost = sys._current_frames()[main_thread].f_code.co_filename
         if Path(innermost).name == "selectors.py":
-            place = "it awaits something that does not come"
+            place = host.agent_place("check") or "it awaits something that does not come"
         fail(f"no answer within {timeout_s:g} s ({place})")
 
     async def commands() -> AsyncIterator[pb.WorkerMessage]:
-        host = EpisodeHost()
         spec = pb.EnvironmentSpec(reference=reference, args_json=args_json, search_path=search_path)
         yield await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
-        yield await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
+        observed = await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
+        yield observed
+        if observed.observation.is_agent:
+            asked = pb.NextCallCommand(episode_key="check")
+            yield await host.answer(pb.WorkerCommand(next_call=asked))
         yield await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="check")))
 
     async def check() -> None:
-        num_tasks = 0
+        num_tasks, first_call = 0, ""
         async for answer in commands():
-            if answer.WhichOneof("message") == "failure":
-                fail(answer.failure.message)
+            match answer.WhichOneof("message"):
+                case "failure":
+                    fail(answer.failure.message)
+                case "agent_result":
+                    fail("run() ended without a call to its endpoint")
+                case "agent_call":
+                    call = answer.agent_call
+                    first_call = f", the first call is {call.method} {call.path}"
             num_tasks = max(num_tasks, answer.loaded.num_tasks)
         tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
-        os.write(report, f"environment {reference} is ready: {tasks}\n".encode())
+        os.write(report, f"environment {reference} is ready: {tasks}{first_call}\n".encode())
 
     timer = threading.Timer(timeout_s, abandon)
     timer.daemon = True

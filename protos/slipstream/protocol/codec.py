@@ -15,6 +15,7 @@ from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.routed_experts import RoutedExperts, unpack_experts
 from slipstream.protocol.types import (
+    Branch,
     Failure,
     FailureKind,
     GroupId,
@@ -32,7 +33,7 @@ from slipstream.v1 import trajectory_pb2 as pb
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -105,6 +106,10 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         prompt_text=trajectory.prompt_text,
         reply_text=trajectory.reply_text,
         routed_experts=routed,
+        branches=[
+            pb.Branch(num_runs=branch.num_runs, share=branch.share, name=branch.name)
+            for branch in trajectory.branches
+        ],
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -159,6 +164,9 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         prompt_text=message.prompt_text,
         reply_text=message.reply_text,
         routed_experts=experts_from_pb(message),
+        branches=tuple(
+            Branch(branch.num_runs, branch.share, branch.name) for branch in message.branches
+        ),
     )
     _check(trajectory)
     return trajectory
@@ -219,6 +227,20 @@ def _checksum(token_ids: bytes, logprobs: bytes, expert_ids: bytes) -> int:
     return zlib.crc32(expert_ids, zlib.crc32(logprobs, zlib.crc32(token_ids)))
 
 
+def _check_branches(trajectory: Trajectory) -> None:
+    name, runs = trajectory.trajectory_id, [branch.num_runs for branch in trajectory.branches]
+    for number in runs:
+        if number == 0 or number % 2:
+            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
+    if runs and sum(runs) != len(trajectory.run_lengths):
+        raise ProtocolError(
+            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
+        )
+    for branch in trajectory.branches:
+        if not math.isfinite(branch.share):
+            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+
+
 def _check(trajectory: Trajectory) -> None:
     name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
     if sum(trajectory.run_lengths) != len(trajectory.token_ids):
@@ -237,5 +259,6 @@ def _check(trajectory: Trajectory) -> None:
         raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
     if not math.isfinite(trajectory.reward):
         raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
-    if not np.isfinite(trajectory.behavior_logprobs).all():
+    if not np.logical_and.reduce(np.isfinite(trajectory.behavior_logprobs)):
         raise ProtocolError(f"{name}: a log-probability is not a finite number")
+    _check_branches(trajectory)

@@ -1,4 +1,4 @@
-"""The files of a run's folder beside its journal."""
+"""The names in a run's folder that several programs use, and the rules for what lies there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
 
+# The settings of the run, all of them.
+CONFIG = "config.toml"
+# The folder of the journal, its log, and its folder of batches.
+JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
+# The folder of checkpoints, and the trained model in it.
+CHECKPOINTS, FINAL_MODEL = "checkpoints", "final"
+# A row for each step and evaluation, sampled trajectories, and the facts of a run that has ended.
+METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
+# Causes of suspended environments, and the drawn curves.
+SUSPENDED, CURVES = "suspended.json", "curves.png"
+# The folder of the logs; `log_path` says how one is named.
+LOGS = "logs"
 # Files that a run writes only after its first journal record.
-LEFT_BY_A_RUN = ("checkpoints/step-*", "journal/batches/step-*.pb", "metrics.jsonl")
+LEFT_BY_A_RUN = (f"{CHECKPOINTS}/step-*", f"{JOURNAL}/{BATCHES}/step-*.pb", METRICS)
+
+
+def log_path(folder: Path, name: str) -> Path:
+    """The log of the process `name` of the run in `folder`."""
+    return folder / LOGS / f"{name}.log"
 
 
 def check_journal_not_lost(folder: Path) -> None:
@@ -21,7 +38,7 @@ def check_journal_not_lost(folder: Path) -> None:
         left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)
         if left is not None:
             raise ConfigError(
-                f"{folder / 'journal' / 'journal.log'} is missing or empty, but the folder holds "
+                f"{folder / JOURNAL / JOURNAL_LOG} is missing or empty, but the folder holds "
                 f"{left.relative_to(folder)} of a run: put the journal back from a copy, remove "
                 "the folder, or choose another run.name"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,8 @@ GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ServerId = NewType("ServerId", str)
 
+# Longest id whose parts are kept for the next call; servers make no longer ones.
+MAX_KEPT = 200
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
 TokenArray = npt.NDArray[np.uint32]
@@ -38,11 +41,19 @@ class TrajectoryName(NamedTuple):
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
         """Splits an id into its parts; None for text that is no id of a trajectory."""
-        found = _NAME.fullmatch(trajectory_id)
-        if found is None:
-            return None
-        group_id, member, attempt, epoch = found.groups()
-        return cls(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
+        return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
+
+
+def _split(trajectory_id: str) -> TrajectoryName | None:
+    found = _NAME.fullmatch(trajectory_id)
+    if found is None:
+        return None
+    group_id, member, attempt, epoch = found.groups()
+    return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
+
+
+# Several parts of the controller parse the id of one delivery, one after the other.
+_parse = functools.lru_cache(maxsize=32)(_split)
 
 
 class PolicyVersion(NamedTuple):
@@ -99,6 +110,28 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True)
+class Branch:
+    """One conversation of an episode: an even number of runs, the first of them context.
+
+    The tokens that were sampled in it get the episode's advantage times `share`. `name` is the name
+    under which the agent asked for it, or empty.
+    """
+
+    num_runs: int
+    share: float = 1.0
+    name: str = ""
+
+
+class TokenSequence(NamedTuple):
+    """One branch, and its slices of a trajectory's tokens, runs and sampled tokens."""
+
+    branch: Branch
+    tokens: slice
+    runs: slice
+    sampled: slice
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """The record of one attempt at one episode.
@@ -108,6 +141,9 @@ class Trajectory:
     `behavior_logprobs` (natural logarithm, after temperature and truncation of the distribution)
     and `version_spans` run over the sampled tokens only. `routed_experts` runs over all tokens, and
     is None if experts were not recorded.
+
+    The runs of `branches` follow each other: each branch is a sequence that the model saw by
+    itself, and a token is sampled in one branch only. Without any, all runs are one sequence.
     """
 
     run_id: str
@@ -135,6 +171,7 @@ class Trajectory:
     prompt_text: str = ""
     reply_text: str = ""
     routed_experts: RoutedExperts | None = None
+    branches: tuple[Branch, ...] = ()
 
     @property
     def trajectory_id(self) -> TrajectoryId:
@@ -150,6 +187,23 @@ class Trajectory:
     def has_reward(self) -> bool:
         """Whether the environment gave a reward: only then may the episode be trained."""
         return self.status in (Status.COMPLETED, Status.TRUNCATED)
+
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Returns the token sequences of the episode: one for each branch, or one of all runs."""
+        found, run, token, sampled = [], 0, 0, 0
+        for branch in self.branches or (Branch(len(self.run_lengths)),):
+            lengths = self.run_lengths[run : run + branch.num_runs]
+            ends = run + branch.num_runs, token + sum(lengths), sampled + sum(lengths[1::2])
+            found.append(
+                TokenSequence(
+                    branch,
+                    tokens=slice(token, ends[1]),
+                    runs=slice(run, ends[0]),
+                    sampled=slice(sampled, ends[2]),
+                )
+            )
+            run, token, sampled = ends
+        return tuple(found)
 
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
         """Returns one flag for each token of `token_ids`: true if the model sampled it."""

@@ -25,6 +25,7 @@ from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERRO
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.machine.process import die_with_parent
 from slipstream.protocol.names import check_server_id
+from slipstream.protocol.run_folder import LOGS
 from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.protocol.types import ServerId
@@ -101,8 +102,10 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     # An engine and its workers run on one host.
     narrow_sockets(os.environ, gloo="127.0.0.1", nccl=(config.weights.host, controller))
     process.bind_children()
-    renderer = Renderer(config.model.path)
     settings = config.rollout_server
+    renderer = Renderer(
+        config.model.path, template=settings.chat_template, values=settings.chat_template_kwargs
+    )
     with process.limited_start(settings.start_timeout_s):
         from slipstream.rollout_server.inference.engine import VllmEngine
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
@@ -125,7 +128,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     try:
         server_id = ServerId(options.server_id)
         gateway = WorkerGateway(
-            config.run_dir / "logs",
+            config.run_dir / LOGS,
             server=server_id,
             log_bytes=settings.environment_log_mib << 20,
             limits=_worker_limits(settings),

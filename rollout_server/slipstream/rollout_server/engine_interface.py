@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 class EngineDied(SlipstreamError):
@@ -37,7 +38,8 @@ class Sampling:
     """How replies are sampled, and the limits of an episode.
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
-    counts context and sampled tokens, `max_turns` the replies; with `ignore_eos` a reply does not
+    counts context and sampled tokens of each branch, `total_tokens` those of all branches,
+    `max_turns` the replies of all branches; with `ignore_eos` a reply does not
     end at the end-of-text token. `max_prompt_tokens` limits the context before the first reply;
     with 0 it need only leave room for one token of that reply. A reply also ends with the first of
     `stop_token_ids`, and with the token that completes the first of the texts in `stop`.
@@ -53,6 +55,23 @@ class Sampling:
     max_prompt_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    max_total_tokens: int = 0
+    max_branches: int = 16
+
+    @classmethod
+    def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
+        """The settings of a message: each field is the message's field of the same name."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            value = getattr(message, field.name)
+            is_number = isinstance(value, float | int)
+            values[field.name] = value if is_number else tuple(value)
+        return cls(**values)
+
+    @property
+    def total_tokens(self) -> int:
+        """Most tokens of an episode, all branches together."""
+        return self.max_total_tokens or self.max_episode_tokens
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,39 @@ class Generation:
         """Returns the empty reply to a request that was cancelled before the engine knew it."""
         nothing = np.empty(0, dtype=np.float32)
         return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How the text of a reply is read, and what a single request may choose.
+
+    `stop` holds beside the texts of `Sampling`. `num_logprobs` most probable tokens are returned
+    for each position, with the sampled one; None: none. `is_streamed`: parts come while the reply
+    is sampled. `with_stop`: the text ends with the stop text.
+    """
+
+    is_streamed: bool = False
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    num_logprobs: int | None = None
+    with_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A part of a reply: new tokens and their text; the last part has the whole `generation`.
+
+    `top_logprobs` are vLLM's, one mapping for each token, if `num_logprobs` was asked for.
+    `stop_reason` is the stop text or token that ended the reply.
+    """
+
+    token_ids: Sequence[int]
+    text: str
+    top_logprobs: Any = None
+    stop_reason: int | str | None = None
+    generation: Generation | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +185,11 @@ class Engine(Protocol):
         """The tokens of the longest sequence, context and reply together."""
         ...
 
+    @property
+    def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
+        """The parts that vLLM's HTTP application needs beside the engine."""
+        ...
+
     def use(self) -> EngineUse:
         """Returns the counters and starts a new list of busy intervals."""
         ...
@@ -156,6 +213,19 @@ class Engine(Protocol):
         An engine that records experts returns those of the tokens from `experts_from` on.
         GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
+        ...
+
+    def stream(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        options: TextOptions,
+        experts_from: int = 0,
+    ) -> AsyncGenerator[TextPart, None]:
+        """Does what `generate` does, and returns the text too, in parts; read it to its end."""
         ...
 
     async def cancel(self, request_id: str) -> None:

@@ -25,6 +25,7 @@ from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.types import ServerId
+from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
@@ -34,7 +35,7 @@ from slipstream.rollout_server.session import (
     SESSION_WAITS,
     End,
     JoinCall,
-    Outbox,
+    OutgoingMessages,
     Session,
     SessionServices,
     SessionWaits,
@@ -86,7 +87,7 @@ class RolloutServer:
         self._gateway = gateway
         self._waits = waits
         self._credentials = Credentials.load(config.security)
-        self._outbox = Outbox()
+        self._outbox = OutgoingMessages()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller says so, then drains.
@@ -106,7 +107,13 @@ class RolloutServer:
                 clients = ClientEnvironments(channel, call_metadata(self._credentials))
                 environments = Environments(group, self._gateway, clients, self._report_environment)
                 services = SessionServices(
-                    self._config, self._engine, self._renderer, sender, environments, self._waits
+                    self._config,
+                    self._engine,
+                    self._renderer,
+                    sender,
+                    environments,
+                    self._waits,
+                    Agents(self._engine, self._config.rollout_server),
                 )
                 watches = [
                     group.create_task(self._engine.watch()),
@@ -164,7 +171,7 @@ class RolloutServer:
             if time.monotonic() > deadline_s:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
-            self._outbox = Outbox()
+            self._outbox = OutgoingMessages()
             greeting = hello(self._server_id, epoch, self._config, self._engine)
             self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(

@@ -23,11 +23,12 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import GroupId, ServerId
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
-from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.weight_orders import WeightOrders
@@ -48,7 +49,7 @@ class End(Enum):
     LOST = "lost"
 
 
-class Outbox:
+class OutgoingMessages:
     """Messages on their way to the controller; never blocks."""
 
     def __init__(self) -> None:
@@ -95,6 +96,7 @@ class SessionServices:
     sender: TrajectorySender
     environments: Environments
     waits: SessionWaits
+    agents: Agents
 
 
 class Session:
@@ -108,7 +110,7 @@ class Session:
         self,
         identity: Identity,
         welcome: fleet_pb2.Welcome,
-        outbox: Outbox,
+        outbox: OutgoingMessages,
         services: SessionServices,
         group: asyncio.TaskGroup,
     ) -> None:
@@ -116,7 +118,7 @@ class Session:
         self._welcome = welcome
         self._outbox = outbox
         self._services = services
-        self._ledger = TokenLedger(services.engine.use())
+        self._ledger = EpochCounters(services.engine.use())
         self._dispatcher = Dispatcher(
             group,
             identity,
@@ -125,6 +127,7 @@ class Session:
                 services.environments,
                 services.renderer,
                 self._ledger,
+                services.agents,
                 retry_s=services.waits.retry_s,
             ),
             services.sender,

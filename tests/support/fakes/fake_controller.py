@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -10,8 +11,9 @@ import grpc
 import numpy as np
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.access.security import TOKEN_KEY
-from slipstream.protocol.codec import trajectory_to_pb, version_to_pb
+from slipstream.protocol.codec import merge_spans, trajectory_to_pb, version_to_pb
 from slipstream.protocol.types import (
+    Branch,
     GroupId,
     PolicyVersion,
     Purpose,
@@ -237,6 +239,46 @@ def make_batch(
         for place in range(num_groups * group_size)
     )
     return Batch(step, f"batch-{step}", trajectories)
+
+
+def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
+    """Gives two of three trajectories more branches, of which none is equal to another.
+
+    They begin with what the first branch saw up to the end of its prompt or its first reply. Shares
+    differ, and one is 0.
+    """
+    random = np.random.default_rng([batch.step, 1])
+
+    def grown(trajectory: Trajectory) -> Trajectory:
+        first, tokens = trajectory, [trajectory.token_ids]
+        runs, spans = list(trajectory.run_lengths), list(trajectory.version_spans)
+        branches = [Branch(len(runs), float(random.choice([1.0, 0.5])))]
+        logprobs = [trajectory.behavior_logprobs]
+        for name in ("reviewer", "b")[: int(random.integers(1, 3))]:
+            kept = min(sum(first.run_lengths[: int(random.integers(1, 3))]), max_tokens - 3)
+            sampled = int(random.integers(1, max_tokens - kept - 1))
+            new = random.integers(0, vocab_size, 1 + sampled).astype(np.uint32)
+            tokens += [first.token_ids[:kept], new]
+            runs += [kept + 1, sampled]
+            spans.append(VersionSpan(sampled, PolicyVersion(0, batch.step)))
+            branches.append(Branch(2, float(random.choice([1.0, 0.25, 0.0, -1.0])), name))
+            drawn = -np.log(vocab_size) + 0.3 * random.standard_normal(sampled)
+            logprobs.append(drawn.astype(np.float32))
+        return dataclasses.replace(
+            first,
+            token_ids=np.concatenate(tokens),
+            run_lengths=tuple(runs),
+            behavior_logprobs=np.concatenate(logprobs),
+            version_spans=merge_spans(spans),
+            branches=tuple(branches),
+            num_turns=len(runs) // 2,
+        )
+
+    trajectories = tuple(
+        trajectory if place % 3 == 2 else grown(trajectory)
+        for place, trajectory in enumerate(batch.trajectories)
+    )
+    return dataclasses.replace(batch, trajectories=trajectories)
 
 
 def make_trajectory(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     LoadedWeights,
     Sampling,
+    TextOptions,
+    TextPart,
 )
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.v1 import weights_pb2
@@ -44,6 +47,7 @@ class FakeEngine:
     num_workers = 1
     max_model_len = 64
     num_experts = 4
+    vllm_parts: Any = None
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
@@ -117,6 +121,22 @@ class FakeEngine:
             finish_reason=reason,
             expert_ids=self._experts(experts_from, len(prompt_token_ids) + len(request.tokens)),
         )
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        options: TextOptions,
+        experts_from: int = 0,
+    ) -> AsyncGenerator[TextPart, None]:
+        generation = await self.generate(
+            request_id, prompt_token_ids, sampling, max_tokens, experts_from=experts_from
+        )
+        tokens = generation.token_ids.tolist()
+        yield TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._requests:

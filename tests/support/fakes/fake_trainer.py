@@ -171,7 +171,6 @@ class FakeTrainer:
         self.batches.append(batch)
         self.version = PolicyVersion(self.version.incarnation, header.step + 1)
         self.digest = trained(self.digest, batch, self.noise)
-        rewards = [t.reward for t in batch]
         tokens = sum(t.num_sampled_tokens for t in batch)
         report = trainer_pb2.StepReport(
             step=header.step,
@@ -179,9 +178,6 @@ class FakeTrainer:
             version=version_to_pb(self.version),
             weight_digest=self.digest,
             metrics={
-                "reward_mean": float(np.mean(rewards)),
-                "lag_mean": float(np.mean(lags)),
-                "lag_max": max(lags),
                 "trained_tokens": tokens,
                 "waiting_s": self._waiting_s,
                 "publish_s": self._publish_s,

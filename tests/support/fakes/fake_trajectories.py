@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.routed_experts import RoutedExperts, expert_dtype
 from slipstream.protocol.types import (
+    Branch,
     Failure,
     FailureKind,
     GroupId,
@@ -61,6 +62,19 @@ def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
 
 
 @st.composite
+def branches(draw: st.DrawFn, num_runs: int) -> tuple[Branch, ...]:
+    """Draws the branches of a trajectory of `num_runs` runs; none where the number is odd."""
+    if num_runs % 2 or not draw(st.booleans()):
+        return ()
+    found = []
+    while num_runs:
+        number = 2 * draw(st.integers(1, num_runs // 2))
+        found.append(Branch(number, draw(st.floats(-1e6, 1e6)), draw(names)))
+        num_runs -= number
+    return tuple(found)
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     run_lengths = tuple(draw(st.lists(st.integers(0, 12), max_size=7)))
     num_sampled = sum(run_lengths[1::2])
@@ -105,6 +119,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         prompt_text=draw(texts),
         reply_text=draw(texts),
         routed_experts=draw(st.none() | routed_experts(num_tokens)),
+        branches=draw(branches(len(run_lengths))),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from pydantic import JsonValue
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 
 

@@ -18,7 +18,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Trajectory
 
-from support.fakes.fake_controller import make_batch
+from support.fakes.fake_controller import make_batch, with_branches
 from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
 
 STEPS = 3
@@ -36,6 +36,7 @@ SETTINGS = {
     # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
     "learner": {
         "micro_batch_tokens": 96,
+        "shared_prefix_tokens": 0,
         "weight_decay": 0.01,
         "adam_eps": 1e-3,
         "timeout_s": 300.0,
@@ -52,6 +53,8 @@ class Layout:
     parallel: dict = field(default_factory=dict)
     learner: dict = field(default_factory=dict)
     algorithm: dict = field(default_factory=dict)
+    # Episodes of several branches, with as many tokens together as `TREES` says.
+    sampling: dict = field(default_factory=dict)
     # What others show too, so that it need not be tried at every change.
     is_slow: bool = False
     # Pipeline stages send what they hand on only a moment after they were asked to.
@@ -64,7 +67,8 @@ class Layout:
             name
             for name, layout in LAYOUTS.items()
             if layout.world_size == 1
-            and (layout.model, layout.algorithm) == (self.model, self.algorithm)
+            and (layout.model, layout.algorithm, layout.sampling)
+            == (self.model, self.algorithm, self.sampling)
         )
 
 
@@ -109,6 +113,10 @@ CISPO = {
 }
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
+TREES = {"max_total_tokens": 120}
+
+# Every common beginning is computed once, however short.
+SHARED = {"shared_prefix_tokens": 1}
 
 LAYOUTS = {
     "one": Layout(1),
@@ -128,6 +136,12 @@ LAYOUTS = {
     "one-mixtral": Layout(1, "mixtral"),
     "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
     "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
+    "one-trees": Layout(1, sampling=TREES),
+    "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
+    "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
+    "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES),
+    "one-trees-moe": Layout(1, "moe", sampling=TREES),
+    "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
@@ -163,6 +177,18 @@ LAYOUTS = {
     "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP, is_slow=True),
     "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
     "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
+    "dp2-trees": Layout(2, sampling=TREES),
+    "dp2-trees-shared": Layout(2, learner=SHARED, sampling=TREES),
+    "tp2-sp-trees-shared": Layout(2, parallel=SP, learner=SHARED | FULL_RECOMPUTE, sampling=TREES),
+    "pp2-vpp2-trees-shared": Layout(2, parallel=VPP, learner=SHARED, sampling=TREES),
+    "dp2-trees-shared-gspo": Layout(2, learner=SHARED, algorithm=GSPO, sampling=TREES),
+    "ep2-trees-shared-moe": Layout(2, "moe", parallel={"ep": 2}, learner=SHARED, sampling=TREES),
+    "dp2-trees-gspo": Layout(2, algorithm=GSPO, sampling=TREES),
+    "tp2-sp-trees": Layout(2, parallel=SP, sampling=TREES),
+    "pp2-vpp2-trees": Layout(2, parallel=VPP, sampling=TREES),
+    "cp2-trees-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, sampling=TREES),
+    "cp2-trees-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, sampling=TREES),
+    "cp2-trees-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY, sampling=TREES),
     "dp2-moe": Layout(2, "moe"),
     "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
     "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
@@ -201,6 +227,7 @@ LAYOUTS = {
     "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
     "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
     "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-cp2-trees": Layout(4, parallel={"cp": 2}, sampling=TREES),
     "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW),
     "cp4": Layout(4, parallel={"cp": 4}),
     "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}, is_slow=True),
@@ -272,6 +299,7 @@ def config_of(job: str, folder: Path) -> Config:
     table["model"] = {"path": str(folder / layout.model), "dtype": dtype or "float32"}
     table["algorithm"] |= layout.algorithm
     table["learner"] |= layout.learner
+    table["sampling"] |= layout.sampling
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
     return parse_config(table, source=job)
 
@@ -288,6 +316,9 @@ def batches(config: Config) -> list[Batch]:
         )
         for step in range(STEPS)
     ]
+    if config.sampling.max_total_tokens:
+        longest = config.sampling.max_episode_tokens
+        found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
     return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
 
 
@@ -301,11 +332,13 @@ def with_experts(batch: Batch) -> Batch:
         shape = (len(trajectory.token_ids), NUM_LAYERS, NUM_EXPERTS)
         ids = random.random(shape).argsort(axis=-1)[..., :EXPERTS_PER_TOKEN].astype(np.uint8)
         ids[random.random(len(ids)) < 0.1] = 255
-        ids[-1] = 255
+        for part in trajectory.sequences():
+            ids[part.tokens.stop - 1] = 255
         return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS))
 
     return dataclasses.replace(batch, trajectories=tuple(map(routed, batch.trajectories)))
 
 
 def probe(config: Config) -> list[np.ndarray]:
-    return [trajectory.token_ids for trajectory in batches(config)[0].trajectories[:6]]
+    first = [(t, t.sequences()[0]) for t in batches(config)[0].trajectories[:6]]
+    return [trajectory.token_ids[part.tokens] for trajectory, part in first]

@@ -18,7 +18,13 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Trajectory
 
-from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
+from support.fakes.fake_controller import (
+    FakeController,
+    batch_order,
+    make_batch,
+    stop_order,
+    with_branches,
+)
 
 VOCABULARY, MAX_TOKENS = 32, 24
 MICRO_BATCH_TOKENS = 64
@@ -38,6 +44,8 @@ class Job:
     # Whether the weights are no numbers before the second batch.
     breaks_weights: bool = False
     sets_aside: bool = True
+    # Whether episodes have several branches.
+    trees: bool = False
 
 
 def far_reward(trajectory: Trajectory) -> Trajectory:
@@ -92,17 +100,22 @@ for layout, learner in {
         f"{layout}-plain": Job(2, learner),
         f"{layout}-poisoned": Job(2, learner, tuple(POISONS)),
     }
+CP = {"parallel": {"cp": 2}}
+JOBS |= {
+    "trees-plain": Job(2, CP, trees=True),
+    "trees-poisoned": Job(2, CP, tuple(POISONS), trees=True),
+}
 
 
-def good_batch(step: int) -> Batch:
-    return make_batch(
-        step, num_groups=GROUPS, group_size=MEMBERS, vocab_size=VOCABULARY, max_tokens=MAX_TOKENS
-    )
+def good_batch(step: int, *, trees: bool = False) -> Batch:
+    sizes = {"vocab_size": VOCABULARY, "max_tokens": MAX_TOKENS}
+    batch = make_batch(step, num_groups=GROUPS, group_size=MEMBERS, **sizes)
+    return with_branches(batch, **sizes) if trees else batch
 
 
-def poisoned_batch(step: int, name: str) -> Batch:
+def poisoned_batch(step: int, name: str, *, trees: bool = False) -> Batch:
     """A batch of which one trajectory, or with "empty" all, is spoiled."""
-    batch = good_batch(step)
+    batch = good_batch(step, trees=trees)
     trajectories = list(batch.trajectories)
     if name == "empty":
         trajectories = [nothing(trajectory) for trajectory in trajectories]
@@ -159,8 +172,8 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.train import StartAgain, Trainer
 
     job, launch = JOBS[name], Launch.from_environment()
-    bad = [poisoned_batch(1, poison) for poison in job.poisons]
-    batches = [good_batch(0), *bad, good_batch(1)]
+    bad = [poisoned_batch(1, poison, trees=job.trees) for poison in job.poisons]
+    batches = [good_batch(0, trees=job.trees), *bad, good_batch(1, trees=job.trees)]
     orders = [*map(batch_order, batches), stop_order()]
     with FakeController(orders) as controller:
         controller.sets_aside = job.sets_aside

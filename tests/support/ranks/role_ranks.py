@@ -25,7 +25,7 @@ from slipstream.protocol.settings.config import Config, LearnerSection, Parallel
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import LogprobArray
 
-from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, VPP, batches, probe
+from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, TREES, VPP, batches, probe
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -56,6 +56,7 @@ class RoleLayout:
     reference: dict = field(default_factory=dict)
     critic: dict = field(default_factory=dict)
     learner: dict = field(default_factory=dict)
+    sampling: dict = field(default_factory=dict)
 
 
 # All that can be away is, while another model works.
@@ -67,6 +68,8 @@ OFFLOAD = {
 LAYOUTS = {
     "one": RoleLayout(1),
     "one-tied": RoleLayout(1, "tied"),
+    "one-trees": RoleLayout(1, sampling=TREES),
+    "sp2-dp2-cp2-trees": RoleLayout(2, policy=SP, critic={"cp": 2}, sampling=TREES),
     "tp2-pp2-dp2": RoleLayout(2, policy={"tp": 2}, reference={"pp": 2}),
     "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
     "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
@@ -101,6 +104,7 @@ def config_of(name: str, folder: Path) -> Config:
     table["model"] = {"path": str(folder / layout.model), "dtype": "float32"}
     table["algorithm"] |= {"advantage": "gae", "kl": {"coefficient": 0.1}}
     table["learner"] |= layout.learner
+    table["sampling"] |= layout.sampling
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
     table["reference"] = {
         "refresh_every_steps": REFRESH_STEPS,

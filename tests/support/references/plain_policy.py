@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ class ForcedExperts:
 
 @dataclass
 class Tokens:
-    """The sampled tokens of one trajectory."""
+    """The sampled tokens of one conversation."""
 
     policy: Tensor
     entropy: Tensor
@@ -97,7 +98,10 @@ class PlainPolicy:
         algorithm = self.config.algorithm
         with torch.no_grad():
             before = {
-                t.trajectory_id: self.predictions(t.token_ids, TEMPERATURE, t.routed_experts)[0]
+                t.trajectory_id: [
+                    self.predictions(one.token_ids, TEMPERATURE, one.routed_experts)[0]
+                    for one, _ in conversations(t)
+                ]
                 for t in batch.trajectories
             }
         advantages = batch_advantages(batch.trajectories, algorithm.advantage)
@@ -108,9 +112,12 @@ class PlainPolicy:
         for start in range(0, len(groups), share):
             chosen = groups[start : start + share]
             members = [
-                self._tokens(t, before[t.trajectory_id], advantages[t.trajectory_id])
+                self._tokens(one, old, advantages[t.trajectory_id] * share_of_branch)
                 for t in batch.trajectories
                 if t.group_id in chosen
+                for (one, share_of_branch), old in zip(
+                    conversations(t), before[t.trajectory_id], strict=True
+                )
             ]
             count = sum(len(tokens.policy) for tokens in members)
             loss = self._aggregate([self._losses(tokens) for tokens in members])
@@ -175,6 +182,29 @@ class PlainPolicy:
             case "fixed":
                 length = self.config.sampling.max_reply_tokens
                 return torch.cat(list(losses)).sum() / (len(losses) * length)
+
+
+def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, float]]:
+    """Each branch as an episode by itself, and its share."""
+    if not trajectory.branches:
+        return [(trajectory, 1.0)]
+    found, run, token, sampled = [], 0, 0, 0
+    for branch in trajectory.branches:
+        lengths = trajectory.run_lengths[run : run + branch.num_runs]
+        end, last = token + sum(lengths), sampled + sum(lengths[1::2])
+        routed = trajectory.routed_experts
+        one = dataclasses.replace(
+            trajectory,
+            token_ids=trajectory.token_ids[token:end],
+            run_lengths=lengths,
+            behavior_logprobs=trajectory.behavior_logprobs[sampled:last],
+            routed_experts=routed
+            and RoutedExperts(routed.expert_ids[token:end], routed.num_experts),
+            branches=(),
+        )
+        found.append((one, branch.share))
+        run, token, sampled = run + branch.num_runs, end, last
+    return found
 
 
 def batch_advantages(trajectories: Sequence[Trajectory], kind: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ are sealed, a trainer registers. What follows then reaches the parts behind the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -21,6 +22,7 @@ from google.protobuf.message import DecodeError
 from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
 from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.types import (
+    Branch,
     GroupId,
     PolicyVersion,
     Purpose,
@@ -121,10 +123,10 @@ def random_trajectory(draw: random.Random) -> bytes:
     """A damaged or made up trajectory, now and then an honest one."""
     way = draw.random()
     if way < 0.5:
-        return mutated(honest_trajectory(), draw)
+        return mutated(draw.choice((honest_trajectory(), honest_tree())), draw)
     if way < 0.95:
         return random_request(trajectory_pb2.Trajectory.DESCRIPTOR, draw, WORDS)
-    return honest_trajectory()
+    return draw.choice((honest_trajectory(), honest_tree()))
 
 
 def delivery(trajectory: bytes, trajectory_id: str = ITS_OWN) -> bytes:
@@ -243,31 +245,39 @@ def _sealed(
     return made.SerializeToString()
 
 
-def honest_trajectory() -> bytes:
+def honest_trajectory(**changes: object) -> bytes:
     """What a server delivers; run and epoch stand for those that it is welcomed with."""
     tokens = 5
-    return encode_trajectory(
-        Trajectory(
-            run_id=RUN_ID,
-            group_id=GroupId("g000001"),
-            member=0,
-            attempt=0,
-            server_id=ServerId("liar-deliver"),
-            server_epoch=EPOCH,
-            environment="e",
-            task_index=1,
-            seed=3,
-            purpose=Purpose.TRAINING,
-            status=Status.COMPLETED,
-            token_ids=np.arange(3 + tokens, dtype=np.uint32),
-            run_lengths=(3, tokens),
-            behavior_logprobs=np.full(tokens, -1.0, np.float32),
-            version_spans=(VersionSpan(tokens, PolicyVersion(0, 0)),),
-            reward=0.5,
-            metrics={"right": 1.0},
-            prompt_text="p",
-            reply_text="r",
-        )
+    return encode_trajectory(dataclasses.replace(_honest(tokens), **changes))
+
+
+def honest_tree() -> bytes:
+    """The same tokens as two conversations of an agent."""
+    branches = (Branch(2, 0.5, "reviewer"), Branch(2))
+    return honest_trajectory(run_lengths=(1, 3, 2, 2), branches=branches, num_turns=2)
+
+
+def _honest(tokens: int) -> Trajectory:
+    return Trajectory(
+        run_id=RUN_ID,
+        group_id=GroupId("g000001"),
+        member=0,
+        attempt=0,
+        server_id=ServerId("liar-deliver"),
+        server_epoch=EPOCH,
+        environment="e",
+        task_index=1,
+        seed=3,
+        purpose=Purpose.TRAINING,
+        status=Status.COMPLETED,
+        token_ids=np.arange(3 + tokens, dtype=np.uint32),
+        run_lengths=(3, tokens),
+        behavior_logprobs=np.full(tokens, -1.0, np.float32),
+        version_spans=(VersionSpan(tokens, PolicyVersion(0, 0)),),
+        reward=0.5,
+        metrics={"right": 1.0},
+        prompt_text="p",
+        reply_text="r",
     )
 
 

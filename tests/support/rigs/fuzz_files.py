@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.client.dashboard.folders import RunFolders
 from slipstream.client.run_folder import check_run_folder
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
 from slipstream.learner.controller.restoration import begin
+from slipstream.learner.controller.run import Run
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.protocol.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.protocol.settings.config import Config
@@ -24,7 +25,7 @@ from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.v1 import trainer_pb2
 
 from support.rigs.controller_runs import make_config
-from support.rigs.fuzz_calls import honest_trajectory
+from support.rigs.fuzz_calls import honest_trajectory, honest_tree
 from support.rigs.fuzz_readers import Reader
 from support.rigs.fuzzing import mutated
 
@@ -45,8 +46,9 @@ RECORDS = (
             "seed": 3,
             "deadline": 2,
         }
-        for number in range(3)
+        for number in range(4)
     ),
+    {"kind": "evaluation_lease", "group": "e1-000000", "server": "s", "epoch": 7},
     {
         "kind": "end",
         "id": "g000000.0.0.7",
@@ -61,11 +63,32 @@ RECORDS = (
     {
         "kind": "batch",
         "step": 0,
-        "batch_id": "b",
+        "batch_id": "b000000",
         "crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()),
-        "groups": ["g000000"],
+        "groups": ["g000000", "g000003"],
         "trajectories": 0,
         "tokens": [["s", 7, 9]],
+    },
+    {
+        "kind": "batch_set_aside",
+        "step": 0,
+        "batch_id": "b000000",
+        "by": "trainer",
+        "cause": "x",
+        "groups": [["g000000", "e", 0]],
+        "put_back": [["g000003", "e", 3, 3]],
+        "ids": ["g000000.0.0.7"],
+        "tokens": 4,
+        "put_back_tokens": [["s", 7, 5]],
+    },
+    {
+        "kind": "batch",
+        "step": 0,
+        "batch_id": "b000000-1",
+        "crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()),
+        "groups": ["g000003"],
+        "trajectories": 0,
+        "tokens": [["s", 7, 5]],
     },
     {
         "kind": "step",
@@ -76,12 +99,15 @@ RECORDS = (
         "several": 0,
     },
     {"kind": "servers", "generated": [["s", 7, 20]]},
+    {"kind": "servers", "generated": [["s", 7, 21]], "departed": True},
     {"kind": "busy", "window": 1.0, "generation": 1.0, "training": 1.0, "both": 1.0},
     {"kind": "checkpoint", "version": [0, 1]},
     {"kind": "evaluation", "version": 1, "episodes": 2, "failed": 0, "reward_mean": 0.5},
     {"kind": "solved", "step": 1, "cause": "x"},
+    {"kind": "unsubmitted", "environment": "new"},
 )
 VALUES = (None, True, -1, 0, 2**70, 1.5, "", "g000009", "zz", [], [1], [0, 1], {}, {"a": 1})
+NUMBERS = (1e308, -1e308, 5e-324, 10**400, math.nan, math.inf, -math.inf)
 
 
 def journal_bytes(records: list[dict]) -> bytes:
@@ -122,11 +148,11 @@ def _read_journal(data: bytes, folder: Path) -> object:
     journal.mkdir(parents=True, exist_ok=True)
     (journal / "journal.log").write_bytes(data)
     with Journal(journal) as opened:
-        progress = RunProgress("r", _config(folder), EventLog())
-        return begin(opened, journal, progress).version
+        run = Run.of(config_of(folder), "r")
+        return begin(opened, journal, run).version
 
 
-def _table(honest: bytes, draw: random.Random) -> bytes:
+def changed_table(honest: bytes, draw: random.Random) -> bytes:
     """JSON in which values are others, or gone."""
     values = json.loads(honest)
     for _ in range(draw.choice((1, 2))):
@@ -144,33 +170,38 @@ def _table(honest: bytes, draw: random.Random) -> bytes:
         if draw.random() < 0.3:
             del place[name]
         else:
-            place[name] = copy.copy(draw.choice(VALUES))
+            place[name] = copy.copy(draw.choice(VALUES + NUMBERS))
     if draw.random() < 0.05:
         return b"[" * 100_000
     return json.dumps(values if draw.random() < 0.9 else copy.copy(draw.choice(VALUES))).encode()
 
 
-def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+def file_reader(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
     """Writes the bytes to a file of that name and reads its folder."""
 
     def reading(data: bytes, folder: Path) -> object:
         path = folder / "files" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader may have renamed the files before.
+        shutil.rmtree(path.parent, ignore_errors=True)
+        path.parent.mkdir(parents=True)
         path.write_bytes(data)
         return read(path)
 
     return reading
 
 
-def _dashboard(path: Path) -> object:
+def dashboard(path: Path) -> object:
     folders = RunFolders(path.parent)
     (path.parent / "metrics.jsonl").touch()
     name = path.parent.name
-    return folders.overview(), folders.about(name), folders.metrics(name, 0)
+    rows = folders.metrics(name, 0).rows
+    episodes = [folders.trajectories(name, step) for step in (None, 1)]
+    # No browser reads NaN.
+    return json.dumps((folders.overview(), folders.about(name), rows, episodes), allow_nan=False)
 
 
 @functools.cache
-def _config(folder: Path) -> Config:
+def config_of(folder: Path) -> Config:
     """The settings of a run that lies in the folder where files are read."""
     return make_config(folder, run__name="files")
 
@@ -184,7 +215,7 @@ def _read_batch(data: bytes, folder: Path) -> object:
 
 def _resumed(path: Path) -> object:
     """What the command does with the summary of a run that may have ended."""
-    config = _config(path.parents[1])
+    config = config_of(path.parents[1])
     (path.parent / "journal").mkdir(exist_ok=True)
     (path.parent / "journal" / "journal.log").write_bytes(b"x")
     path.with_name("config.toml").write_text(dump_config(config))
@@ -214,43 +245,47 @@ def file_readers() -> list[Reader]:
         Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
         Reader(
             "batch",
-            (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory()),
+            (
+                trainer_pb2.RecordedBatch().SerializeToString(),
+                honest_trajectory(),
+                honest_tree(),
+            ),
             _read_batch,
             (ProtocolError,),
         ),
         Reader(
             "manifest",
             (json.dumps(manifest).encode(),),
-            _file(MANIFEST_NAME, lambda path: read_manifest(path.parent)),
+            file_reader(MANIFEST_NAME, lambda path: read_manifest(path.parent)),
             (CheckpointError,),
-            _table,
+            changed_table,
         ),
         Reader(
             "config.toml",
-            (dump_config(_config(Path("somewhere"))).encode(),),
-            _file("config.toml", load_config),
+            (dump_config(config_of(Path("somewhere"))).encode(),),
+            file_reader("config.toml", load_config),
             plain,
         ),
         Reader(
             "summary of a run",
             (json.dumps(summary).encode(),),
-            _file("summary.json", _resumed),
+            file_reader("summary.json", _resumed),
             plain,
-            _table,
+            changed_table,
         ),
         *(
-            Reader(f"dashboard {name}", (text,), _file(name, _dashboard), (), make)
+            Reader(f"dashboard {name}", (text,), file_reader(name, dashboard), (), make)
             for name, text, make in (
-                ("summary.json", json.dumps(summary).encode(), _table),
-                ("suspended.json", b'{"e": "x"}', _table),
+                ("summary.json", json.dumps(summary).encode(), changed_table),
+                ("suspended.json", b'{"e": "x"}', changed_table),
                 ("metrics.jsonl", json.dumps(row).encode() + b"\n", mutated),
             )
         ),
         Reader(
             "model",
             (json.dumps(model).encode(),),
-            _file("config.json", lambda path: read_model_sizes(path.parent)),
+            file_reader("config.json", lambda path: read_model_sizes(path.parent)),
             plain,
-            _table,
+            changed_table,
         ),
     ]

@@ -18,6 +18,8 @@ from google.protobuf.message import DecodeError, Message
 from slipstream.client.environment import Environment, StepResult
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
+from slipstream.learner.controller.reporting.readable import readable
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import read_claim
 from slipstream.learner.trainer.orders import read_order
@@ -27,7 +29,8 @@ from slipstream.protocol.codec import decode_trajectory, unpack_logprobs, unpack
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.seal import opener
-from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
+from slipstream.protocol.settings.config import SamplingSection
+from slipstream.protocol.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.dispatcher import Lease
@@ -40,7 +43,7 @@ from slipstream.v1 import (
     weights_pb2,
 )
 
-from support.rigs.fuzz_calls import METHODS, WORDS, honest_trajectory
+from support.rigs.fuzz_calls import METHODS, WORDS, honest_trajectory, honest_tree
 from support.rigs.fuzz_honest import HONEST, LAYOUT, REPORT, SPEC, VERSION
 from support.rigs.fuzzing import bounded, mutated, nearly, wild
 
@@ -128,9 +131,19 @@ def _trajectory(honest: bytes, draw: random.Random) -> bytes:
     return changed.SerializePartialToString()
 
 
+def _told(trajectory: Trajectory) -> object:
+    """What is said of a trajectory in trajectories.jsonl; its sequences have all its tokens."""
+    parts = trajectory.sequences()
+    assert sum(part.tokens.stop - part.tokens.start for part in parts) == len(trajectory.token_ids)
+    assert parts[-1].sampled.stop == len(trajectory.behavior_logprobs)
+    # A run takes no more.
+    return readable(1, trajectory, None) if len(parts) <= 256 else None
+
+
 def _claim(data: bytes, folder: Path) -> object:
     name = TrajectoryId(data[:40].decode(errors="replace"))
-    known = {ServerKey(ServerId("fake"), 7)}
+    known = ServerEpochs()
+    known.join(ServerKey(ServerId("fake"), 7))
     opener(b"k" * 32)(name, data)
     TrajectoryName.parse(name)
     return read_claim(Delivery(name, data), known, largest_bytes=1 << 20)
@@ -168,12 +181,12 @@ def message_readers() -> list[Reader]:
     return [
         Reader(
             "trajectory",
-            (trajectory.SerializeToString(),),
-            lambda data, _: decode_trajectory(data),
+            (trajectory.SerializeToString(), honest_tree()),
+            lambda data, _: _told(decode_trajectory(data)),
             (ProtocolError,),
             _trajectory,
         ),
-        Reader("claim", (trajectory.SerializeToString(),), _claim, ()),
+        Reader("claim", (trajectory.SerializeToString(), honest_tree()), _claim, ()),
         Reader("tokens", (b"\0" * 8,), lambda data, _: unpack_tokens(data), (ProtocolError,)),
         Reader("logprobs", (b"\0" * 8,), lambda data, _: unpack_logprobs(data), (ProtocolError,)),
         message_reader("status of a run", status, run_from_pb),
@@ -275,4 +288,4 @@ def _layout(message: weights_pb2.WeightLayout) -> object:
 
 
 def _sampling():
-    return fleet_pb2.SamplingSettings(max_reply_tokens=8, max_turns=1, max_episode_tokens=64)
+    return SamplingSection(max_reply_tokens=8, max_turns=1, max_episode_tokens=64)

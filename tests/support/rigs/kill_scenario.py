@@ -175,10 +175,10 @@ async def kill_while_receiving(rig: Rig, victim: Child, moment: Moment) -> float
                 process.suspend()
         begun.set()
 
-    rig.controller.on_start = begin
+    rig.controller.publisher.on_start = begin
     async with asyncio.timeout(STEP_LIMIT_S):
         await begun.wait()
-    rig.controller.on_start = None
+    rig.controller.publisher.on_start = None
     await asyncio.sleep(0.3 if moment == "hung" else float(moment))
     # The victim ends in a way that `until` would take for a failure.
     rig.servers.remove(victim)

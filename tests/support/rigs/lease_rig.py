@@ -4,21 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
-from support.rigs.publishing_scene import joined, nothing, progress_of
+from support.fakes.memory_queue import MemoryQueue
+from support.rigs.publishing_scene import joined, nothing, run_of
 
 STEPS = 10
+
+
+def books_of(run: Run, **given: object) -> Books:
+    """Empty books of a run, with a queue of 1000 bytes; `given` has the journal, and other books.
+
+    Without a journal nothing may be recorded.
+    """
+    algorithm, fleet = run.config.algorithm, Fleet(run)
+    made: dict[str, Any] = {
+        "leases": LeaseBook(
+            attempts_per_lease=7,
+            groups_per_step=algorithm.groups_per_step,
+            group_size=algorithm.group_size,
+            max_staleness=algorithm.max_staleness,
+            num_steps=run.config.run.steps,
+        ),
+        "environments": EnvironmentBook(seed=0, max_failed_groups=3),
+        "fleet": fleet,
+        "journal": None,
+        "ledger": TokenLedger(fleet.epochs),
+        "queue": AccountedReceiver(MemoryQueue(1000).receiver()),
+    }
+    return Books(**made | given)
+
+
+class SoundJournal:
+    """A journal that has no trouble, and records nothing."""
+
+    def trouble(self) -> str:
+        return ""
 
 
 class Rig:
@@ -34,28 +68,19 @@ class Rig:
         **changes: dict[str, object],
     ) -> None:
         sizes = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1} | dict(algorithm or {})
-        self.progress = progress_of(
+        self.run = run_of(
             run={"name": "r", "steps": STEPS, "dir": str(folder)},
             algorithm={**sizes, "learning_rate": 1e-3},
             **changes,
         )
-        self.book = LeaseBook(attempts_per_lease=7, **sizes, num_steps=STEPS)
-        self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
-        self.fleet = Fleet(self.progress)
+        self.books = books_of(self.run, journal=journal)
+        self.book, self.environments = self.books.leases, self.books.environments
+        self.fleet, self.queue = self.books.fleet, self.books.queue
         self.fleet.handlers = FleetHandlers(*[nothing] * 7)
         self.folder, self.journal = folder / "journal", journal
         self.journal.append("start", format=1, run_id="r")
         self.abandoned: list[Group] = []
-        self.queue = AccountedReceiver(MemoryQueue(1000).receiver())
-        self.scheduler = kind(
-            self.progress,
-            self.book,
-            self.environments,
-            self.fleet,
-            self.journal,
-            self.queue,
-            self._abandon,
-        )
+        self.scheduler = kind(self.run, self.books, self._abandon)
         self.entry = self.add_environment("e", 1.0)
 
     def _abandon(self, group: Group) -> None:

@@ -8,10 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import (
+    Fleet,
+    FleetHandlers,
+    JoinedOrder,
+    ServerSession,
+)
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.settings.config_file import parse_config
@@ -30,8 +34,8 @@ def nothing(*_: object) -> None:
     pass
 
 
-def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgress:
-    """The progress of a run with a learner on this host; `sections` add to its settings.
+def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
+    """A run with a learner on this host; `sections` add to its settings.
 
     Limits may be shorter than settings can be.
     """
@@ -53,8 +57,8 @@ def progress_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> RunProgres
     changed = {
         name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
     }
-    made = RunProgress("r", config.model_copy(update=changed), EventLog())
-    made.learner_places = (Place("here"),)
+    made = Run.of(config.model_copy(update=changed), "r")
+    made.progress.trainer_registered((Place("here"),))
     return made
 
 
@@ -73,24 +77,30 @@ def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
 
 async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
     async with asyncio.timeout(10):
-        return await anext(aiter(session.outbox.messages()))
+        return whole(await anext(aiter(session.outbox.messages())))
+
+
+def whole(order: fleet_pb2.ControllerMessage | JoinedOrder) -> fleet_pb2.ControllerMessage:
+    """The order as the server reads it."""
+    is_joined = isinstance(order, JoinedOrder)
+    return fleet_pb2.ControllerMessage.FromString(order.encoded()) if is_joined else order
 
 
 def sent(session: ServerSession) -> list[str]:
     """Kinds of the messages to a server since the last call."""
     messages = []
     while (message := session.outbox.pop()) is not None:
-        messages.append(message)
+        messages.append(whole(message))
     return [message.WhichOneof("message") for message in messages]
 
 
 class Scene:
     """One server that serves a version, by a publish through the communicator `trainer` has."""
 
-    def __init__(self, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
-        self.fleet = Fleet(progress)
-        self.progress, self.tasks = progress, tasks
-        self.publisher = Publisher(self.fleet, progress, tasks)
+    def __init__(self, run: Run, tasks: asyncio.TaskGroup) -> None:
+        self.fleet = Fleet(run)
+        self.run, self.tasks = run, tasks
+        self.publisher = Publisher(self.fleet, run, tasks)
         lost = self.publisher.server_lost
         self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
         self.session = self.joined("a")
@@ -154,7 +164,7 @@ class Scene:
         return sent(self.session)
 
     def make_version(self, step: int) -> None:
-        self.progress.version = PolicyVersion(0, step)
+        self.run.progress.reached(PolicyVersion(0, step))
         self.trainer.version.step = step
 
     async def until_serving(self) -> None:
@@ -164,10 +174,10 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def publishing(progress: RunProgress) -> AsyncIterator[Scene]:
+async def publishing(run: Run) -> AsyncIterator[Scene]:
     """A scene for at most ten seconds; what a task of it raises ends the block.
 
     No fixture: pytest would leave the group of tasks in another task than it was entered in.
     """
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        yield Scene(progress, tasks)
+        yield Scene(run, tasks)

@@ -175,6 +175,13 @@ def test_the_page_shows_context_and_samples_of_each_turn() -> None:
         assert f".{kind} {{" in style
 
 
+def test_the_page_shows_all_that_is_known_of_a_branch() -> None:
+    script = (Path(folders.__file__).parent / "page.js").read_text()
+    for name in ("name", "share", "sampled_tokens", "turns"):
+        assert f"branch.{name}" in script
+    assert "other.after?.branch === place" in script
+
+
 def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> None:
     with pytest.raises(ConfigError, match=f"^port {port} of this machine is taken, .* --port"):
         open_dashboard(runs, port)

@@ -33,13 +33,11 @@ class FakeNvml:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def text(self, name: str, *arguments: object) -> str:
-        return {"nvmlSystemGetDriverVersion": "580.1"}[name]
-
-    def device(self, index: int) -> int:
-        return index
-
-    def number(self, name: str, *arguments: Any) -> int | None:
+    def ask(self, name: str, *arguments: Any) -> Any:
+        if name == "nvmlSystemGetDriverVersion":
+            return "580.1"
+        if name == "nvmlDeviceGetHandleByIndex":
+            return arguments[0]
         linked = set(arguments[:2]) == {0, 1}
         if name == "nvmlDeviceGetTopologyCommonAncestor":
             return 50

@@ -16,10 +16,9 @@ from slipstream.client.run_folder import (
     make_run_folder,
     write_config,
 )
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
+from slipstream.learner.controller.run import Run
 from slipstream.protocol.errors import ConfigError
 from support.fakes.small_configs import config_of
 
@@ -165,16 +164,16 @@ def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
         (folder / left).mkdir(parents=True)
     else:
         (folder / left).write_text("{}\n")
-    progress = RunProgress("r-1", config, EventLog())
+    run = Run.of(config, "r-1")
     for start in (
         lambda: check_run_folder(config),
-        lambda: begin_controller(folder / "journal", progress),
+        lambda: begin_controller(folder / "journal", run),
     ):
         with pytest.raises(ConfigError, match=rf"journal.log is missing or empty.*{left}") as error:
             start()
         assert "\n" not in str(error.value)
 
 
-def begin_controller(folder: Path, progress: RunProgress) -> None:
+def begin_controller(folder: Path, run: Run) -> None:
     with Journal(folder) as journal:
-        begin(journal, folder, progress)
+        begin(journal, folder, run)

@@ -147,6 +147,29 @@ async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None
     assert (code, out, errors) == (0, ready, "printed by the environment")
 
 
+async def test_a_check_of_an_agent_waits_for_its_first_call() -> None:
+    code, out, _ = await check("agents_for_checks:Calls", "--search-path", FAKES)
+    ready = "is ready: 2 tasks, the first call is POST /v1/chat/completions\n"
+    assert (code, out) == (0, f"environment agents_for_checks:Calls {ready}")
+
+
+@pytest.mark.parametrize(
+    ("agent", "cause"),
+    [
+        ("CallsNobody", "run() ended without a call to its endpoint"),
+        ("Imports", "ModuleNotFoundError: No module named 'no_such_package' (agents_for_checks.py"),
+        ("Waits", "no answer within 5 s (agents_for_checks.py:"),
+        ("Sleeps", "no answer within 5 s (agents_for_checks.py:"),
+        ("Blocks", "no answer within 5 s (agents_for_checks.py:"),
+    ],
+)
+async def test_a_failed_check_of_an_agent_says_why(agent: str, cause: str) -> None:
+    reference = f"agents_for_checks:{agent}"
+    code, out, error = await check(reference, "--search-path", FAKES, "--timeout-s", "5")
+    assert (code, out) == (2, "")
+    assert error.startswith(f"environment {reference}: {cause}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [

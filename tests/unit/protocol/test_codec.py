@@ -22,8 +22,10 @@ from slipstream.protocol.codec import (
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import (
+    Branch,
     PolicyVersion,
     Status,
+    TokenSequence,
     Trajectory,
     VersionSpan,
 )
@@ -88,6 +90,8 @@ def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(
     # What was let through is at least consistent.
     assert len(decoded.behavior_logprobs) == decoded.num_sampled_tokens
     assert len(decoded.sampled_mask()) == len(decoded.token_ids)
+    assert decoded.sequences()[-1].tokens.stop == len(decoded.token_ids)
+    assert decoded.sequences()[-1].sampled.stop == decoded.num_sampled_tokens
     routed = decoded.routed_experts
     assert routed is None or len(routed.expert_ids) == len(decoded.token_ids)
 
@@ -116,6 +120,9 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
             {"behavior_logprobs": np.array([-1, -2, -np.inf, -3], np.float32)},
             "a log-probability is not a finite number",
         ),
+        ({"branches": (Branch(1), Branch(1))}, "must have an even number of runs, got 1"),
+        ({"branches": (Branch(2), Branch(0))}, "must have an even number of runs, got 0"),
+        ({"branches": (Branch(2), Branch(2))}, "branches of 4 runs, but 2 runs"),
     ],
 )
 def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(
@@ -132,6 +139,17 @@ def test_a_reward_that_cannot_be_trained_is_refused(reward: float) -> None:
     data = encode_trajectory(dataclasses.replace(make_trajectory(4, 4), reward=reward))
     with pytest.raises(ProtocolError, match=r"^Trajectory.reward must be between -1e\+06 and 1e"):
         decode_trajectory(data)
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("-inf"), 1e7])
+def test_a_share_that_cannot_be_trained_is_refused(share: float) -> None:
+    wrong = dataclasses.replace(make_trajectory(4, 4), branches=(Branch(2, share),))
+    with pytest.raises(ProtocolError, match=r"branches\[0\]\.share must be between -1e\+06"):
+        decode_trajectory(encode_trajectory(wrong))
+    with pytest.raises(ProtocolError, match="share nan is not a finite number"):
+        trajectory_from_pb(
+            trajectory_to_pb(dataclasses.replace(wrong, branches=(Branch(2, float("nan")),)))
+        )
 
 
 def test_empty_version_spans_are_refused_however_many_they_are() -> None:
@@ -203,6 +221,18 @@ def test_a_trajectory_knows_its_identity_and_its_sampled_tokens() -> None:
     assert trajectory.sampled_mask().tolist() == [False, True, True, False, True]
     assert trajectory.has_reward
     assert not dataclasses.replace(trajectory, status=Status.FAILED).has_reward
+
+
+def test_a_trajectory_is_one_sequence_for_each_branch() -> None:
+    plain = make_trajectory(4, 6)
+    assert plain.sequences() == (
+        TokenSequence(Branch(2), tokens=slice(0, 10), runs=slice(0, 2), sampled=slice(0, 6)),
+    )
+    branches = (Branch(4), Branch(2, 0.5, "reviewer"))
+    tree = dataclasses.replace(plain, run_lengths=(1, 2, 1, 3, 2, 1), branches=branches)
+    first, second = tree.sequences()
+    assert first == (branches[0], slice(0, 7), slice(0, 4), slice(0, 5))
+    assert second == (branches[1], slice(7, 10), slice(4, 6), slice(5, 6))
 
 
 def test_versions_are_ordered_by_incarnation_first_and_written_shortly() -> None:

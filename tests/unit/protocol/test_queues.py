@@ -15,10 +15,10 @@ from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2_grpc
+from support.fakes.memory_queue import MemoryQueue
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LIMIT_S = 20.0

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from slipstream.client.doctor.redis_examination import examine
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis_examination import examine
 from slipstream.protocol.queue.redis_rights import ROLES, QueueRole, right_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"

@@ -34,7 +34,7 @@ def read_questions(
     that exist, when the file cannot be used.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
-    for number, row in enumerate(_rows(path), start=1):
+    for number, row in enumerate(read_rows(path), start=1):
         where = f"{path}, row {number}"
         messages = _messages(_cell(row, question, path), f"{where}: column {question!r}")
         right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
@@ -50,7 +50,8 @@ def read_questions(
     return [one for _, one in found.values()]
 
 
-def _rows(path: Path) -> Iterable[Row]:
+def read_rows(path: Path) -> Iterable[Row]:
+    """Returns the rows of a .jsonl or .parquet file; ConfigError names what is wrong in it."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; the working directory is {Path.cwd()}")
     match path.suffix:

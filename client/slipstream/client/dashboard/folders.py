@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.protocol.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED, log_path
+
 # Largest part of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20
-MOST_TRAJECTORIES = 256
+MOSTSAMPLES = 256
 _TAIL_BYTES = 64 << 10
-_METRICS, _TRAJECTORIES = "metrics.jsonl", "trajectories.jsonl"
-_SUMMARY, _SUSPENDED = "summary.json", "suspended.json"
+# Number of steps that no run has.
+_MOST_STEPS = 10**12
 
 
 class UnknownRun(LookupError):
@@ -53,33 +56,33 @@ class RunFolders:
         for name in self.names():
             folder = self._of(name)
             line = {"name": name, "written_s": _written_s(folder)}
-            suspended = {"suspended_environments": _table(folder / _SUSPENDED)}
-            lines.append(line | suspended | _table(folder / _SUMMARY))
+            suspended = {"suspended_environments": _table(folder / SUSPENDED)}
+            lines.append(line | suspended | _table(folder / SUMMARY))
         return lines
 
     def metrics(self, name: str, begin: int) -> Part:
         """Returns rows of metrics.jsonl from byte `begin` on; UnknownRun."""
-        return _lines(self._of(name) / _METRICS, begin)
+        return _lines(self._of(name) / METRICS, begin)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
         """Returns the steps with kept trajectories, and those of `step` (None: the newest step)."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
-        path, begin, is_all = self._of(name) / _TRAJECTORIES, 0, False
+        path, begin, is_all = self._of(name) / SAMPLES, 0, False
         while not is_all:
             part = _lines(path, begin)
             is_all = part.is_all or part.end == begin
             begin = part.end
             for row in part.rows:
                 number = row.get("step")
-                if not isinstance(number, int | float):
+                if not isinstance(number, int | float) or not abs(number) <= _MOST_STEPS:
                     continue
                 number = int(number)
                 if number not in kept:
                     steps.append(number)
                     if step is None:
                         kept.clear()
-                    kept[number] = deque(maxlen=MOST_TRAJECTORIES)
+                    kept[number] = deque(maxlen=MOSTSAMPLES)
                 if step is None or number == step:
                     kept[number].append(row)
         shown = step if step is not None else max(kept, default=None)
@@ -90,8 +93,8 @@ class RunFolders:
         """Returns the summary of a run that has ended, and the end of the controller's log."""
         folder = self._of(name)
         return {
-            "summary": _table(folder / _SUMMARY),
-            "log": _tail(folder / "logs" / "controller.log"),
+            "summary": _table(folder / SUMMARY),
+            "log": _tail(log_path(folder, "controller")),
         }
 
     def _of(self, name: str) -> Path:
@@ -107,12 +110,12 @@ class RunFolders:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / _METRICS).is_file()
+    return (folder / METRICS).is_file()
 
 
 def _written_s(folder: Path) -> float:
     try:
-        return (folder / _METRICS).stat().st_mtime
+        return (folder / METRICS).stat().st_mtime
     except OSError:
         return 0.0
 
@@ -148,11 +151,17 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> object:
-    """The value of a JSON text; None if `data` is no JSON."""
+    """The value of a JSON text; None if `data` is no JSON, and for numbers that are not finite."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float | None:
+    # Browsers do not read an answer with NaN or infinity.
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _tail(path: Path) -> list[str]:

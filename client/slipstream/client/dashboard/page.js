@@ -88,16 +88,35 @@ function rows(table, entries) {
   }));
 }
 
-// Shows an episode of several turns: what the model sampled, and what it read in between. The prompt is above all replies.
+// Shows an episode: what the model sampled, and what it read in between; its branches as a tree.
 function conversation(one) {
   const box = element("div", { class: "conversation" });
+  const isTree = one.branches?.every((branch) => branch.turns);
+  if (isTree) one.branches.forEach((branch, place) => { if (!branch.after) box.append(tree(one.branches, place)); });
   // Runs of older versions, and models without a tokenizer.json, have no turns.
-  if (!one.turns) { box.append(element("pre", { class: "sampled" }, one.reply)); return box; }
-  one.turns.forEach((turn, place) => {
-    if (place > 0) box.append(element("small", {}, `context, ${number(turn.context_tokens)} tokens`), element("pre", { class: "context" }, turn.context));
-    box.append(element("small", {}, `turn ${place + 1}, ${number(turn.sampled_tokens)} tokens sampled`), element("pre", { class: "sampled" }, turn.sampled));
-  });
+  else if (!one.turns) box.append(element("pre", { class: "sampled" }, one.reply));
+  // The prompt is above all replies.
+  else addTurns(box, one.turns, false);
   return box;
+}
+
+// A branch stands inside the branch whose turns it begins with, behind the last of these.
+function tree(branches, place) {
+  const branch = branches[place], box = element("details", { class: "branch", open: "" });
+  const tokens = `${number(branch.sampled_tokens)} tokens sampled`, name = branch.name ? ` ${branch.name}` : "";
+  box.append(element("summary", {}, `branch ${place + 1}${name}, share ${number(branch.share)}, ${tokens}`));
+  addTurns(box, branch.turns, true, (turns) => branches.forEach((other, child) => {
+    if (other.after?.branch === place && other.after.turns === turns) box.append(tree(branches, child));
+  }));
+  return box;
+}
+
+function addTurns(box, turns, hasPrompt, isShown = () => {}) {
+  turns.forEach((turn, place) => {
+    if (hasPrompt || place > 0) box.append(element("small", {}, `context, ${number(turn.context_tokens)} tokens`), element("pre", { class: "context" }, turn.context));
+    box.append(element("small", {}, `turn ${place + 1}, ${number(turn.sampled_tokens)} tokens sampled`), element("pre", { class: "sampled" }, turn.sampled));
+    isShown(place + 1);
+  });
 }
 
 async function showReplies() {

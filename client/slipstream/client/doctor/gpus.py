@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -29,7 +28,7 @@ def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> 
     if not gpus:
         return
     with Nvml() as nvml:
-        version = nvml.text("nvmlSystemGetDriverVersion") or "of an unknown version"
+        version = nvml.ask("nvmlSystemGetDriverVersion") or "of an unknown version"
         yield ok("driver", f"{version} shows {_names(gpus)}")
         yield _visible(gpus, environ)
         if len(gpus) > 1:
@@ -59,11 +58,11 @@ def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Finding:
 def _links(nvml: Nvml, gpus: Sequence[Gpu]) -> Finding:
     by_nvlink, others, apart = 0, set(), []
     for one, other in combinations(gpus, 2):
-        pair = nvml.device(one.index), nvml.device(other.index)
+        pair = [nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index) for gpu in (one, other)]
         if _can(nvml, pair, _NVLINK):
             by_nvlink += 1
         else:
-            level = nvml.number("nvmlDeviceGetTopologyCommonAncestor", *pair)
+            level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", *pair)
             others.add(_PATHS.get(level or 0, "PCIe"))
             if not _can(nvml, pair, _READ):
                 apart.append(f"{one.index}-{other.index}")
@@ -83,10 +82,8 @@ def _links(nvml: Nvml, gpus: Sequence[Gpu]) -> Finding:
     return ok("links", seen)
 
 
-def _can(
-    nvml: Nvml, pair: tuple[ctypes.c_void_p | None, ctypes.c_void_p | None], what: int
-) -> bool:
-    return nvml.number("nvmlDeviceGetP2PStatus", *pair, what) == 0
+def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
+    return bool(nvml.ask("nvmlDeviceGetP2PStatus", *pair, what) == 0)
 
 
 def _environment(environ: Mapping[str, str]) -> Finding:

@@ -32,7 +32,7 @@ async def _check_end(config: Config, end: QueueEnd) -> Finding:
             f"nothing, unless a {end.replace('_', ' ')} starts here",
         )
     try:
-        from slipstream.protocol.queue.redis_examination import examine
+        from slipstream.client.doctor.redis_examination import examine
 
         found = await examine(redis_url_of(config.queue, end), role, limit_s=LIMIT_S)
     except ModuleNotFoundError:

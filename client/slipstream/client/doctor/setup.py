@@ -10,14 +10,18 @@ from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
 from slipstream.client.launch.engine_checks import check_cache, check_compiler, describe_engine
 from slipstream.client.launch.placement import uses_gpus
-from slipstream.client.launch.preflight import check_passed_settings, check_port, passes_to_megatron
+from slipstream.client.launch.preflight import (
+    check_engine,
+    check_passed_settings,
+    check_port,
+    passes_to_megatron,
+)
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.gpus import Gpu
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, model_warnings
-from slipstream.protocol.settings.vllm_source import check_engine
 
 CONNECT_LIMIT_S = 3.0
 
@@ -43,7 +47,7 @@ async def check_passed(config: Config) -> list[Finding]:
     findings = []
     has_model = (config.model.path / "config.json").is_file()
     if config.rollout_server.engine and importlib.util.find_spec("vllm") is not None:
-        findings.append(_of_engine(config))
+        findings.append(await _of_engine(config))
     passes = has_model and passes_to_megatron(config)
     if passes and importlib.util.find_spec("megatron") is not None:
         try:
@@ -54,9 +58,9 @@ async def check_passed(config: Config) -> list[Finding]:
     return findings
 
 
-def _of_engine(config: Config) -> Finding:
+async def _of_engine(config: Config) -> Finding:
     try:
-        check_engine(config)
+        await check_engine(config)
     except ConfigError as error:
         return problem("for vLLM", str(error))
     names = ", ".join(config.rollout_server.engine)

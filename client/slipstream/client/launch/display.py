@@ -10,13 +10,14 @@ from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import counted, plain
+from slipstream.protocol.run_folder import CHECKPOINTS, CURVES, LOGS, METRICS, SAMPLES, SUMMARY
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
 # The names in a run's folder that people look for.
 FILES = (
-    *("summary.json", "metrics.jsonl", "trajectories.jsonl", "curves.png"),
-    *("tensorboard/", "wandb/", "mlflow.db", "profile/", "checkpoints/", "quarantine/", "logs/"),
+    *(SUMMARY, METRICS, SAMPLES, CURVES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
+    *(f"{CHECKPOINTS}/", "quarantine/", f"{LOGS}/"),
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
@@ -98,9 +99,9 @@ class Display:
             self._table(summary, folder)
         self.is_stopped = summary["state"] == "stopped"
         if summary["state"] != "finished":
-            how = "; the same command goes on"
+            how = "; run the same command again to resume it"
             if summary["state"] == "failed":
-                how = "; when the cause is mended the same command goes on from there"
+                how = "; mend the cause and run the same command again to resume it"
             if self._config.run.resume == "never":
                 how = ""
             self._out.write(

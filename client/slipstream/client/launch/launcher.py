@@ -16,6 +16,7 @@ from slipstream.client.launch.engine_checks import check_cache, check_compiler
 from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.launch.preflight import (
     check_controller,
+    check_engine,
     check_environments,
     check_installed,
     check_passed_settings,
@@ -40,11 +41,11 @@ from slipstream.protocol.machine.process import raise_open_files
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
+from slipstream.protocol.run_folder import CHECKPOINTS, JOURNAL, log_path
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import load_config, parse_config
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.tracking import check_trackers
-from slipstream.protocol.settings.vllm_source import check_engine
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -59,9 +60,9 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
-    check_engine(config)
     check_cache(config)
     check_compiler(config)
+    await check_engine(config)
     await check_passed_settings(config)
     # Settings come first: a port or a folder in use now may be free when they are right.
     check_run_folder(config)
@@ -114,7 +115,7 @@ async def run_learner(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if has_controller:
         check_trackers(config.tracking)
-    check_engine(config)
+    await check_engine(config)
     if dry_run or has_controller:
         await check_passed_settings(config)
     if has_controller:
@@ -154,7 +155,7 @@ async def run_rollout_server(
     check_installed("vllm", *_queue_packages(config))
     check_cache(config)
     check_compiler(config)
-    check_engine(config)
+    await check_engine(config)
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
@@ -198,17 +199,17 @@ async def run_replay(folder: Path) -> int:
     config = load_config(path)
     check_settings(config)
     check_installed("torch", "megatron.core")
-    if not (folder / "journal").is_dir():
+    if not (folder / JOURNAL).is_dir():
         raise ConfigError(f"{folder} has no journal")
     ranks = []
     placement = place_here(config, ranks=config.learner.world_size)
     for torchrun in rank_environments(config, 0, config.learner.world_size):
         environ = torchrun | placement.learner_environment
         name = f"replay-rank-{environ['RANK']}"
-        log_path = folder / "logs" / f"{name}.log"
-        log_path.unlink(missing_ok=True)
+        log = log_path(folder, name)
+        log.unlink(missing_ok=True)
         arguments = ["--config", str(path)]
-        ranks.append(await start_child(name, REPLAY, arguments, log_path=log_path, environ=environ))
+        ranks.append(await start_child(name, REPLAY, arguments, log_path=log, environ=environ))
     ended = asyncio.Event()
     show = asyncio.ensure_future(show_lines(ranks[0].log_path, "version ", ended))
     try:
@@ -226,21 +227,21 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     """`slipstream set-aside`: a run that has ended goes on without the batch at which it fails."""
     settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
-    log_path = folder / "logs" / "set-aside.log"
+    log = log_path(folder, "set-aside")
     with hold_folder(folder, refusal=refusal):
-        log_path.unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
-        child = await start_child("set-aside", SET_ASIDE, arguments, log_path=log_path)
+        child = await start_child("set-aside", SET_ASIDE, arguments, log_path=log)
         try:
             await child.process.wait()
         finally:
             await child.stop(GRACE_S)
-    said = log_path.read_text().strip().removeprefix("slipstream: ")
+    said = log.read_text().strip().removeprefix("slipstream: ")
     if child.process.returncode == 2:
         raise ConfigError(said)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
-    print(f"{said}; the command that started the run goes on with another batch")
+    print(f"{said}; run the command that started the run again: it trains another batch")
     return 0
 
 
@@ -251,15 +252,15 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     check_settings(config)
     check_installed("torch", "megatron.core")
     chosen = version_to_export(folder, step)
-    target = out or folder / "checkpoints" / f"hf-{chosen:06d}"
+    target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     if target.exists():
         raise ConfigError(f"--out: {target} exists already")
     (environ,) = rank_environments(config, 0, 1)
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
-    log_path = folder / "logs" / "export.log"
-    print(f"version {chosen} is checked, loaded and written; the log is {log_path}", flush=True)
-    child = await start_child("export", EXPORT, arguments, log_path=log_path, environ=environ)
+    log = log_path(folder, "export")
+    print(f"version {chosen} is checked, loaded and written; the log is {log}", flush=True)
+    child = await start_child("export", EXPORT, arguments, log_path=log, environ=environ)
     try:
         await child.process.wait()
     finally:

@@ -31,6 +31,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.address import listen
 from slipstream.protocol.machine.process import open_variables
+from slipstream.protocol.run_folder import log_path
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
 from slipstream.protocol.settings.queue_section import QueueEnd
@@ -38,9 +39,10 @@ from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import SecuritySection
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
-SETTINGS_CHECK = "slipstream.learner.trainer.check"
+MEGATRON_CHECK = "slipstream.learner.trainer.check"
+ENGINE_CHECK = "slipstream.rollout_server.check"
 RETRY_S = 0.2
-# Limit of a check by Megatron, most of it for imports on a busy machine.
+# Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Seconds beyond an environment's own limit in which its worker starts and says what hangs.
 WORKER_GRACE_S = 30.0
@@ -174,16 +176,34 @@ async def check_passed_settings(config: Config) -> None:
 
     The check takes as long as Megatron's imports, and no GPU.
     """
-    if not passes_to_megatron(config):
-        return
+    if passes_to_megatron(config):
+        tables = "learner.ddp, optimizer and transformer"
+        await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
+
+
+async def check_engine(config: Config) -> None:
+    """Has vLLM check the settings that it knows better, if any; ConfigError.
+
+    These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
+    vLLM's imports, and no GPU.
+    """
+    server = config.rollout_server
+    if server.chat_template is not None and not server.chat_template.is_file():
+        raise ConfigError(
+            f"rollout_server.chat_template must be a file, got {server.chat_template}"
+        )
+    passes = bool(server.engine or server.tool_parser or server.reasoning_parser)
+    if passes and importlib.util.find_spec("vllm") is not None:
+        with _told_when_slow("vLLM checks rollout_server"):
+            await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+
+
+async def _check_by(program: str, config: Config, *, told: str) -> None:
     checked = await run_module(
-        [SETTINGS_CHECK], limit_s=SETTINGS_LIMIT_S, given=dump_config(config).encode()
+        [program], limit_s=SETTINGS_LIMIT_S, given=dump_config(config).encode()
     )
     if checked.code is None:
-        raise ConfigError(
-            f"Megatron did not check learner.ddp, optimizer and transformer "
-            f"within {SETTINGS_LIMIT_S:g} s"
-        )
+        raise ConfigError(f"{told} within {SETTINGS_LIMIT_S:g} s")
     if checked.code != 0:
         said = checked.lines[-1] if checked.lines else "it says nothing"
         raise ConfigError(said.removeprefix("slipstream: "))
@@ -230,7 +250,8 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
     make_run_folder(config)
-    path = make_folder(config.run_dir / "logs") / "preflight.log"
+    path = log_path(config.run_dir, "preflight")
+    make_folder(path.parent)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
 

@@ -28,6 +28,7 @@ from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.exit_codes import FAILED
 from slipstream.protocol.queue.embedded import EmbeddedServer
+from slipstream.protocol.run_folder import LOGS, log_path
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import model_warnings
 from slipstream.v1 import status_pb2, status_pb2_grpc
@@ -64,7 +65,7 @@ class RunProcesses:
         self._config, self._placement = config, placement
         self._credentials = credentials
         self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
-        self._logs = config.run_dir / "logs"
+        self._logs = config.run_dir / LOGS
         self._resolved = write_config(config, node_folder(config, node_rank))
         self._children: list[Child] = []
         self._controller: asyncio.Task[Child] | None = None
@@ -89,7 +90,7 @@ class RunProcesses:
         grace_s = GRACE_S
         if kind is asyncio.CancelledError:
             grace_s = HURRIED_GRACE_S
-            self._display.warn("the run is ended at once; the same command goes on")
+            self._display.warn("the run is ended at once; run the same command again to resume it")
         if self._stopping is not None:
             self._stopping.cancel()
         for task in self._servers.values():
@@ -220,7 +221,7 @@ class RunProcesses:
             name,
             module,
             [*self._config_arguments, *arguments],
-            log_path=self._logs / f"{name}.log",
+            log_path=log_path(self._config.run_dir, name),
             environ=environ,
         )
         self._children.append(child)

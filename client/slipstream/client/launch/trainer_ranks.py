@@ -19,6 +19,7 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.restarts import FINAL_CODES, FIRST_PAUSE_S, RestartPolicy
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.run_folder import log_path
 from slipstream.protocol.settings.config import Config, address_parts
 
 TRAINER = "slipstream.learner.trainer"
@@ -64,7 +65,6 @@ class TrainerRanks:
         self._config, self._placement = config, placement
         self._first_rank, self._num_ranks = first_rank, num_ranks
         self._warn, self._milestones = warn, milestones
-        self._logs = config.run_dir / "logs"
         self.children: list[Child] = []
 
     async def start(self, arguments: list[str]) -> None:
@@ -74,9 +74,9 @@ class TrainerRanks:
         for torchrun in rank_environments(self._config, self._first_rank, self._num_ranks):
             environ = torchrun | gpus
             name = f"trainer-rank-{environ['RANK']}"
-            log_path = self._logs / f"{name}.log"
+            log = log_path(self._config.run_dir, name)
             self.children.append(
-                await start_child(name, TRAINER, arguments, log_path=log_path, environ=environ)
+                await start_child(name, TRAINER, arguments, log_path=log, environ=environ)
             )
 
     async def keep(

@@ -6,16 +6,17 @@ import asyncio
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
 import grpc.aio
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
-from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.goodbye import await_goodbye
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
@@ -31,6 +32,7 @@ from slipstream.learner.controller.restoration import (
     journal_servers,
     restore,
 )
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetService
@@ -46,6 +48,7 @@ from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.v1 import (
@@ -65,19 +68,30 @@ DRAIN_LIMIT_S = 20.0
 # trainer whose disk hangs reports it within this time, and a dead one is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
+# Least time between two looks at the files of results, which ask the disk.
+LOOK_S = 0.05
 
 
 class Controller:
     """Runs one run; `run` returns the exit code after it has closed everything that it opened."""
 
     def __init__(
-        self, config: Config, credentials: Credentials, *, goodbye_limit_s: float = GOODBYE_LIMIT_S
+        self,
+        config: Config,
+        credentials: Credentials,
+        *,
+        goodbye_limit_s: float = GOODBYE_LIMIT_S,
+        publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
+        former: Callable[..., BatchFormer] = BatchFormer,
     ) -> None:
+        """`publisher` and `former` make parts that measure or hold what goes through them."""
+        self._make_publisher, self._make_former = publisher, former
         self._config = config
         self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
         run_id = f"{config.run.name}-{secrets.token_hex(4)}"
-        self._progress = RunProgress(run_id, config, EventLog())
+        self._run = Run.of(config, run_id)
+        self._progress = self._run.progress
         algorithm = config.algorithm
         self._book = LeaseBook(
             groups_per_step=algorithm.groups_per_step,
@@ -89,32 +103,36 @@ class Controller:
         self._environments = EnvironmentBook(
             seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
         )
-        self._ledger, self._fleet = TokenLedger(), Fleet(self._progress)
+        self._fleet = Fleet(self._run)
+        self._ledger = TokenLedger(self._fleet.epochs)
 
     async def run(self) -> int:
         """Serves until the run has ended and its results are written; returns 1 when it failed."""
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
-            journal = stack.enter_context(Journal(folder / "journal"))
-            history = begin(journal, folder / "journal", self._progress)
+            journal = stack.enter_context(Journal(folder / JOURNAL))
+            history = begin(journal, folder / JOURNAL, self._run)
             self._environments.restore(history)
-            self._checkpoints = CheckpointWatch(folder / "checkpoints", self._progress.events)
+            self._checkpoints = CheckpointWatch(folder / CHECKPOINTS, self._run.events)
             self._checkpoints.begin(history.checkpoint.step)
-            self._recorder = await open_recorder(self._config, self._progress.events)
+            self._recorder = await open_recorder(self._config, self._run.events)
             stack.callback(self._recorder.close)
             server = create_server(self._credentials)
             stack.push_async_callback(server.stop, GRACE_S)
             receiver = AccountedReceiver(
-                await open_receiver(stack, server, journal, history, self._progress)
+                await open_receiver(stack, server, journal, history, self._run)
             )
             async with asyncio.TaskGroup() as tasks:
-                self._assemble(journal, receiver, server, tasks)
-                restore(self._parts, history, self._progress)
+                books = Books(
+                    self._book, self._environments, self._fleet, journal, self._ledger, receiver
+                )
+                self._assemble(books, server, tasks)
+                restore(self._parts, history, self._run)
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
-                self._progress.events.add(f"run {self._progress.run_id} listens")
+                self._run.events.add(f"run {self._progress.run_id} listens")
                 if (warning := self._config.algorithm.staleness_warning) is not None:
-                    self._progress.events.add(warning, Severity.WARNING)
+                    self._run.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),
                     tasks.create_task(self._endings.flush(), name="flush"),
@@ -130,60 +148,41 @@ class Controller:
             await self._write_results()
             self._environment_servicer.relay.close()
             self._trainer.place.close()
-        return 1 if self._failed else 0
+        return 1 if self._progress.has_failed else 0
 
     def stop(self, reason: str) -> None:
         """Ends the run in order; safe to call from a signal handler of the event loop."""
         self._progress.stop(reason)
 
-    def _assemble(
-        self,
-        journal: Journal,
-        receiver: AccountedReceiver,
-        server: grpc.aio.Server,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        progress, book, fleet = self._progress, self._book, self._fleet
-        environments, ledger = self._environments, self._ledger
-        self._endings = Endings(journal, ledger, receiver)
-        self._intake = Intake(
-            progress, book, environments, fleet, journal, ledger, receiver, self._endings
-        )
-        self._publisher = Publisher(fleet, progress, tasks)
-        self._scheduler = Scheduler(
-            progress, book, environments, fleet, journal, receiver, self._intake.start_afresh
-        )
-        take_back = self._intake.take_back
-        self._watch = RunWatch(progress, book, environments, fleet, take_back, journal.trouble)
+    def _assemble(self, books: Books, server: grpc.aio.Server, tasks: asyncio.TaskGroup) -> None:
+        run, journal = self._run, books.journal
+        self._endings = Endings(journal, books.ledger, books.queue)
+        self._intake = Intake(run, books, self._endings)
+        self._publisher = self._make_publisher(books.fleet, run, tasks)
+        self._scheduler = Scheduler(run, books, self._intake.start_afresh)
+        self._watch = RunWatch(run, books, self._intake.take_back)
         self._evaluator = Evaluator(
-            progress,
-            book,
-            environments,
-            fleet,
+            run,
+            books,
             self._intake,
             self._publisher,
             self._scheduler,
             on_result=partial(self._evaluated, journal),
         )
         keep = self._config.checkpoint.keep_batches
-        former = BatchFormer(
-            book, environments, journal, ledger, receiver, tasks, keep_batches=keep
-        )
+        former = self._make_former(books, tasks, keep_batches=keep)
         self._trainer = TrainerServicer(
-            progress,
-            book,
+            run,
+            books.leases,
             former,
             self._publisher,
             evaluations_done=self._evaluator.is_done,
             on_step=partial(self._stepped, journal),
             on_checkpoint=self._checkpoints.saved,
         )
-        self._environment_servicer = EnvironmentServicer(
-            progress, environments, fleet, self._intake, journal
-        )
+        self._environment_servicer = EnvironmentServicer(run, books, self._intake)
         self._parts = RestoredParts(
-            book,
-            ledger,
+            books,
             self._intake,
             former,
             self._recorder,
@@ -191,7 +190,7 @@ class Controller:
             self._environment_servicer,
         )
         self._connect(journal)
-        self._add_services(server)
+        self._add_services(books, server)
 
     def _connect(self, journal: Journal) -> None:
         """Adds the configured environments, and connects the handlers of servers' messages."""
@@ -207,17 +206,11 @@ class Controller:
             draining=self._server_drains,
         )
 
-    def _add_services(self, server: grpc.aio.Server) -> None:
+    def _add_services(self, books: Books, server: grpc.aio.Server) -> None:
         status = StatusServicer(
-            self._progress,
-            self._book,
-            self._environments,
-            self._fleet,
-            self._ledger,
-            self._scheduler,
-            newest_metrics=lambda: self._recorder.newest,
+            self._run, books, self._scheduler, newest_metrics=lambda: self._recorder.newest
         )
-        fleet = FleetService(FleetServicer(self._fleet, self._progress), self._environment_servicer)
+        fleet = FleetService(FleetServicer(self._fleet, self._run), self._environment_servicer)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self._trainer, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, server)
@@ -237,7 +230,7 @@ class Controller:
         orphans = self._intake.abandon_often_lost(self._book.orphan(session.key))
         if orphans and not self._progress.is_over:
             missing = sum(len(group.missing) for group in orphans)
-            self._progress.events.add(
+            self._run.events.add(
                 f"{missing} episodes of {len(orphans)} groups wait for another server",
                 Severity.WARNING,
             )
@@ -253,13 +246,13 @@ class Controller:
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt
         self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
         journal_servers(journal, self._ledger)
         batch, now = trained.batch, time.time()
         if trained.again and self._recorder.has_row(batch.version):
-            self._progress.events.add(f"version {trained.version}, trained again")
+            self._run.events.add(f"version {trained.version}, trained again")
             return
         snapshot = self._ledger.snapshot()
         row = self._recorder.step(
@@ -281,7 +274,7 @@ class Controller:
             },
         )
         journal_busy(journal, self._recorder.facts.busy.of_this_start())
-        self._progress.events.add(
+        self._run.events.add(
             f"version {report.version.step}", step=report.version.step, metrics=row
         )
         self._evaluator.step_done(report.version.step)
@@ -293,36 +286,32 @@ class Controller:
     async def _until_over(self) -> None:
         await self._health.tell(serving=True)
         while not self._progress.is_over:
-            await self._progress.signal.wait(5.0)
+            await self._run.signal.changes(5.0, gather_s=LOOK_S)
             self._recorder.look(self._environments.suspended())
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
         """Waits for the trainer's goodbye, then drains the servers, for a limited time."""
-        clock, fleet = self._progress.clock, self._fleet
-        if self._progress.trainer_registered and not self._failed:
-            await await_goodbye(self._progress, self._trainer, silence_s=self._silence_s)
-        self._progress.waiting_for = "" if self._failed else "rollout servers to drain"
+        clock, fleet = self._run.clock, self._fleet
+        if self._progress.has_trainer and not self._progress.has_failed:
+            await await_goodbye(self._run, self._trainer, silence_s=self._silence_s)
+        self._progress.waits_for("" if self._progress.has_failed else "rollout servers to drain")
         sessions = waiting = list(fleet.sessions.values())
         for session in sessions:
             fleet.order_drain(session, self._progress.cause, finish=False)
         self._intake.withdraw(list(self._book.groups.values()), "the run is over")
         until_s = clock.now_s() + DRAIN_LIMIT_S
         while waiting and clock.now_s() < until_s:
-            await self._progress.signal.wait(0.1)
+            await self._run.signal.wait(0.1)
             waiting = [s for s in waiting if not s.drained.is_set() and fleet.find(s.key) is s]
         if waiting:
-            self._progress.events.add("a rollout server did not drain in time", Severity.WARNING)
+            self._run.events.add("a rollout server did not drain in time", Severity.WARNING)
         for session in sessions:
             session.disconnect()
 
-    @property
-    def _failed(self) -> bool:
-        return self._progress.state == status_pb2.RUN_STATE_FAILED
-
     async def _write_results(self) -> None:
         progress = self._progress
-        progress.state, progress.waiting_for = progress.final_state, ""
+        progress.end()
         hello, goodbye = self._trainer.hello, self._trainer.goodbye
         self._recorder.summary(
             ledger=self._ledger.snapshot(),
@@ -335,10 +324,10 @@ class Controller:
             ending=Ending(
                 state=status_pb2.RunState.Name(progress.state).removeprefix("RUN_STATE_").lower(),
                 cause=progress.cause,
-                solved=bool(progress.solved) and not self._failed,
+                solved=bool(progress.solved) and not progress.has_failed,
                 suspended_environments=self._environments.suspended(),
             ),
         )
         await self._recorder.draw(self._evaluator.results)
         await asyncio.to_thread(self._recorder.close)
-        progress.events.close(progress.state, progress.cause)
+        self._run.events.close(progress.state, progress.cause)

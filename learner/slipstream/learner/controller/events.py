@@ -16,6 +16,8 @@ MAX_EVENTS = 10_000
 # Newest events that keep their metrics; metrics.jsonl has the metrics of all steps.
 MAX_METRICS = 100
 MAX_CHARACTERS = 16_384
+# Changes within this time wake a task once.
+GATHER_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,14 @@ class Signal:
         """Wakes all waiters."""
         self._event.set()
         self._event = asyncio.Event()
+
+    async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
+        """Like `wait`, but returns `gather_s` later: one return for all changes until then.
+
+        Each trajectory is a change; to wake a task for each costs more than to check it.
+        """
+        await self.wait(timeout_s)
+        await asyncio.sleep(gather_s)
 
     async def wait(self, timeout_s: float) -> None:
         """Returns after the next `notify`, or after `timeout_s`."""

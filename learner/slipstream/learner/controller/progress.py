@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from slipstream.learner.controller.events import EventLog, Severity, Signal
-from slipstream.learner.controller.lease_pace import JustInTime
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
@@ -26,56 +25,45 @@ class OverduePublish:
     limit_s: float
 
 
-@dataclass(eq=False)
 class RunProgress:
-    """State of the run; `signal` is notified at each change for which a task may wait."""
+    """State and version of the run. Its methods alone change it: all attributes are for reading.
 
-    run_id: str
-    config: Config
-    events: EventLog
-    signal: Signal = field(default_factory=Signal)
-    # The clock that measures the silence and delays of servers and trainer.
-    clock: LoopClock = field(default_factory=LoopClock)
-    state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
-    cause: str = ""
-    # The newest version that the trainer has made.
-    version: PolicyVersion = PolicyVersion(0, 0)
-    # The newest timeline; timelines are counted from 0.
-    newest_incarnation: int = 0
-    trainer_registered: bool = False
-    # Time of the trainer's last call, by `clock`.
-    trainer_heard_s: float = field(init=False)
-    # The newest version with a reported checkpoint; 0: none so far.
-    checkpoint_step: int = 0
-    # Whether the run was told to end before its last step.
-    is_stopped: bool = False
-    # The place of each trainer rank; empty before a trainer has registered.
-    learner_places: tuple[Place, ...] = ()
-    # Why training ends before its last configured step; empty: it does not.
-    solved: str = ""
-    waiting_for: str = "the trainer"
-    # Secret of the controller, from which the keys of rollout servers are made.
-    run_key: bytes = b""
-    started_s: float = field(default_factory=time.monotonic)
-    # Time in which a server served since the last progress: an ended episode or a made step.
-    idle: Stopwatch = field(default_factory=Stopwatch)
-    # The publish whose end the trainer has yet to report; None: there is none.
-    pending_publish: OverduePublish | None = None
-    # The version with which training ends.
-    last_step: int = field(init=False)
-    # The batch at which the trainer failed and the way past it; empty: none.
-    suspect: str = ""
-    # The pace of leases; None: groups are leased as early as the staleness bound allows.
-    pace: JustInTime | None = field(init=False, default=None)
+    STARTING --trainer_registered--> RUNNING --complete or stop--> STOPPING
+    STOPPING --end--> FINISHED, or STOPPED after `stop`; `fail` leads from all of them to FAILED.
+    """
 
-    def __post_init__(self) -> None:
-        self.trainer_heard()
-        self.last_step = self.config.run.steps
-        algorithm = self.config.algorithm
-        if algorithm.lease_policy == "just_in_time":
-            self.pace = JustInTime(
-                groups_per_step=algorithm.groups_per_step, max_staleness=algorithm.max_staleness
-            )
+    def __init__(
+        self, run_id: str, *, num_steps: int, events: EventLog, signal: Signal, clock: LoopClock
+    ) -> None:
+        self._events, self._signal, self._clock = events, signal, clock
+        self.run_id = run_id
+        # Secret of the controller, from which the keys of rollout servers are made.
+        self.run_key = b""
+        self.started_s = time.monotonic()
+        self.state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
+        # Why the run ends; empty: it does not end yet.
+        self.cause = ""
+        self._is_stopped = False
+        # The newest version that the trainer has made.
+        self.version = PolicyVersion(0, 0)
+        # The newest timeline; timelines are counted from 0.
+        self.newest_incarnation = 0
+        # The version with which training ends, and why it is not the configured one; empty: it is.
+        self.last_step, self.solved = num_steps, ""
+        # The newest version with a reported checkpoint; 0: none so far.
+        self.checkpoint_step = 0
+        self.has_trainer = False
+        # The place of each trainer rank; empty before a trainer has registered.
+        self.learner_places: tuple[Place, ...] = ()
+        # Time of the trainer's last call, by the run's clock.
+        self.trainer_heard_s = clock.now_s()
+        self.waiting_for = "the trainer"
+        # The publish whose end the trainer has yet to report; None: there is none.
+        self.pending_publish: OverduePublish | None = None
+        # Time in which a server served since the last progress: an ended episode or a made step.
+        self._idle = Stopwatch()
+        # The batch at which the trainer failed and the way past it; empty: none.
+        self._suspect = ""
 
     @property
     def is_over(self) -> bool:
@@ -88,57 +76,107 @@ class RunProgress:
         )
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended by a failure."""
+        return self.state == status_pb2.RUN_STATE_FAILED
+
+    @property
     def all_steps_done(self) -> bool:
         """Whether the last version exists."""
         return self.version.step >= self.last_step
 
-    def reached(self, version: PolicyVersion) -> None:
-        """Notes that the trainer has made a version, or continues from it."""
-        self.suspect = ""
-        self.version = version
-        self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
-
     @property
-    def final_state(self) -> status_pb2.RunState:
-        """The state of the run once everything has ended."""
-        if self.state == status_pb2.RUN_STATE_FAILED:
-            return self.state
-        if self.is_stopped:
-            return status_pb2.RUN_STATE_STOPPED
-        return status_pb2.RUN_STATE_FINISHED
+    def idle_s(self) -> float:
+        """Seconds in which a server served since the last progress."""
+        return self._idle.total_s(self._clock.now_s())
+
+    def begin(self, run_id: str, run_key: bytes, version: PolicyVersion) -> None:
+        """Takes over what the journal says of the run."""
+        self.run_id, self.run_key = run_id, run_key
+        self.reached(version)
+
+    def trainer_registered(self, places: Iterable[Place]) -> None:
+        """Notes a new trainer with the place of each rank: the run is RUNNING if it is not over."""
+        self.has_trainer, self.learner_places = True, tuple(places)
+        if not self.is_over:
+            self.state = status_pb2.RUN_STATE_RUNNING
 
     def trainer_heard(self) -> None:
         """Notes a call of the trainer."""
-        self.trainer_heard_s = self.clock.now_s()
+        self.trainer_heard_s = self._clock.now_s()
 
     def trainer_works(self) -> None:
         """Notes progress of the trainer in a long operation."""
         self.trainer_heard()
-        self.idle.reset(self.clock.now_s())
+        self._idle.reset(self._clock.now_s())
+
+    def trainer_failed(self, suspect: str) -> None:
+        """Notes the batch at which the trainer failed and the way past it; empty: no batch."""
+        self._suspect = suspect
+
+    def note_serving(self, is_any: bool) -> None:
+        """Notes whether any server serves; the run is idle only while one does."""
+        self._idle.note(self._clock.now_s(), running=is_any)
+
+    def waits_for(self, what: str) -> None:
+        """Notes what the run waits for, for people."""
+        self.waiting_for = what
+
+    def publish_ordered(self, publish_id: str, limit_s: float) -> None:
+        """Notes a publish, which the trainer must end within `limit_s` from now."""
+        until_s = self._clock.now_s() + limit_s
+        self.pending_publish = OverduePublish(publish_id, until_s, limit_s)
+
+    def publish_ended(self) -> None:
+        """Notes that the trainer owes no end of a publish."""
+        self.pending_publish = None
+
+    def reached(self, version: PolicyVersion) -> None:
+        """Notes that the trainer has made a version, or continues from it."""
+        self._suspect = ""
+        self.version = version
+        self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
+
+    def saved(self, step: int) -> None:
+        """Notes that version `step` has a checkpoint."""
+        self.checkpoint_step = step
 
     def moved(self) -> None:
         """Notes progress."""
-        self.idle.reset(self.clock.now_s())
-        self.signal.notify()
+        self._idle.reset(self._clock.now_s())
+        self._signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:
         """Makes version `last_step` the last one; the run then ends as after its last step."""
         self.last_step, self.solved = last_step, cause
-        self.events.add(cause)
-        self.signal.notify()
+        self._events.add(cause)
+        self._signal.notify()
+
+    def complete(self) -> None:
+        """Ends the training after its last step."""
+        self.state = status_pb2.RUN_STATE_STOPPING
+        self.cause = self.solved or "all steps are done"
+        self._signal.notify()
 
     def stop(self, reason: str) -> None:
         """Ends the run early, in order."""
         if not self.is_over:
             self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
-            self.is_stopped = True
-            self.events.add(f"stopping: {reason}")
-            self.signal.notify()
+            self._is_stopped = True
+            self._events.add(f"stopping: {reason}")
+            self._signal.notify()
 
     def fail(self, cause: str) -> None:
         """Ends the run as failed; the first cause stays."""
-        if self.state != status_pb2.RUN_STATE_FAILED:
-            cause = f"{cause}; {self.suspect}" if self.suspect else cause
-            self.state, self.cause = status_pb2.RUN_STATE_FAILED, cause
-            self.events.add(f"the run failed: {cause}", Severity.ERROR)
-            self.signal.notify()
+        if not self.has_failed:
+            self.cause = f"{cause}; {self._suspect}" if self._suspect else cause
+            self.state = status_pb2.RUN_STATE_FAILED
+            self._events.add(f"the run failed: {self.cause}", Severity.ERROR)
+            self._signal.notify()
+
+    def end(self) -> None:
+        """Notes that all processes have left: the state is final."""
+        self.waiting_for = ""
+        if not self.has_failed:
+            stopped, finished = status_pb2.RUN_STATE_STOPPED, status_pb2.RUN_STATE_FINISHED
+            self.state = stopped if self._is_stopped else finished

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.busy_seconds import BusySeconds
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.trajectories.batches import BatchFormer
@@ -29,8 +29,7 @@ from slipstream.protocol.run_folder import check_journal_not_lost
 class RestoredParts:
     """The parts of the controller whose state is restored from the journal."""
 
-    book: LeaseBook
-    ledger: TokenLedger
+    books: Books
     intake: Intake
     former: BatchFormer
     recorder: RunRecorder
@@ -38,24 +37,22 @@ class RestoredParts:
     environments: EnvironmentServicer
 
 
-def begin(journal: Journal, folder: Path, progress: RunProgress) -> RunHistory:
-    """Reads the run so far and journals this start; sets id, key and version of `progress`."""
+def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
+    """Reads the run so far and journals this start; the progress of `run` begins there."""
     records = read_records(folder)
     first = next(records, None)
     if first is None:
         check_journal_not_lost(folder.parent)
-    elif progress.config.run.resume == "never":
+    elif run.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
-    run_id = progress.run_id if first is None else str(first.get("run_id", ""))
+    run_id = run.progress.run_id if first is None else str(first.get("run_id", ""))
     # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
     start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history(itertools.chain([] if first is None else [first], records, [start]))
     journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
-    progress.run_id = history.run_id
-    progress.run_key = _bytes_of(key)
-    progress.reached(history.version)
+    run.progress.begin(history.run_id, _bytes_of(key), history.version)
     return history
 
 
@@ -66,27 +63,27 @@ def _bytes_of(key: str) -> bytes:
         raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
 
 
-def restore(parts: RestoredParts, history: RunHistory, progress: RunProgress) -> None:
+def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
     """Restores every part to the end of the journal; called before any server connects."""
     if history.starts == 1:
         return
-    if history.solved and progress.config.algorithm.dynamic_sampling.enabled:
-        progress.solve(history.next_step, history.solved)
-    parts.book.restore(history)
-    parts.ledger.restore(history)
+    if history.solved and run.config.algorithm.dynamic_sampling.enabled:
+        run.progress.solve(history.next_step, history.solved)
+    parts.books.leases.restore(history)
+    parts.books.ledger.restore(history)
     parts.intake.restore(history)
     parts.former.restore(history)
     parts.recorder.restore(history)
     parts.evaluator.restore(history)
     parts.environments.restore(history)
-    leased_again = sum(not group.is_complete for group in parts.book.groups.values())
-    progress.events.add(
-        f"the run goes on at version {history.version}; the journal has the batches of "
+    leased_again = sum(not group.is_complete for group in parts.books.leases.groups.values())
+    run.events.add(
+        f"the run resumes at version {history.version}; the journal has the batches of "
         f"{history.next_step} steps, and {leased_again} open groups are leased again"
     )
     newest = history.batches.get(history.version.step)
     if newest is not None:
-        progress.events.add(f"batch {newest.batch_id} was formed and is not trained yet")
+        run.events.add(f"batch {newest.batch_id} was formed and is not trained yet")
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
@@ -95,7 +92,8 @@ def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | Non
     After a crash a controller cannot ask the engines for these counts.
     """
     generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
-    journal.append("servers", generated=[list(entry) for entry in generated])
+    departed: dict[str, JsonValue] = {} if lost is None else {"departed": True}
+    journal.append("servers", generated=[list(entry) for entry in generated], **departed)
 
 
 def journal_busy(journal: Journal, busy: BusySeconds) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.learner.controller.records.history import RunHistory, read_history
-from slipstream.learner.controller.records.journal import LOG_NAME, Journal, read_records
+from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.trajectories.batch import from_record
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.errors import ConfigError, ProtocolError, SlipstreamError
 from slipstream.protocol.exit_codes import USAGE_ERROR
+from slipstream.protocol.run_folder import JOURNAL, JOURNAL_LOG
 
 CAUSE = "the user asked for it"
 
@@ -41,8 +42,8 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
 
     ConfigError while a controller runs, or when no batch of `step` waits to be trained.
     """
-    folder = run / "journal"
-    if not (folder / LOG_NAME).is_file():
+    folder = run / JOURNAL
+    if not (folder / JOURNAL_LOG).is_file():
         raise ConfigError(f"{run} has no journal")
     with Journal(folder) as journal:
         history = read_history(read_records(folder))

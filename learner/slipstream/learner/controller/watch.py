@@ -11,12 +11,11 @@ import math
 import time
 from collections.abc import Callable
 
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_watch import CANCEL_LIMIT_S, LeaseWatch
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.tasks.environments import EnvironmentEntry
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
@@ -29,29 +28,22 @@ class RunWatch:
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        fleet: Fleet,
+        run: Run,
+        books: Books,
         take_back: Callable[[Group, str], None],
-        journal_trouble: Callable[[], str],
     ) -> None:
-        """`take_back` is called with each group whose lease makes no progress, and the cause.
-
-        `journal_trouble` returns why records cannot be written any more; empty: they can.
-        """
-        self._journal_trouble = journal_trouble
-        self._progress = progress
-        self._config = progress.config
-        self._environments = environments
-        self._fleet = fleet
-        self._book = book
+        """`take_back` is called with each group whose lease makes no progress, and the cause."""
+        self._journal = books.journal
+        self._run, self._progress = run, run.progress
+        self._config = run.config
+        self._book, self._environments = books.leases, books.environments
+        self._fleet = books.fleet
         self._take_back = take_back
         self._leases = LeaseWatch(self._config.controller.lease_timeout_s)
 
     async def watch_forever(self) -> None:
         """Removes silent servers and fails a run that cannot continue, until it is cancelled."""
-        clock = self._progress.clock
+        clock = self._run.clock
         try:
             while True:
                 now_s = time.monotonic()
@@ -60,7 +52,7 @@ class RunWatch:
                 self._fleet.remove_silent()
                 if not self._progress.is_over:
                     self._look_at_leases()
-                    cause = await asyncio.to_thread(self._journal_trouble) or self._cause_to_fail()
+                    cause = await asyncio.to_thread(self._journal.trouble) or self._cause_to_fail()
                     if cause:
                         self._progress.fail(cause)
         finally:
@@ -81,7 +73,7 @@ class RunWatch:
                 self._fleet.remove(session, cause)
 
     def _cause_to_fail(self) -> str:
-        settings, now = self._config.controller, self._progress.clock.now_s()
+        settings, now = self._config.controller, self._run.clock.now_s()
         training = self._environments.training()
         suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
         if training and all(entry.state == suspended for entry in training):
@@ -104,8 +96,8 @@ class RunWatch:
             if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
-        idle = self._progress.idle.total_s(now)
-        waits_for_fleet = self._progress.trainer_registered and bool(self._fleet.serving())
+        idle = self._progress.idle_s
+        waits_for_fleet = self._progress.has_trainer and bool(self._fleet.serving())
         if waits_for_fleet and training and idle > settings.stall_timeout_s:
             waited_for = self._progress.waiting_for
             return f"nothing moved for {idle:.0f} s of serving while waiting for {waited_for}"

@@ -34,11 +34,12 @@ class StepCost:
 
     def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
-        flops = training_flops(self._sizes, [len(t.token_ids) for t in batch.trajectories])
+        sizes = batch.lengths()
+        flops = training_flops(self._sizes, sizes, saved=result.saved)
+        computed = sum(sizes) - result.saved.tokens
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {
-            "tokens_per_micro_batch": result.metrics["num_tokens"]
-            / result.metrics["num_micro_batches"],
+            "tokens_per_micro_batch": computed / result.metrics["num_micro_batches"],
             "model_flops": flops,
             "tflops_per_rank": tflops,
             **self._memory(),

@@ -14,6 +14,7 @@ from pathlib import Path
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
 from slipstream.protocol.errors import CheckpointError, SlipstreamError
 from slipstream.protocol.exit_codes import USAGE_ERROR
+from slipstream.protocol.run_folder import CHECKPOINTS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config, parse_config
 
@@ -41,7 +42,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         check_model(config)
-        path = checkpoint_path(arguments.config.parent / "checkpoints", arguments.step)
+        path = checkpoint_path(arguments.config.parent / CHECKPOINTS, arguments.step)
         export(config, path, arguments.out)
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)

@@ -52,15 +52,18 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
     return ModelSizes(matrices, layers * heads * head_dim)
 
 
-def training_flops(sizes: ModelSizes, lengths: Iterable[int]) -> float:
+def training_flops(
+    sizes: ModelSizes, lengths: Iterable[int], *, saved: tuple[int, int] = (0, 0)
+) -> float:
     """Returns floating-point operations of one forward and backward pass over these lengths.
 
     Each parameter and token takes 6. The causal attention of a sequence of L tokens takes 6 L^2
     times `attention_width`: scores and values take 2 L^2 each, the mask removes half of it, and the
     backward pass costs twice the forward pass. Recomputation is not counted, as in the definition
-    of model FLOPs in PaLM (arXiv:2204.02311, appendix B).
+    of model FLOPs in PaLM (arXiv:2204.02311, appendix B). Nor are `saved` tokens and squares, which
+    common beginnings leave out.
     """
-    tokens, squares = 0, 0
+    tokens, squares = -saved[0], -saved[1]
     for length in lengths:
         tokens += length
         squares += length * length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from slipstream.learner.trainer.checkpoints.starting_weights import (
@@ -37,6 +38,9 @@ from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.settings.config import Config
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
 
 
 def open_policy(
@@ -145,6 +149,7 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
         bf16=provider.bf16,
     )
+    sharing = _sharing(chunks, config)
     logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
@@ -160,7 +165,19 @@ def _load(
         kept_logits=_kept_logits(config, ranks, logits_dtype or provider.params_dtype),
         logits_dtype=logits_dtype,
         memory=memory,
+        sharing=sharing,
     )
+
+
+def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
+    """Returns what lets `chunks` share beginnings, unless settings or the model forbid it."""
+    from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing, refusal
+
+    min_tokens = config.learner.shared_prefix_tokens
+    replays = config.algorithm.router_replay != "off"
+    if not min_tokens or refusal(chunks[0].config, config.learner, router_replay=replays):
+        return None
+    return PrefixSharing(chunks, min_tokens=min_tokens)
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:

@@ -20,6 +20,7 @@ from slipstream.learner.controller.records.journal import read_batch, read_recor
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.exit_codes import USAGE_ERROR
+from slipstream.protocol.run_folder import JOURNAL
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.v1 import trainer_pb2
@@ -60,7 +61,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         check_model(config)
-        steps = list(recorded_steps(arguments.config.parent / "journal"))
+        steps = list(recorded_steps(arguments.config.parent / JOURNAL))
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -24,7 +24,9 @@ from slipstream.learner.trainer.batches.data_checks import (
     check_data,
     untrainable,
 )
-from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.packing import TrainingSequence
+from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
@@ -47,6 +49,8 @@ class StepResult:
 
     metrics: dict[str, float]
     wall_s: float
+    # What common beginnings saved, over all replicas.
+    saved: Saved = Saved()
 
 
 @dataclass
@@ -101,6 +105,8 @@ class TrainingStep:
         mini-batch changed weights. RunFailed when the weights are at fault.
         """
         self.num_updates = 0
+        if self._policy.sharing is not None:
+            self._policy.sharing.saved = Saved()
         try:
             return self._run(batch)
         except UntrainableBatch as fault:
@@ -123,7 +129,7 @@ class TrainingStep:
         check_advantages(batch, sequences)
         sequences = weighted(sequences, mini_batches, self._config)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            metrics = batch.metrics() | self._train_policy(batch, sequences, mini_batches)
+            metrics = self._train_policy(batch, sequences, mini_batches)
         if self._replays:
             policy = self._policy
             metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
@@ -131,7 +137,9 @@ class TrainingStep:
             with self.stages.measure("critic"):
                 metrics |= self._roles.critic.train(sequences, mini_batches)
         self._roles.follow(self._policy, batch.step + 1)
-        return StepResult(metrics, time.monotonic() - started)
+        saved = Saved() if self._policy.sharing is None else self._policy.sharing.saved
+        metrics["shared_tokens"] = float(saved.tokens)
+        return StepResult(metrics, time.monotonic() - started, saved)
 
     def _train_policy(
         self,

@@ -39,6 +39,7 @@ from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.machine.gpu_lock import gpu_names
+from slipstream.protocol.run_folder import CHECKPOINTS, FINAL_MODEL
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
@@ -254,7 +255,7 @@ class Trainer:
         self._tell(self._checkpointer.finish())
         export_path = ""
         if self._config.learner.export_final and order.reason != TERMINATED:
-            target = self._config.run_dir / "checkpoints" / "final"
+            target = self._config.run_dir / CHECKPOINTS / FINAL_MODEL
             save_hf_folder(self._policy, self._config.model.path, target)
             if self._config.lora.rank:
                 save_adapters(self._policy, self._config, target.with_name("final-adapters"))

@@ -1,5 +1,6 @@
 """Checks of incoming calls: each message is checked before its handler gets it.
 
+A handler may answer with bytes, which are a message that it has encoded itself.
 A small message is decoded where it is received, a large one in a thread, beside the loop. A message
 out of its bounds ends its call with INVALID_ARGUMENT and one line. A handler that fails ends its
 own call with INTERNAL and one line, and its traceback is logged.
@@ -11,7 +12,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -53,6 +54,7 @@ class _Large:
     data: bytes
 
 
+_NOT_YET = (_Refused, _Large)
 # What a deserializer returns.
 _Request: TypeAlias = Message | _Refused | _Large
 
@@ -69,7 +71,7 @@ class _Accepted:
     async def __anext__(self) -> Message:
         request = await anext(self._requests)
         # Most are ready: another coroutine for each of them costs as much as its checks.
-        return await _accepted(request) if isinstance(request, _Refused | _Large) else request
+        return await _accepted(request) if isinstance(request, _NOT_YET) else request
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
@@ -128,7 +130,13 @@ def _checked(handler: Handler, method: str) -> Handler:
         )
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
         behavior = _guarded(_with_checked_request(inner), method)
-    return make(behavior, deserialize, handler.response_serializer)
+
+    serializer: Any = handler.response_serializer
+
+    def serialize(response: Message | bytes) -> bytes:
+        return response if isinstance(response, bytes) else bytes(serializer(response))
+
+    return make(behavior, deserialize, serialize)
 
 
 def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,21 +162,42 @@ def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
         async def stream(
             requests: AsyncIterator[_Request], context: Context
         ) -> AsyncIterator[Message]:
-            async with aclosing(inner(_Accepted(requests), context)) as responses:
+            async with (
+                _closing(requests) as accepted,
+                aclosing(inner(accepted, context)) as responses,
+            ):
                 async for response in responses:
                     yield response
 
         return stream
 
     async def call(requests: AsyncIterator[_Request], context: Context) -> Message | None:
-        response: Message | None = await inner(_Accepted(requests), context)
-        return response
+        async with _closing(requests) as accepted:
+            response: Message | None = await inner(accepted, context)
+            return response
 
     return call
 
 
+@asynccontextmanager
+async def _closing(requests: AsyncIterator[_Request]) -> AsyncIterator[_Accepted]:
+    """Ends gRPC's generator of requests, which would keep itself and a call that is not read."""
+    source: Any = aiter(requests)
+    try:
+        yield _Accepted(source)
+    finally:
+        # A reader that was cancelled just now ends it instead.
+        with suppress(RuntimeError):
+            await source.aclose()
+
+
 def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
-    """Returns a behavior whose failure ends its own call only."""
+    """Returns a behavior whose failure ends its own call only.
+
+    gRPC keeps the exception that ends a call, and its frames keep the call: a circle, of which a
+    refused call would leave a hundred objects to the garbage collector. So it is raised anew here,
+    by a frame that holds nothing.
+    """
     if inspect.isasyncgenfunction(inner):
 
         async def stream(request: object, context: Context) -> AsyncIterator[Message]:
@@ -176,19 +205,50 @@ def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
                 async with aclosing(inner(request, context)) as responses:
                     async for response in responses:
                         yield response
+                return
             except Exception as error:  # noqa: BLE001 - the edge: it ends this call
-                await _end(context, method, error)
+                ending = await _ending(context, method, error)
+            del request, context, responses
+            try:
+                raise ending
+            finally:
+                del ending
 
         return stream
 
     async def call(request: object, context: Context) -> Message | None:
         try:
             response: Message | None = await inner(request, context)
+            return response
         except Exception as error:  # noqa: BLE001 - the edge: it ends this call
-            await _end(context, method, error)
-        return response
+            ending = await _ending(context, method, error)
+        del request, context
+        try:
+            raise ending
+        finally:
+            del ending
 
     return call
+
+
+async def _ending(context: Context, method: str, error: Exception) -> BaseException:
+    """Ends a call that failed; returns the exception to raise, without frames and causes."""
+    try:
+        await _end(context, method, error)
+    except (grpc.aio.AbortError, asyncio.CancelledError) as ending:
+        _strip(error)
+        _strip(ending)
+        return ending
+
+
+def _strip(error: BaseException) -> None:
+    """Takes the frames and causes of an error away, which would keep its call."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    others = (error.__context__, error.__cause__, *inner)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    for other in others:
+        if other is not None:
+            _strip(other)
 
 
 async def _end(context: Context, method: str, error: Exception) -> NoReturn:

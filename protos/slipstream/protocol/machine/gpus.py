@@ -5,13 +5,14 @@ A process that asks CUDA holds memory on a GPU from then on, and can no longer f
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import pynvml
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LIBRARY = "libnvidia-ml.so.1"
-_TEXT_BYTES = 96
 
 
 @dataclass(frozen=True)
@@ -27,68 +28,41 @@ class Gpu:
 
 
 class Nvml:
-    """NVIDIA's management library, open inside the context; `library` is None without a driver."""
+    """NVIDIA's management library, open inside the context; it answers None without a driver."""
 
-    def __init__(self, file: str = LIBRARY) -> None:
-        self.library: ctypes.CDLL | None = None
-        self._file = file
+    def __init__(self) -> None:
+        self._is_open = False
 
     def __enter__(self) -> Nvml:
-        try:
-            library = ctypes.CDLL(self._file)
-        except OSError:
-            return self
-        if library.nvmlInit_v2() == 0:
-            self.library = library
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.library is not None:
-            self.library.nvmlShutdown()
+        if self._is_open:
+            pynvml.nvmlShutdown()
 
-    def text(self, name: str, *arguments: object) -> str:
-        """Returns the string that function `name` fills in; "" when it fails."""
-        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
-        if self.library is None or self.library[name](*arguments, buffer, _TEXT_BYTES) != 0:
-            return ""
-        return buffer.value.decode()
-
-    def number(self, name: str, *arguments: object) -> int | None:
-        """Returns the unsigned number that function `name` fills in; None when it fails."""
-        value = ctypes.c_uint()
-        if self.library is None or self.library[name](*arguments, ctypes.byref(value)) != 0:
-            return None
-        return value.value
-
-    def device(self, index: int) -> ctypes.c_void_p | None:
-        """Returns the handle of a GPU; None if there is no such GPU."""
-        handle = ctypes.c_void_p()
-        library = self.library
-        if library is None or library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
-            return None
-        return handle
+    def ask(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - each has its own type
+        """Returns the answer of the library's function `name`; None when it fails."""
+        with contextlib.suppress(pynvml.NVMLError):
+            return getattr(pynvml, name)(*arguments)
+        return None
 
 
-def list_gpus(*, library: str = LIBRARY) -> tuple[Gpu, ...]:
+def list_gpus() -> tuple[Gpu, ...]:
     """Returns all GPUs that the driver shows to this machine or container; () without a driver."""
-    with Nvml(library) as nvml:
-        found = []
-        for index in range(nvml.number("nvmlDeviceGetCount_v2") or 0):
-            handle = nvml.device(index)
-            if nvml.library is None or handle is None:
+    found = []
+    with Nvml() as nvml:
+        for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
+            handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
+            if handle is None:
                 continue
-            # total, free, used
-            memory = (ctypes.c_ulonglong * 3)()
-            nvml.library.nvmlDeviceGetMemoryInfo(handle, memory)
-            found.append(
-                Gpu(
-                    index,
-                    nvml.text("nvmlDeviceGetUUID", handle),
-                    nvml.text("nvmlDeviceGetName", handle),
-                    memory[0],
-                )
-            )
-        return tuple(found)
+            uuid = nvml.ask("nvmlDeviceGetUUID", handle) or ""
+            name = nvml.ask("nvmlDeviceGetName", handle) or ""
+            memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+            found.append(Gpu(index, uuid, name, 0 if memory is None else memory.total))
+    return tuple(found)
 
 
 def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 
 class RedisConnection:
-    """A Redis server, one run's keys on it, and the mark that proves that data are the same."""
+    """A Redis server, one run's keys on it, and the mark by which it notices lost data."""
 
     def __init__(
         self,

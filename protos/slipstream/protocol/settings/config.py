@@ -31,6 +31,7 @@ from slipstream.protocol.settings.role_sections import (
     in_place_of,
     renamed,
 )
+from slipstream.protocol.settings.sampling_section import SamplingSection
 from slipstream.protocol.settings.section import Section
 from slipstream.protocol.settings.sections import (
     ControllerSection,
@@ -41,7 +42,6 @@ from slipstream.protocol.settings.sections import (
     ParallelSection,
     RolloutServerSection,
     RunSection,
-    SamplingSection,
     SecuritySection,
     WeightsSection,
 )
@@ -72,8 +72,9 @@ __all__ = [
     "address_parts",
 ]
 
-# Bytes of a trajectory in a queue beside its tokens: names, metrics, texts.
+# Bytes of a trajectory in a queue beside its tokens: names, metrics, texts, and 16 branches.
 TRAJECTORY_OVERHEAD_BYTES = 2048
+BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
 
 
@@ -119,14 +120,16 @@ class Config(Section):
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
         """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
-        return TRAJECTORY_OVERHEAD_BYTES + per_token * self.sampling.max_episode_tokens
+        branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
+        return TRAJECTORY_OVERHEAD_BYTES + branches + per_token * self.sampling.total_tokens
 
     def check_trajectory_bytes(self, num_bytes: int) -> None:
         """Raises ValueError when trajectories are too large to send, or for the queue."""
         if num_bytes > MAX_TRAJECTORY_BYTES:
+            sampling = self.sampling
+            name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
             raise ValueError(
-                f"sampling.max_episode_tokens of {self.sampling.max_episode_tokens} makes "
-                f"trajectories too large to send"
+                f"sampling.{name} of {sampling.total_tokens} makes trajectories too large to send"
             )
         algorithm = self.algorithm
         needed = smallest_queue(algorithm.groups_per_step, algorithm.group_size, num_bytes)
@@ -280,6 +283,11 @@ def check_lora(config: Config) -> None:
 def check_measurement(config: Config) -> None:
     """Raises ValueError when lengths, an evaluation or the profile do not fit the run."""
     sampling, profile = config.sampling, config.learner.profile
+    if sampling.total_tokens < sampling.max_episode_tokens:
+        raise ValueError(
+            f"sampling.max_total_tokens must be 0 or at least max_episode_tokens, "
+            f"got {sampling.max_total_tokens} and {sampling.max_episode_tokens}"
+        )
     if (sampling.max_prompt_tokens or 0) >= sampling.max_episode_tokens:
         raise ValueError(
             f"sampling.max_prompt_tokens must be below max_episode_tokens, "

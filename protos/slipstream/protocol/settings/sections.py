@@ -7,8 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.protocol.settings.measurement_sections import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
     ProfileSection,
 )
 from slipstream.protocol.settings.section import (
@@ -71,38 +69,6 @@ class EnvironmentSection(Section):
     timeout_s: Seconds = 60.0
     # Worker processes beside each rollout server.
     num_workers: Positive = 1
-
-
-class SamplingSection(Section):
-    """Sampling of replies, and limits of an episode's length."""
-
-    # Sampling temperature, by which the learner divides its logits too. The bounds are vLLM's.
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    # Sampling uses the smallest set of tokens with this probability; the learner ignores it.
-    top_p: float = Field(1.0, gt=0, le=1)
-    # Sampling uses this many of the most probable tokens; the learner ignores it. 0: no limit.
-    top_k: int = Field(0, ge=0)
-    # Most sampled tokens of one reply.
-    max_reply_tokens: Positive
-    # Most replies of one episode.
-    max_turns: Positive = 1
-    # Most tokens of an episode, context and sampled.
-    max_episode_tokens: Positive
-    # Most tokens of a task before the first reply; None: the limit leaves room for one token of the
-    # reply. Prompts are never cut.
-    max_prompt_tokens: Positive | None = None
-    # Treatment of a task with a longer prompt. skip: the task is set aside and counted, and another
-    # task takes its place; refuse: the run fails and names the task.
-    long_prompts: Literal["skip", "refuse"] = "skip"
-    # Token ids beside the end-of-text token at which a reply ends, for example that of <|eom_id|>.
-    # The token that ends a reply belongs to it, and is trained.
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    # Texts at which a reply ends. The token that completes the first such text belongs to the reply
-    # with all its characters. Special tokens count as their text. It makes servers detokenize all
-    # replies: use stop_token_ids instead where you can.
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    # Continue after the end-of-text token, up to the limits: for benchmarks.
-    ignore_eos: bool = False
 
 
 class ControllerSection(Section):
@@ -179,6 +145,9 @@ class LearnerSection(Section):
     master: Address = "127.0.0.1:0"
     # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
     micro_batch_tokens: Positive = 4096
+    # Shortest beginning, in tokens, that is computed once for all sequences of a micro batch that
+    # have it, such as the prompt of a group; 0: each sequence computes its own.
+    shared_prefix_tokens: int = Field(32, ge=0)
     # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; None: the
     # first
     # GPUs.
@@ -257,6 +226,17 @@ class RolloutServerSection(Section):
     # what the weights of its version sample. False: replies continue on keys and values of older
     # weights, and nothing is computed twice.
     recompute_context: bool = True
+    # vLLM's name of the reader of the model's tool calls: hermes, llama3_json, mistral and so on.
+    # Agents that use tools need it.
+    tool_parser: str | None = None
+    # vLLM's name of the reader of the model's reasoning, which agents get apart from the reply:
+    # qwen3, deepseek_r1 and so on. None: reasoning is part of the reply.
+    reasoning_parser: str | None = None
+    # File of a chat template in place of the tokenizer's, for agents and other environments.
+    chat_template: Path | None = None
+    # Passed by name to the chat template, as `enable_thinking = false` is. An agent's request may
+    # say otherwise.
+    chat_template_kwargs: dict[str, JsonValue] = {}
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}

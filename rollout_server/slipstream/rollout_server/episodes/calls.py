@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.agents.open_call import HttpPart
 from slipstream.rollout_server.episodes.renderer import ChatMessage
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
@@ -32,10 +33,23 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Opening:
-    """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit."""
+    """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit.
+
+    An agent has no messages: it makes calls.
+    """
 
     messages: list[ChatMessage]
     max_reply_tokens: int = 0
+    is_agent: bool = False
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """The result of an agent; `shares` are those of its named branches."""
+
+    reward: float
+    metrics: dict[str, float]
+    shares: dict[str, float]
 
 
 class EnvironmentSession(Protocol):
@@ -47,6 +61,18 @@ class EnvironmentSession(Protocol):
 
     async def step(self, reply: str, *, truncated: bool) -> Verdict:
         """Returns the verdict on a reply; `truncated`: the reply ended at a length limit."""
+        ...
+
+    async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
+        """Returns the next call of an agent or its result, whenever it comes."""
+        ...
+
+    async def reply_part(self, call: int, part: HttpPart) -> None:
+        """Hands a part of the answer to an agent's call over; returns when the agent took it."""
+        ...
+
+    async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
+        """Returns the error of an agent that is `late`, with the place where it hangs."""
         ...
 
     def close(self) -> None:
@@ -82,7 +108,7 @@ class CallTable:
         answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()
         self._open[number] = answer
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
                 message = await answer
         except TimeoutError:
             what = command.WhichOneof("command")
@@ -152,7 +178,8 @@ class StreamSession:
         )
         answer = await self._call(environment_pb2.WorkerCommand(reset=command), "observation")
         observation = answer.observation
-        return Opening(_messages(observation.messages), observation.max_reply_tokens)
+        messages = _messages(observation.messages)
+        return Opening(messages, observation.max_reply_tokens, observation.is_agent)
 
     async def step(self, reply: str, *, truncated: bool) -> Verdict:
         """See `EnvironmentSession`."""
@@ -162,22 +189,44 @@ class StreamSession:
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
         verdict = answer.verdict
-        # An environment that a client serves need not be written with our package.
-        numbers = {"the reward": verdict.reward} | {
-            f"the metric {name!r}": value for name, value in verdict.metrics.items()
-        }
-        for what, value in numbers.items():
-            if not math.isfinite(value):
-                raise EnvironmentFailed(
-                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                    f"{what[:_MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
-                )
+        _check_numbers(verdict.reward, {"metric": verdict.metrics})
         return Verdict(
             reward=verdict.reward,
             done=verdict.done,
             messages=tuple(_messages(verdict.messages)),
             metrics=dict(verdict.metrics),
         )
+
+    async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
+        """See `EnvironmentSession`."""
+        command = environment_pb2.NextCallCommand(episode_key=self._key)
+        message = environment_pb2.WorkerCommand(next_call=command)
+        answer = await self._table.call(message, timeout_s=math.inf)
+        if answer.WhichOneof("message") == "agent_call":
+            return answer.agent_call
+        result = _expected(answer, "agent_result").agent_result
+        self._was_judged = True
+        _check_numbers(result.reward, {"metric": result.metrics, "share": result.shares})
+        return AgentEnd(result.reward, dict(result.metrics), dict(result.shares))
+
+    async def reply_part(self, call: int, part: HttpPart) -> None:
+        """See `EnvironmentSession`."""
+        command = environment_pb2.ReplyPart(
+            episode_key=self._key,
+            call=call,
+            status=part.status,
+            headers=[
+                environment_pb2.HttpHeader(name=name, value=value) for name, value in part.headers
+            ],
+            body=part.body,
+            is_last=part.is_last,
+        )
+        message = environment_pb2.WorkerCommand(reply_part=command)
+        await self._table.call(message, timeout_s=self._timeout_s)
+
+    async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
+        """See `EnvironmentSession`."""
+        return await self._on_timeout(late)
 
     def close(self) -> None:
         """See `EnvironmentSession`."""
@@ -198,13 +247,37 @@ class StreamSession:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 raise
             raise await self._on_timeout(error) from None
-        got = answer.WhichOneof("message")
-        if got != expected:
+        return _expected(answer, expected)
+
+
+def _expected(
+    answer: environment_pb2.WorkerMessage, expected: str
+) -> environment_pb2.WorkerMessage:
+    got = answer.WhichOneof("message")
+    if got != expected:
+        raise EnvironmentFailed(
+            trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE,
+            f"the worker answered {got} where {expected} was due",
+        )
+    return answer
+
+
+def _check_numbers(reward: float, named: Mapping[str, Mapping[str, float]]) -> None:
+    """Raises EnvironmentFailed for a number that is not finite.
+
+    An environment that a client serves need not be written with our package.
+    """
+    numbers = {"the reward": reward} | {
+        f"the {kind} {name!r}": value
+        for kind, values in named.items()
+        for name, value in values.items()
+    }
+    for what, value in numbers.items():
+        if not math.isfinite(value):
             raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE,
-                f"the worker answered {got} where {expected} was due",
+                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                f"{what[:_MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
             )
-        return answer
 
 
 def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:

@@ -75,7 +75,7 @@ class Lease:
             raise ProtocolError(
                 f"Lease.purpose must be one of {sorted(_PURPOSES)}, got {message.purpose}"
             )
-        given = message.sampling if message.HasField("sampling") else defaults
+        given = message.sampling if message.HasField("sampling") else defaults.to_pb()
         return cls(
             group_id=GroupId(message.group_id),
             environment=message.environment,
@@ -83,18 +83,7 @@ class Lease:
             seed=message.seed,
             members=tuple(message.members),
             purpose=Purpose(message.purpose),
-            sampling=Sampling(
-                temperature=given.temperature,
-                top_p=given.top_p,
-                top_k=given.top_k,
-                max_reply_tokens=given.max_reply_tokens,
-                max_turns=given.max_turns,
-                max_episode_tokens=given.max_episode_tokens,
-                ignore_eos=given.ignore_eos,
-                max_prompt_tokens=given.max_prompt_tokens or 0,
-                stop_token_ids=tuple(given.stop_token_ids),
-                stop=tuple(given.stop),
-            ),
+            sampling=Sampling.from_pb(given),
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,
             timeout_s=message.timeout_s,

@@ -8,6 +8,7 @@ limit, `cancel`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections.abc import Awaitable
@@ -27,6 +28,8 @@ from slipstream.protocol.types import (
     Status,
     Trajectory,
 )
+from slipstream.rollout_server.agents.opening import Agents
+from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import (
     Engine,
     FinishReason,
@@ -34,9 +37,10 @@ from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     Sampling,
 )
+from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import EnvironmentSession
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
 from slipstream.v1 import trajectory_pb2
@@ -81,7 +85,8 @@ class EpisodeServices:
     engine: Engine
     environments: Environments
     renderer: Renderer
-    ledger: TokenLedger
+    ledger: EpochCounters
+    agents: Agents
     retry_s: float = RETRY_S
 
 
@@ -152,6 +157,8 @@ class Episode:
     async def _converse(self, session: EnvironmentSession) -> Status:
         task, renderer, recording = self._task, self._services.renderer, self._recording
         opening = await self._ask(session.reset(task.task_index, task.seed))
+        if opening.is_agent:
+            return await self._serve_agent(session, opening.max_reply_tokens)
         history = opening.messages
         reply_limit = task.sampling.max_reply_tokens
         if opening.max_reply_tokens:
@@ -190,6 +197,35 @@ class Episode:
             history.append(REPLY)
             context = renderer.continuation(history, verdict.messages, recording.token_ids[-1])
             history += verdict.messages
+
+    async def _serve_agent(self, session: EnvironmentSession, max_reply_tokens: int) -> Status:
+        """Answers the agent's calls until it returns; its conversations are recorded at the end."""
+        task, recording = self._task, self._recording
+        api = await self._ask(self._services.agents.api())
+        most = min(max_reply_tokens or math.inf, task.sampling.max_reply_tokens)
+        recorder = Recorder(
+            self._services.engine,
+            task.key,
+            dataclasses.replace(task.sampling, max_reply_tokens=int(most)),
+            as_messages=api.as_messages,
+            sampled=self._services.ledger.sampled,
+        )
+        talk = AgentTalk(session, api.answering, recorder, timeout_s=task.timeout_s)
+        shares: dict[str, float] = {}
+        try:
+            end = await self._ask(talk.run())
+            recording.reward, shares = end.reward, end.shares
+            recording.metrics.update(end.metrics)
+        finally:
+            recording.generation_s = recorder.generation_s
+            recording.environment_s = max(0.0, recording.environment_s - recorder.generation_s)
+            recording.take_branches(recorder.conversations, shares)
+        if not recording.num_sampled:
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                "the agent returned a result without any reply of the model",
+            )
+        return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
 
     def _check_prompt(self, num_tokens: int) -> None:
         sampling = self._task.sampling
@@ -280,6 +316,7 @@ class Episode:
             prompt_text=recording.clip(renderer.decode_prompt(prompt)),
             reply_text=recording.clip(reply_text),
             routed_experts=self._routed_experts(status),
+            branches=recording.branches,
         )
 
     def _routed_experts(self, status: Status) -> RoutedExperts | None:

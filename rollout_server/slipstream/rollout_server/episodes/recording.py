@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.reservation import max_text_bytes
-from slipstream.protocol.types import LogprobArray, VersionSpan
+from slipstream.protocol.types import Branch, LogprobArray, VersionSpan
+from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import Generation
 
 # Largest number of metrics that a trajectory carries, and of characters in their names.
@@ -34,6 +36,8 @@ class Recording:
     num_turns: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
+    # The conversations of an agent, in the order of their runs.
+    branches: tuple[Branch, ...] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -62,6 +66,29 @@ class Recording:
         data = text.encode()
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
+
+    def take_branches(self, conversations: Conversations, shares: Mapping[str, float]) -> None:
+        """Takes the tokens of all conversations of an agent, one branch after the other.
+
+        `shares` are those of named branches.
+        """
+        for branch in conversations.branches:
+            self.token_ids += branch.token_ids
+            self.run_lengths += branch.run_lengths
+            self.logprobs += branch.logprobs
+            self.spans += branch.spans
+            if branch.expert_ids:
+                # The last token of a branch was never computed.
+                ids = branch.expert_ids[-1]
+                missing = len(branch.token_ids) - branch.num_routed
+                rest = np.full((missing, *ids.shape[1:]), np.iinfo(ids.dtype).max, ids.dtype)
+                self.expert_ids += [*branch.expert_ids, rest]
+        self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
+        self.num_turns = conversations.num_turns
+        self.branches = tuple(
+            Branch(len(branch.run_lengths), shares.get(branch.name, 1.0), branch.name)
+            for branch in conversations.branches
+        )
 
     def add_context(self, token_ids: list[int]) -> None:
         """Appends tokens for the model to read."""

@@ -6,12 +6,14 @@ appended to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 
 _PLACEHOLDER = "slipstreamreplyplaceholder"
@@ -41,11 +43,23 @@ class RenderingFailed(Exception):
 class Renderer:
     """The tokenizer of one model folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Loads the tokenizer; ConfigError when it has no chat template that works."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        template: Path | None = None,
+        values: Mapping[str, JsonValue] = MappingProxyType({}),
+    ) -> None:
+        """Loads the tokenizer; ConfigError when it has no chat template that works.
+
+        `template` is a file in place of the tokenizer's own; `values` are passed to it by name.
+        """
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._values = dict(values)
+        if template is not None:
+            self._tokenizer.chat_template = _read(template)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
@@ -56,9 +70,10 @@ class Renderer:
         try:
             self._text((ChatMessage("user", "a"),))
         except RenderingFailed as error:
-            raise ConfigError(
-                f"model.path: the chat template in {folder} fails: {error}"
-            ) from error
+            where = f"model.path: the chat template in {folder}"
+            if template is not None:
+                where = f"rollout_server.chat_template: {template}"
+            raise ConfigError(f"{where} fails: {error}") from error
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the tokens before the first reply; RenderingFailed if the template refuses."""
@@ -117,6 +132,7 @@ class Renderer:
                     [message._asdict() for message in messages],
                     add_generation_prompt=True,
                     tokenize=False,
+                    **self._values,
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
@@ -129,3 +145,10 @@ class Renderer:
     def _tokenise(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens already.
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _read(template: Path) -> str:
+    try:
+        return template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rollout_server.chat_template: {template}: {error}") from error

@@ -2,7 +2,7 @@
 
 vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled
 token's log-probability it holds three small arrays more, which costs a fifth to a third of the
-throughput of a small model. No caller here reads a reply before its end. The tokens and
+throughput of a small model. No caller here needs every token at once. The tokens and
 log-probabilities of a request are therefore kept together in the engine's process, and leave it as
 one object for every `CHUNK_TOKENS`. The values are those of the sampler, untouched.
 
@@ -134,7 +134,7 @@ class _Chunk:
 
 
 class _Chunking(PausingScheduler):
-    """Hands out requests that want only their final output in chunks, and others as vLLM does.
+    """Hands out requests in chunks, but as vLLM does those that ask for more log-probabilities.
 
     Life of a chunk: `add_request` opens it, `update_from_output` fills it and hands it out when it
     is full or the request ends; a pause hands out all chunks. `finish_requests` drops it.
@@ -171,7 +171,9 @@ class _Chunking(PausingScheduler):
         if parameters is None:
             return
         wants_logprobs = parameters.num_logprobs is not None
-        if parameters.output_kind is not RequestOutputKind.FINAL_ONLY or parameters.num_logprobs:
+        # A reader of parts waits for a chunk; cumulative outputs are vLLM's, for comparisons.
+        is_whole = parameters.output_kind is RequestOutputKind.CUMULATIVE
+        if is_whole or parameters.num_logprobs:
             if wants_logprobs:
                 self._streamed.add(request.request_id)
             return

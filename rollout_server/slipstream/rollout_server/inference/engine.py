@@ -7,28 +7,32 @@ Waits for: the engine process. Unblocked by: its answers, a cancelled request, o
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.protocol.types import LogprobArray, PolicyVersion
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,
-    FinishReason,
     Generation,
     GenerationFailed,
     LoadedWeights,
     Sampling,
+    TextOptions,
+    TextPart,
 )
 from slipstream.rollout_server.inference.engine_arguments import engine_config
 from slipstream.rollout_server.inference.engine_pause import EnginePause
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.inference.vllm_requests import ReplyRecord, VllmParts, parameters
 from slipstream.rollout_server.weights.adapter_slot import REQUEST
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
@@ -41,13 +45,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
 # Seconds after which an engine that has not answered an order to pause or resume counts as hung. A
 # step or two, and the calls before the order, take less.
 _ANSWER_LIMIT_S = 120.0
-_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class VllmEngine:
@@ -129,6 +133,11 @@ class VllmEngine:
         """See `Engine`."""
         return int(self._llm.model_config.get_num_experts())
 
+    @property
+    def vllm_parts(self) -> VllmParts:
+        """See `Engine`."""
+        return VllmParts(self._llm.vllm_config, self._llm.renderer)
+
     def use(self) -> EngineUse:
         """See `Engine`."""
         return EngineUse(
@@ -149,41 +158,39 @@ class VllmEngine:
         experts_from: int = 0,
     ) -> Generation:
         """See `Engine`."""
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=max_tokens,
-            ignore_eos=sampling.ignore_eos,
-            # The engine's process ends the reply at these, before it hands the tokens out.
-            stop_token_ids=list(sampling.stop_token_ids),
-            # vLLM looks for these in the text of each chunk, and drops the tokens behind.
-            stop=list(sampling.stop),
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-            routed_experts_prompt_start=experts_from,
-        )
-        self._open[request_id] = False
-        self._clock.enter()
-        try:
-            await self._pauses.let_in(request_id)
-            if self._open[request_id]:
+        asked = parameters(sampling, max_tokens, experts_from=experts_from)
+        async with self._admitted(request_id) as is_wanted:
+            if not is_wanted:
                 return Generation.unbegun()
-            output = await self._request(request_id, prompt_token_ids, parameters)
-        finally:
-            del self._open[request_id]
-            self._clock.leave()
-        (completion,) = output.outputs
-        num_tokens = len(completion.token_ids)
-        self._returned_tokens += num_tokens
-        if sampling.stop:
-            # Tokens that vLLM dropped behind a stop text were counted.
-            self._counter.generated_tokens -= output.metrics.num_generation_tokens - num_tokens
-        return _generation(output)
+            output = await self._request(request_id, prompt_token_ids, asked)
+        record = ReplyRecord()
+        record.take(output)
+        return self._returned(record, output, asked)
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        options: TextOptions,
+        experts_from: int = 0,
+    ) -> AsyncGenerator[TextPart, None]:
+        """See `Engine`."""
+        asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
+        record = ReplyRecord()
+        with_logprobs = options.num_logprobs is not None
+        async with self._admitted(request_id) as is_wanted:
+            if is_wanted:
+                collector = await self._add(request_id, prompt_token_ids, asked)
+                while not (output := await self._next(request_id, collector)).finished:
+                    yield record.part(output, with_logprobs=with_logprobs)
+        if not is_wanted:
+            yield TextPart((), "", generation=Generation.unbegun())
+            return
+        last = record.part(output, with_logprobs=with_logprobs)
+        yield dataclasses.replace(last, generation=self._returned(record, output, asked))
 
     async def cancel(self, request_id: str) -> None:
         """See `Engine`."""
@@ -266,47 +273,63 @@ class VllmEngine:
         """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
 
-    async def _request(
-        self, request_id: str, prompt_token_ids: Sequence[int], parameters: SamplingParams
-    ) -> RequestOutput:
+    @contextlib.asynccontextmanager
+    async def _admitted(self, request_id: str) -> AsyncIterator[bool]:
+        """Holds a request open; False: it was cancelled before the engine knew it."""
+        self._open[request_id] = False
+        self._clock.enter()
         try:
+            await self._pauses.let_in(request_id)
+            yield not self._open[request_id]
+        finally:
+            del self._open[request_id]
+            self._clock.leave()
+
+    async def _request(
+        self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
+    ) -> RequestOutput:
+        collector = await self._add(request_id, prompt_token_ids, asked)
+        return await self._next(request_id, collector)
+
+    async def _add(
+        self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
+    ) -> RequestOutputCollector:
+        with _as_ours():
             collector = await self._llm.add_request(
                 request_id,
                 tokens_input(list(prompt_token_ids), cache_salt=self._pauses.salt),
-                parameters,
+                asked,
                 lora_request=self._adapter,
             )
             if self._open.get(request_id):
                 await self._llm.abort(request_id)
+            return collector
+
+    async def _next(self, request_id: str, collector: RequestOutputCollector) -> RequestOutput:
+        with _as_ours():
             try:
                 return await collector.get()
             except asyncio.CancelledError:
                 await self._llm.abort(request_id)
                 raise
-        except EngineDeadError as error:
-            raise EngineDied(str(error)) from error
-        except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
-            raise GenerationFailed(f"{type(error).__name__}: {error}") from error
+
+    def _returned(
+        self, record: ReplyRecord, last: RequestOutput, asked: SamplingParams
+    ) -> Generation:
+        num_tokens = len(record.token_ids)
+        self._returned_tokens += num_tokens
+        if asked.stop:
+            # Tokens that vLLM dropped behind a stop text were counted.
+            self._counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
+        return record.generation(last)
 
 
-def _generation(output: RequestOutput) -> Generation:
-    (completion,) = output.outputs
-    token_ids = np.asarray(completion.token_ids, dtype=np.uint32)
-    # Each position has one log-probability, that of the sampled token.
-    values = completion.logprobs.logprobs if completion.logprobs is not None else []
-    spans = []
-    for span in completion.weight_versions or ():
-        incarnation, _, step = span.version.partition(":")
-        spans.append(VersionSpan(span.end - span.start, PolicyVersion(int(incarnation), int(step))))
-    if not len(token_ids) == len(values) == sum(span.length for span in spans):
-        raise GenerationFailed(
-            f"{len(token_ids)} tokens with {len(values)} log-probabilities, versions {spans}"
-        )
-    return Generation(
-        token_ids=token_ids,
-        logprobs=np.asarray(values, dtype=np.float32),
-        version_spans=tuple(spans),
-        finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
-        cached_tokens=output.num_cached_tokens or 0,
-        expert_ids=completion.routed_experts,
-    )
+@contextlib.contextmanager
+def _as_ours() -> Iterator[None]:
+    """Raises vLLM's errors as ours."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(str(error)) from error
+    except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
+        raise GenerationFailed(f"{type(error).__name__}: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -10,9 +9,9 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.vllm_source import unknown_name
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
+from slipstream.rollout_server.inference.passed_table import table_problems
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
@@ -47,14 +46,9 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
 
 
 def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
-    """Returns the values of `rollout_server.engine`.
-
-    ConfigError for a name that vLLM's arguments do not have; it gives the nearest one.
-    """
-    names = [field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init]
-    for name in table:
-        if name not in names:
-            raise ConfigError(unknown_name(name, names))
+    """Returns the values of `rollout_server.engine`; ConfigError for one that vLLM refuses."""
+    for problem in table_problems(table):
+        raise ConfigError(problem)
     return dict(table)
 
 

@@ -13,7 +13,7 @@ from slipstream.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
-class Membership:
+class CommunicatorRank:
     """A communicator and this worker's rank in it."""
 
     communicator: weights_pb2.Communicator

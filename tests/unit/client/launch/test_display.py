@@ -64,8 +64,8 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_run_that_ends_early_says_how_it_goes_on(state: str, tmp_path: Path) -> None:
     # What has failed would fail again as it is.
-    how = "when the cause is mended the same command goes on from there"
-    how = how if state == "failed" else "the same command goes on"
+    how = "mend the cause and run the same command again to resume it"
+    how = how if state == "failed" else "run the same command again to resume it"
     display, text = shown(config_of(tmp_path), state=state)
     assert display.is_stopped == (state == "stopped")
     assert text.endswith(f"\n  {state} at version 3 of 10; {how}\n")

@@ -27,8 +27,8 @@ class ScriptedRanks(TrainerRanks):
             await start_child(
                 f"trainer-rank-{rank}",
                 "exits",
-                [str(self._logs / f"count-{rank}"), *map(str, codes)],
-                log_path=self._logs / f"trainer-rank-{rank}.log",
+                [str(self._config.run_dir / f"count-{rank}"), *map(str, codes)],
+                log_path=self._config.run_dir / f"trainer-rank-{rank}.log",
                 environ={"PYTHONPATH": fakes},
             )
             for rank, codes in enumerate(self.codes)

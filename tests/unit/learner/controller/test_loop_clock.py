@@ -6,16 +6,15 @@ import asyncio
 import time
 
 import pytest
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
-from support.rigs.publishing_scene import joined, nothing, progress_of
+from support.rigs.lease_rig import SoundJournal, books_of
+from support.rigs.publishing_scene import joined, nothing, run_of
 
 KEY = ServerKey(ServerId("a"), 1)
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -41,15 +40,11 @@ def test_it_stands_while_a_look_is_overdue_and_goes_on_from_there() -> None:
 
 
 async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
-    progress = progress_of(controller={"heartbeat_s": 0.1, "heartbeat_timeout_s": 0.6})
-    fleet = Fleet(progress)
+    run = run_of(controller={"heartbeat_s": 0.1, "heartbeat_timeout_s": 0.6})
+    fleet = Fleet(run)
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     session = joined(fleet, "a")
-    book = LeaseBook(
-        attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=1, num_steps=9
-    )
-    environments = EnvironmentBook(seed=0, max_failed_groups=3)
-    watch = RunWatch(progress, book, environments, fleet, nothing, str)
+    watch = RunWatch(run, books_of(run, fleet=fleet, journal=SoundJournal()), nothing)
     watching = asyncio.create_task(watch.watch_forever())
     await asyncio.sleep(0)
     # The loop is blocked: no peer could be heard.
@@ -59,7 +54,7 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     # Now nothing but its own silence is left.
     async with asyncio.timeout(30):
         while fleet.find(session.key) is session:
-            await progress.signal.wait(1.0)
+            await run.signal.wait(1.0)
     cause = fleet.departed[session.key.server_id].cause
     assert cause.startswith("silent for 0.")
     watching.cancel()

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import grpc
 import grpc.aio
 import pytest
 from slipstream.protocol.access.checked_calls import SMALL_BYTES, CheckingInterceptor
+from slipstream.protocol.access.security import Credentials, create_server, open_channel
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import status_pb2, trainer_pb2
+from slipstream.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    status_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
 
+OPEN = Credentials(None, None, None, None)
 REGISTER = "/slipstream.v1.TrainerService/Register"
 
 
@@ -99,3 +108,60 @@ async def test_a_large_request_out_of_its_bounds_is_refused_as_a_small_one_is() 
     with pytest.raises(grpc.aio.AbortError):
         await handler.unary_unary(request, context)
     assert context.said == ["TrainerHello.places[0].host_id must have at most 256 bytes, got 300"]
+
+
+class Refusing(fleet_pb2_grpc.FleetServiceServicer, trainer_pb2_grpc.TrainerServiceServicer):
+    """Refuses every call, each in another way."""
+
+    async def Register(self, request, context):  # noqa: N802
+        raise ProtocolError("bad")
+
+    async def Join(self, requests, context):  # noqa: N802
+        async for _ in requests:
+            await abort(context, grpc.StatusCode.NOT_FOUND, "no", Reason.BAD_ARGUMENT)
+            yield fleet_pb2.ControllerMessage()
+
+    async def ReportFailure(self, request, context):  # noqa: N802
+        async with asyncio.TaskGroup() as tasks:
+            await tasks.create_task(self.Register(request, context))
+
+
+async def test_a_call_that_was_refused_is_forgotten_at_once() -> None:
+    # A collection that finds thousands of them holds the loop: none is left for it to find.
+    server = create_server(OPEN)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Refusing(), server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Refusing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def messages():
+        yield fleet_pb2.ServerMessage(hello=fleet_pb2.ServerHello(server_id="a"))
+
+    async def refused(channel, number: int) -> None:
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        calls = (
+            trainer.Register(trainer_pb2.TrainerHello()),
+            trainer.Register(trainer_pb2.TrainerHello(world_size=2**31)),
+            trainer.ReportFailure(trainer_pb2.TrainerFailure()),
+            fleet.Join(messages()),
+        )
+        for call in calls[: 3 + number % 2]:
+            assert await call.code() is not grpc.StatusCode.OK
+        calls[-1].cancel()
+
+    def kept() -> int:
+        kinds = (grpc.aio.AbortError, ProtocolError, ExceptionGroup)
+        return sum(isinstance(each, kinds) for each in gc.get_objects())
+
+    async with open_channel(f"127.0.0.1:{port}", OPEN) as channel:
+        await refused(channel, 1)
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(20):
+                await refused(channel, number)
+            assert kept() < 5
+        finally:
+            gc.enable()
+    await server.stop(0)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
-from slipstream.protocol.machine import gpus
 from slipstream.protocol.machine.gpus import Gpu, find_gpu, list_gpus, visible_ids
 from slipstream.protocol.weights.nccl_environment import (
     NCCL_ENVIRONMENT,
@@ -45,17 +44,30 @@ def test_a_gpu_is_found_by_number_and_by_the_beginning_of_its_uuid() -> None:
     assert find_gpu("4", GPUS) is None
 
 
-def test_without_a_driver_there_is_no_gpu() -> None:
-    assert list_gpus(library="libno-such-driver.so.1") == ()
+@pytest.fixture
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's library is what `request` makes."""
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    monkeypatch.setattr(pynvml, "CDLL", request.param)
+
+
+def no_library(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize("driver", [no_library], indirect=True)
+def test_without_a_driver_there_is_no_gpu(driver: None) -> None:
+    assert list_gpus() == ()
 
 
 class FakeLibrary:
-    """NVML's answers for two GPUs."""
+    """NVML's answers for two GPUs, the second of which does not tell its memory."""
 
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
+    def __init__(self, name: str) -> None:
+        assert name.startswith("libnvidia-ml")
 
-    def nvmlInit_v2(self) -> int:
+    def nvmlInitWithFlags(self, flags: int) -> int:
         return 0
 
     def nvmlShutdown(self) -> int:
@@ -65,28 +77,29 @@ class FakeLibrary:
         number._obj.value = 2
         return 0
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = 100 + index
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        handle._obj.contents = pynvml.struct_c_nvmlDevice_t()
+        self.index = index.value
         return 0
 
-    def nvmlDeviceGetUUID(self, handle: ctypes.c_void_p, buffer: Any, size: int) -> int:
-        buffer.value = f"GPU-{handle.value}".encode()
+    def nvmlDeviceGetUUID(self, handle: Any, buffer: Any, size: int) -> int:
+        buffer.value = f"GPU-{100 + self.index}".encode()
         return 0
 
-    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, buffer: Any, size: int) -> int:
+    def nvmlDeviceGetName(self, handle: Any, buffer: Any, size: int) -> int:
         buffer.value = b"NVIDIA H200"
         return 0
 
-    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
-        memory[0] = 139 << 30
-        return 0
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        memory._obj.total = 139 << 30
+        return 0 if self.index == 0 else pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
-def test_gpus_have_the_drivers_numbers_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeLibrary())
+@pytest.mark.parametrize("driver", [FakeLibrary], indirect=True)
+def test_gpus_have_the_drivers_numbers_and_uuids(driver: None) -> None:
     assert list_gpus() == (
         Gpu(0, "GPU-100", "NVIDIA H200", 139 << 30),
-        Gpu(1, "GPU-101", "NVIDIA H200", 139 << 30),
+        Gpu(1, "GPU-101", "NVIDIA H200", 0),
     )
 
 

@@ -203,6 +203,21 @@ def test_episodes_too_long_to_send_are_refused() -> None:
     )
 
 
+def test_branches_add_to_the_size_of_a_trajectory_and_have_a_limit_of_their_own() -> None:
+    config = config_with(("sampling.max_total_tokens", 256))
+    assert (config.sampling.total_tokens, config.sampling.max_branches) == (256, 16)
+    assert config.max_trajectory_bytes == 2048 + 24 * 256
+    many = config_with(("sampling.max_branches", 20))
+    assert many.sampling.total_tokens == 64
+    assert many.max_trajectory_bytes == 2048 + 4 * 96 + 24 * 64
+    assert refusal(table_with("sampling.max_total_tokens", 63)) == (
+        "sampling.max_total_tokens must be 0 or at least max_episode_tokens, got 63 and 64"
+    )
+    assert refusal(table_with("sampling.max_total_tokens", 2_000_000)) == (
+        "sampling.max_total_tokens of 2000000 makes trajectories too large to send"
+    )
+
+
 def test_two_environments_of_one_name_are_refused() -> None:
     table = table_with("environments", [{"name": "a", "reference": "a:B"}])
     table["evaluations"] = [{"name": "a", "reference": "a:C"}]
@@ -244,7 +259,7 @@ def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> Non
     )
     assert refusal(table_with("sampling.max_tokens", 1)) == (
         "unknown key 'sampling.max_tokens'; "
-        "did you mean 'max_reply_tokens', 'max_prompt_tokens' or 'max_turns'?"
+        "did you mean 'max_total_tokens', 'max_reply_tokens' or 'max_prompt_tokens'?"
     )
 
 

@@ -94,6 +94,19 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
         Renderer(tmp_path)
 
 
+def test_a_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages[0].content }}{% if thinks %} a{% endif %}<reply>")
+    plain = Renderer(tmp_path, template=template)
+    assert plain.decode_all(plain.prompt([user("b")])) == "b <reply>"
+    thinking = Renderer(tmp_path, template=template, values={"thinks": True})
+    assert thinking.decode_all(thinking.prompt([user("b")])) == "b a <reply>"
+    template.write_text("{% if %}")
+    with pytest.raises(ConfigError, match="rollout_server.chat_template: .*mine.jinja fails"):
+        Renderer(tmp_path, template=template)
+
+
 def test_the_members_of_a_group_are_rendered_once_and_get_lists_of_their_own(renderer) -> None:
     rendered = renderer._prompt.cache_info().misses
     first, second = renderer.prompt([user("c d")]), renderer.prompt([user("c d")])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.rollout_server.engine_interface import EngineUse
-from slipstream.rollout_server.episodes.ledger import TokenLedger
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.inference import usage
 from slipstream.rollout_server.inference.usage import UseClock
 
@@ -56,7 +56,7 @@ def use(generated: int, returned: int, open_requests: int) -> EngineUse:
 
 
 def test_tokens_inside_the_engine_are_in_flight() -> None:
-    ledger = TokenLedger(use(100, 100, 0))
+    ledger = EpochCounters(use(100, 100, 0))
     ledger.opened()
     ledger.sampled(4)
     report = ledger.report(use(107, 104, 1), queued_bytes=0, paused_s=0.0)
@@ -68,7 +68,7 @@ def test_tokens_inside_the_engine_are_in_flight() -> None:
 
 
 def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
-    ledger = TokenLedger(use(0, 0, 0))
+    ledger = EpochCounters(use(0, 0, 0))
     ledger.opened()
     ledger.ended(0)
     report = ledger.report(use(3, 2, 0), queued_bytes=0, paused_s=0.0)

@@ -18,14 +18,13 @@ from slipstream.learner.controller.evaluations.evaluation_statistics import (
     evaluation_statistics,
 )
 from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.settings.measurement_sections import EvaluationSection
 from slipstream.protocol.types import GroupId, PolicyVersion
@@ -72,10 +71,8 @@ class Evaluator:
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        fleet: Fleet,
+        run: Run,
+        books: Books,
         intake: Intake,
         publisher: Publisher,
         scheduler: Scheduler,
@@ -83,11 +80,10 @@ class Evaluator:
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
         """`on_result` is called with the result of every round that is over."""
-        self._progress = progress
-        self._sections = progress.config.evaluations
-        self._book = book
-        self._environments = environments
-        self._fleet = fleet
+        self._run, self._progress = run, run.progress
+        self._sections = run.config.evaluations
+        self._book, self._environments = books.leases, books.environments
+        self._fleet = books.fleet
         self._intake = intake
         self._publisher = publisher
         self._scheduler = scheduler
@@ -123,9 +119,9 @@ class Evaluator:
     async def run_forever(self) -> None:
         """Starts rounds and leases their episodes until the task is cancelled."""
         while True:
-            if self._progress.trainer_registered and not self._progress.is_over:
+            if self._progress.has_trainer and not self._progress.is_over:
                 self._turn()
-            await self._progress.signal.wait(0.5)
+            await self._run.signal.changes(0.5)
 
     def step_done(self, step: int) -> None:
         """Notes that version `step` exists, and evaluates it if it is due."""
@@ -222,8 +218,8 @@ class Evaluator:
     def _abandon(self, session: ServerSession, cause: str) -> None:
         self._wanted_step = None
         self._publisher.pinned.discard(session.key)
-        self._progress.events.add(f"no evaluation: {cause}", Severity.ERROR)
-        self._progress.signal.notify()
+        self._run.events.add(f"no evaluation: {cause}", Severity.ERROR)
+        self._run.signal.notify()
 
     def _tasks(self) -> list[tuple[str, int]]:
         tasks = []
@@ -243,7 +239,7 @@ class Evaluator:
             return
         self._warned.add(section.name)
         samples = section.samples_per_task
-        self._progress.events.add(
+        self._run.events.add(
             f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and num_episodes = "
             f"{section.num_episodes} with samples_per_task = {samples} asks for "
             f"{section.num_episodes // samples}: a round takes each task once, "
@@ -302,8 +298,8 @@ class Evaluator:
         self._keep(result)
         self._on_result(result)
         for line in result.lines():
-            self._progress.events.add(line)
-        self._progress.signal.notify()
+            self._run.events.add(line)
+        self._run.signal.notify()
 
     def _keep(self, result: EvaluationResult) -> None:
         self.results.append(result)

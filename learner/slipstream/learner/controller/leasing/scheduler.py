@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
     Grant,
@@ -21,22 +22,16 @@ from slipstream.learner.controller.leasing.lease_pass import (
     rooms,
 )
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.queue_account import AccountedReceiver
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol import reservation
 from slipstream.protocol.settings.config_file import largest_trajectory_bytes
 from slipstream.protocol.types import Purpose
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0
-# Changes within this time are handled in one pass.
-GATHER_S = 0.005
 # Bound that lets the event loop serve other tasks between two passes.
 MAX_GRANTS_IN_A_PASS = 64
 
@@ -46,23 +41,16 @@ class Scheduler:
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        fleet: Fleet,
-        journal: Journal,
-        queue: AccountedReceiver,
+        run: Run,
+        books: Books,
         abandon: Callable[[Group], None],
     ) -> None:
         """`abandon` takes a group out of the book for good."""
-        self._progress = progress
-        self._config = progress.config
-        self._queue = queue
+        self._run, self._progress = run, run.progress
+        self._config = run.config
         self._largest_bytes = largest_trajectory_bytes(self._config)
-        self._book = book
-        self._environments = environments
-        self._fleet = fleet
-        self._journal = journal
+        self._book, self._environments = books.leases, books.environments
+        self._fleet, self._journal, self._queue = books.fleet, books.journal, books.queue
         self._abandon = abandon
         # Abandoned groups whose tasks are leased again, before new tasks.
         self._again: list[Group] = []
@@ -79,14 +67,13 @@ class Scheduler:
         """
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
-            if not (self._progress.trainer_registered and may_lease):
+            if not (self._progress.has_trainer and may_lease):
                 self._note(LeaseWait.NOTHING)
             elif (durable := self.lease_all()) is not None:
                 # The state may have changed meanwhile. Streams wait for `durable` too.
                 await asyncio.shield(durable)
                 continue
-            await self._progress.signal.wait(self._recheck_s(recheck_s))
-            await asyncio.sleep(GATHER_S)
+            await self._run.signal.changes(self._recheck_s(recheck_s))
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
         """Grants at most `limit` leases; they are sent once their records are durable.
@@ -143,7 +130,7 @@ class Scheduler:
     def _start_afresh(self, group: Group) -> None:
         self._abandon(group)
         self._again.append(group)
-        self._progress.events.add(
+        self._run.events.add(
             f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
             f"for it, and no server can finish it by step {group.deadline_step + 1}"
         )
@@ -198,19 +185,7 @@ class Scheduler:
         session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
 
     def _sampling(self, group: Group) -> fleet_pb2.SamplingSettings:
-        sampling = self._config.sampling
-        settings = fleet_pb2.SamplingSettings(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_reply_tokens=sampling.max_reply_tokens,
-            max_turns=sampling.max_turns,
-            max_episode_tokens=sampling.max_episode_tokens,
-            ignore_eos=sampling.ignore_eos,
-            max_prompt_tokens=sampling.max_prompt_tokens or 0,
-            stop_token_ids=sampling.stop_token_ids,
-            stop=sampling.stop,
-        )
+        settings = self._config.sampling.to_pb()
         if group.purpose is Purpose.EVALUATION:
             own = next(e for e in self._config.evaluations if e.name == group.environment)
             settings.temperature = own.temperature
@@ -267,7 +242,7 @@ class Scheduler:
 
     def _groups_in_time(self) -> float:
         """Number of groups that the pace of the run allows to lease now."""
-        pace = self._progress.pace
+        pace = self._run.pace
         limit = pace.limit(time.monotonic()) if pace is not None else None
         if limit is None:
             return math.inf
@@ -276,6 +251,6 @@ class Scheduler:
 
     def _recheck_s(self, longest_s: float) -> float:
         """Seconds until the next pass without a signal."""
-        pace = self._progress.pace
+        pace = self._run.pace
         sooner = pace.recheck_s() if pace is not None else None
         return longest_s if sooner is None else min(sooner, longest_s)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.membership import Membership
 from slipstream.learner.controller.publishing.phases import PhaseReports
 from slipstream.learner.controller.publishing.probe_gap import check_probe
@@ -25,6 +24,7 @@ from slipstream.learner.controller.publishing.publish_failures import (
     consequence,
 )
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
 from slipstream.protocol.codec import version_to_pb
@@ -43,8 +43,9 @@ class Publish:
     order: weights_pb2.PublishOrder
     # Digests of the buckets, if the trainer named them beforehand; else they come at the end.
     digests: tuple[bytes, ...] = ()
-    # Whether the receivers were told to receive.
+    # Whether the receivers were told to receive, and when, by `time.monotonic`.
     is_announced: bool = False
+    told_s: float = 0.0
     # The servers that hold this trainer's matrices, if adapters are published apart.
     holders: set[ServerKey] = field(default_factory=set)
     # Receivers that failed in this publish.
@@ -69,12 +70,12 @@ class Deliveries:
     """
 
     def __init__(
-        self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup, reports: PhaseReports
+        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, reports: PhaseReports
     ) -> None:
-        self._fleet, self._progress = fleet, progress
-        self._settings = progress.config.weights
+        self._fleet, self._run, self._progress = fleet, run, run.progress
+        self._settings = run.config.weights
         self._tasks, self._reports = tasks, reports
-        self.membership = Membership(progress.run_id)
+        self.membership = Membership(run.progress.run_id)
         self.totals = PublishTotals()
         # Failed publishes in a row of each server, over all of its epochs. The first counts since
         # any server served last, the second since that server served last.
@@ -129,7 +130,10 @@ class Deliveries:
         if report.phase != SERVING:
             self.fail(publish, session, report.message or "it failed")
             return
-        self.totals.served(report)
+        now_s = time.monotonic()
+        self.totals.served(
+            report, told_s=now_s - publish.told_s, unserved_s=now_s - session.unserved_since_s
+        )
         problem = ""
         if publish.verify:
             assert probe is not None
@@ -157,7 +161,7 @@ class Deliveries:
                 session.cause = ""
             session.publish_id = publish.publish_id
             session.on(ServerEvent.PUBLISHED)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def fail(self, publish: Publish, session: ServerSession, cause: str) -> None:
         """Notes the failure of a receiver; later calls for the same receiver change nothing."""
@@ -183,9 +187,7 @@ class Deliveries:
         if session.is_leaving:
             return
         session.cause = cause
-        self._progress.events.add(
-            f"rollout server {session.name} is stale: {cause}", Severity.WARNING
-        )
+        self._run.events.add(f"rollout server {session.name} is stale: {cause}", Severity.WARNING)
         match self._note_failure(session, cause):
             case RetryAfter(wait_s):
                 session.retry_publish_s = time.monotonic() + wait_s

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.progress import OverduePublish, RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet, JoinedOrder, ServerSession
 from slipstream.learner.controller.servers.server_states import (
     JOINING,
     STALE,
@@ -39,14 +39,14 @@ class Publisher:
     receive, unless `prepare` did so already; `finish` commits and waits until they have loaded.
     """
 
-    def __init__(self, fleet: Fleet, progress: RunProgress, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
         self._fleet = fleet
-        self._progress = progress
-        self._settings = progress.config.weights
-        self._apart = progress.config.lora.publishes_adapters
-        self._tasks, self._reports = tasks, PhaseReports(progress.clock)
-        self._deliveries = Deliveries(fleet, progress, tasks, self._reports)
-        self._readiness = Readiness(progress, tasks, self._reports, self._deliveries)
+        self._run, self._progress = run, run.progress
+        self._settings = run.config.weights
+        self._apart = run.config.lora.publishes_adapters
+        self._tasks, self._reports = tasks, PhaseReports(run.clock)
+        self._deliveries = Deliveries(fleet, run, tasks, self._reports)
+        self._readiness = Readiness(run, tasks, self._reports, self._deliveries)
         self._membership = self._deliveries.membership
         self._count = 0
         self._current: Publish | None = None
@@ -125,7 +125,7 @@ class Publisher:
         problems = await self._readiness.answers(targets, publish_id, version)
         answered = [session for session in targets if session.key in problems]
         ready = self._drop(answered, [problems[session.key] for session in answered])
-        transport, misfits = choose_for(self._progress, {s.name: s.hello.place for s in ready})
+        transport, misfits = choose_for(self._run, {s.name: s.hello.place for s in ready})
         # A server that began to drain meanwhile takes no part.
         ready = [s for s in self._drop(ready, misfits) if not s.is_leaving]
         if not ready:
@@ -154,9 +154,8 @@ class Publisher:
         """Sets the limit by which the trainer must end this publish, or the run fails."""
         settings = self._settings
         limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
-        limit_s += self._progress.config.controller.stall_timeout_s
-        until_s = self._progress.clock.now_s() + limit_s
-        self._progress.pending_publish = OverduePublish(publish.publish_id, until_s, limit_s)
+        limit_s += self._run.config.controller.stall_timeout_s
+        self._progress.publish_ordered(publish.publish_id, limit_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """Tells all receivers to receive and returns them; returns none if a receiver was lost."""
@@ -196,7 +195,7 @@ class Publisher:
         followed to their end while the trainer trains.
         """
         publish, self._current = self._current, None
-        self._progress.pending_publish = None
+        self._progress.publish_ended()
         if publish is None or publish.publish_id != result.publish_id:
             # The call was repeated: the trainer must leave the communicator.
             self._membership.forget()
@@ -216,7 +215,7 @@ class Publisher:
             for session in publish.receivers
         ]
         try:
-            await self._progress.clock.wait(loads, self._settings.bucket_deadline_s)
+            await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
         except asyncio.CancelledError:
             # The trainer is gone: without this the servers would stay in LOADING for ever.
             self._abandon(publish, "the trainer was lost")
@@ -236,7 +235,7 @@ class Publisher:
             if session.key not in publish.failed and self._fleet.find(session.key) is session
         ]
         for session in late if loaded else ():
-            self._progress.events.add(
+            self._run.events.add(
                 f"rollout server {session.name} still loads version {publish.version.step}: "
                 "the others and the trainer go on",
                 Severity.WARNING,
@@ -313,7 +312,8 @@ class Publisher:
     def _abandon(self, publish: Publish, cause: str) -> None:
         if self._current is publish:
             # Not always the current one: while a publish is finished, the next may have begun.
-            self._current = self._progress.pending_publish = None
+            self._current = None
+            self._progress.publish_ended()
         self._membership.forget(publish.communicator_id)
         if not publish.is_announced:
             # The receivers were told nothing yet.
@@ -334,16 +334,16 @@ class Publisher:
         order = weights_pb2.PublishOrder()
         order.CopyFrom(publish.order)
         order.ClearField("receivers")
+        common = fleet_pb2.ControllerMessage()
+        if layout is not None:
+            common.receive.layout.CopyFrom(layout)
+        shared = common.SerializeToString()
+        publish.told_s = time.monotonic()
         for session in publish.receivers:
             # A server may have loaded before the trainer reports its result.
             self._reports.expect(publish.publish_id, session.key, LOADED)
             session.on(ServerEvent.RECEIVE)
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    receive=fleet_pb2.ReceiveWeights(
-                        order=order, layout=layout, first_rank=ranks[session.key.server_id]
-                    )
-                )
-            )
+            own = fleet_pb2.ReceiveWeights(order=order, first_rank=ranks[session.key.server_id])
+            session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
             if publish.digests:
                 self._deliveries.commit(publish, session, publish.digests, None)

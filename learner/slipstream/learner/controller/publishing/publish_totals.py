@@ -27,10 +27,18 @@ class PublishTotals:
         self.bytes_sent += result.bytes_sent
         self.last_sent = result
 
-    def served(self, report: fleet_pb2.PublishReport) -> None:
-        """Notes that a server serves new weights."""
-        self.paused_s += report.paused_s
-        self.last_paused_s, self.last_stages = report.paused_s, report.stages
+    def served(self, report: fleet_pb2.PublishReport, *, told_s: float, unserved_s: float) -> None:
+        """Notes that a server serves new weights; its times are bounded by the controller's.
+
+        `told_s`: seconds since the server was told to receive. `unserved_s`: seconds since it
+        served last, or joined; a pause may be older than its publish.
+        """
+        self.last_paused_s = min(report.paused_s, unserved_s)
+        self.paused_s += self.last_paused_s
+        self.last_stages = stages = fleet_pb2.PublishStages()
+        stages.CopyFrom(report.stages)
+        for name in ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s"):
+            setattr(stages, name, min(getattr(stages, name), told_s))
 
     def gauges(self) -> dict[str, float]:
         """The costs of the newest publish, for the trainer and for the server that loaded last."""

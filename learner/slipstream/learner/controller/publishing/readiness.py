@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import version_to_pb
@@ -48,12 +48,12 @@ class Readiness:
 
     def __init__(
         self,
-        progress: RunProgress,
+        run: Run,
         tasks: asyncio.TaskGroup,
         reports: PhaseReports,
         deliveries: Deliveries,
     ) -> None:
-        self._progress, self._settings = progress, progress.config.weights
+        self._run, self._settings = run, run.config.weights
         self._tasks, self._reports, self._deliveries = tasks, reports, deliveries
         self._questions: dict[ServerKey, _Question] = {}
 
@@ -75,7 +75,7 @@ class Readiness:
                 continue
             self._forget(session)
             answer = self._reports.expect(publish_id, session.key, READY)
-            now_s = self._progress.clock.now_s()
+            now_s = self._run.clock.now_s()
             self._questions[session.key] = _Question(publish_id, session, now_s, answer)
             session.send(message)
 
@@ -110,16 +110,16 @@ class Readiness:
     async def _wait_for(self, questions: Sequence[_Question]) -> None:
         if questions:
             until_s = max(q.asked_s for q in questions) + self._settings.bucket_deadline_s
-            clock = self._progress.clock
+            clock = self._run.clock
             await clock.wait([q.answer for q in questions], until_s - clock.now_s())
 
     def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
         session, question.is_late = question.session, True
         keeps = "it serves nothing yet"
         if session.is_serving and session.version is not None:
-            keeps = f"it goes on with version {session.version.step}"
-        waited_s = self._progress.clock.now_s() - question.asked_s
-        self._progress.events.add(
+            keeps = f"it keeps version {session.version.step}"
+        waited_s = self._run.clock.now_s() - question.asked_s
+        self._run.events.add(
             f"rollout server {session.name} is left out of the publish of version {version.step}: "
             f"not ready {waited_s:.1f} s after it was asked; {keeps}",
             Severity.WARNING,
@@ -129,10 +129,10 @@ class Readiness:
     async def _follow(self, question: _Question) -> None:
         """Waits for the answer, which makes the server due, or for the deadline of the question."""
         limit_s = self._settings.join_deadline_s
-        clock = self._progress.clock
+        clock = self._run.clock
         await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
         if not question.is_open:
-            self._progress.signal.notify()
+            self._run.signal.notify()
             return
         self._forget(question.session)
         if not question.session.is_leaving:

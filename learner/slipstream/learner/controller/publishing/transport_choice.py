@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.run import Run
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.weights.transports import Place, choose_transport
 from slipstream.v1 import weights_pb2
@@ -16,9 +16,7 @@ def place_from_pb(message: weights_pb2.Place) -> Place:
     return Place(message.host_id, tuple(message.cards), dict(message.nccl))
 
 
-def choose_for(
-    progress: RunProgress, servers: Mapping[str, weights_pb2.Place]
-) -> tuple[str, list[str]]:
+def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:
     """Returns the transport for these servers, and for each server the reason why it is left out.
 
     A server with an empty reason takes part. The transport is empty when no server takes part.
@@ -26,13 +24,13 @@ def choose_for(
     places = {name: place_from_pb(message) for name, message in servers.items()}
     # Usually all fit; adding servers one by one takes time square in their number.
     with contextlib.suppress(ConfigError):
-        return _choose(progress, places) if places else "", [""] * len(places)
+        return _choose(run, places) if places else "", [""] * len(places)
     fitting: dict[str, Place] = {}
     transport, problems = "", []
     for name, place in places.items():
         wider = fitting | {name: place}
         try:
-            transport = _choose(progress, wider)
+            transport = _choose(run, wider)
         except ConfigError as error:
             problems.append(str(error))
         else:
@@ -41,19 +39,19 @@ def choose_for(
     return transport, problems
 
 
-def _choose(progress: RunProgress, places: Mapping[str, Place]) -> str:
-    config = progress.config
+def _choose(run: Run, places: Mapping[str, Place]) -> str:
+    config = run.config
     return choose_transport(
         config.weights.transport,
-        progress.learner_places,
+        run.progress.learner_places,
         places,
         parallel=config.learner.parallel,
     )
 
 
-def misfit(progress: RunProgress, name: str, place: weights_pb2.Place) -> str:
+def misfit(run: Run, name: str, place: weights_pb2.Place) -> str:
     """The reason why a server can never be sent weights; empty: it can, or no trainer came yet."""
-    if not progress.learner_places:
+    if not run.progress.learner_places:
         return ""
-    _, (problem,) = choose_for(progress, {name: place})
+    _, (problem,) = choose_for(run, {name: place})
     return problem

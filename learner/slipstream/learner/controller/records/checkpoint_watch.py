@@ -69,7 +69,7 @@ class CheckpointWatch:
 
     def _warn(self, what: str) -> None:
         base = f"version {self._newest}" if self._newest else "the start"
-        self._events.add(f"{what}: a resume goes on from {base}", Severity.WARNING)
+        self._events.add(f"{what}: a resume begins from {base}", Severity.WARNING)
 
 
 def _missing(folder: Path, step: int) -> str:

@@ -17,6 +17,8 @@ from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.filtering import FilteredGroups
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
@@ -74,16 +76,6 @@ class EnvironmentHistory:
     failed: int = 0
 
 
-@dataclass(slots=True)
-class ServerTokens:
-    """Sampled tokens of one epoch of a server."""
-
-    # The engine's own count in the last journaled report.
-    generated: int = 0
-    # Tokens of trajectories that ended or are in a batch.
-    received: int = 0
-
-
 @dataclass
 class RunHistory:
     """The state of a run at the end of its journal."""
@@ -103,7 +95,8 @@ class RunHistory:
     environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
     # Specification of each submitted environment, as JSON.
     submitted: dict[str, str] = field(default_factory=dict)
-    servers: dict[tuple[str, int], ServerTokens] = field(default_factory=dict)
+    # Every server that joined, with its tokens of trajectories that ended or are in a batch.
+    servers: ServerEpochs = field(default_factory=ServerEpochs)
     ends: Counter[End] = field(default_factory=Counter)
     # Number of trained tokens of each lag.
     lags: Counter[int] = field(default_factory=Counter)
@@ -124,8 +117,6 @@ class RunHistory:
     solved: str = ""
     # The step whose batch was being formed when the task was solved.
     solved_step: int = 0
-    # Name and epoch of every server that was ever leased a group.
-    leased_to: set[tuple[str, int]] = field(default_factory=set)
     # Batches that could not be trained, and the number that the run set aside by itself in a row.
     set_aside: list[RecordedBatch] = field(default_factory=list)
     set_aside_in_a_row: int = 0
@@ -160,7 +151,7 @@ class RunHistory:
             case "lease":
                 self._lease(record)
             case "evaluation_lease":
-                self.leased_to.add((record["server"], record["epoch"]))
+                self.servers.join(ServerKey(record["server"], record["epoch"]))
             case "end":
                 self._end(record)
             case "set_aside" | "closed":
@@ -172,9 +163,7 @@ class RunHistory:
             case "step":
                 self._step(record)
             case "servers":
-                for name, epoch, generated in record["generated"]:
-                    tokens = self._server(name, epoch)
-                    tokens.generated = max(tokens.generated, generated)
+                self._servers(record)
             case "solved":
                 self.solved, self.solved_step = record["cause"], record["step"]
             case "busy":
@@ -195,6 +184,7 @@ class RunHistory:
             raise ProtocolError(
                 f"the journal has format {record['format']}, this version reads {FORMAT}"
             )
+        self.servers.all_died()
         self.busy += self._busy_of_start
         self._busy_of_start = BusySeconds()
         self.run_id = record["run_id"]
@@ -202,7 +192,7 @@ class RunHistory:
 
     def _lease(self, record: Mapping[str, Any]) -> None:
         group_id = GroupId(record["group"])
-        self.leased_to.add((record["server"], record["epoch"]))
+        self.servers.join(ServerKey(record["server"], record["epoch"]))
         number = int(group_id.removeprefix("g"))
         if number < self.next_group:
             # New groups get rising numbers: this lease gives an old group to another server.
@@ -231,7 +221,8 @@ class RunHistory:
         if "tokens" not in record:
             return
         self.ends[End(record["end"])] += record["tokens"]
-        self._server(record["server"], record["epoch"]).received += record["tokens"]
+        key = ServerKey(record["server"], record["epoch"])
+        self.servers.count(key).received += record["tokens"]
         name = TrajectoryName.parse(trajectory_id)
         group = None if name is None else self.open_groups.get(name.group_id)
         if name is not None and group is not None and record["end"] != End.QUARANTINED.value:
@@ -271,7 +262,7 @@ class RunHistory:
             self.put_back.pop(group_id, None)
             self._environment(group.environment).accepted += 1
         for name, epoch, tokens in record["tokens"]:
-            self._server(name, epoch).received += tokens
+            self.servers.count(ServerKey(name, epoch)).received += tokens
         self.batch_tokens[step] = sum(tokens for *_, tokens in record["tokens"])
 
     def _set_batch_aside(self, record: Mapping[str, Any]) -> None:
@@ -302,7 +293,7 @@ class RunHistory:
         self.ends[End.SET_ASIDE] += record["tokens"]
         # These tokens count again with the later batch or end of their trajectories.
         for name, epoch, tokens in record["put_back_tokens"]:
-            self._server(name, epoch).received -= tokens
+            self.servers.count(ServerKey(name, epoch)).received -= tokens
 
     def _step(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -318,8 +309,12 @@ class RunHistory:
     def _environment(self, name: str) -> EnvironmentHistory:
         return self.environments.setdefault(name, EnvironmentHistory())
 
-    def _server(self, name: str, epoch: int) -> ServerTokens:
-        return self.servers.setdefault((name, epoch), ServerTokens())
+    def _servers(self, record: Mapping[str, Any]) -> None:
+        for name, epoch, generated in record["generated"]:
+            count = self.servers.join(ServerKey(name, epoch))
+            count.reported = max(count.reported, generated)
+            if record.get("departed"):
+                self.servers.depart(ServerKey(name, epoch))
 
 
 def batch_name(step: int, attempt: int) -> str:

@@ -28,10 +28,9 @@ from pydantic import JsonValue
 from slipstream.learner.controller.records.history import REMEDY, attempt_of
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
+from slipstream.protocol.run_folder import BATCHES, JOURNAL_LOG
 from slipstream.v1 import trainer_pb2
 
-LOG_NAME = "journal.log"
-BATCH_FOLDER = "batches"
 BLOCK_BYTES = 1 << 16
 # Field with the number of a record's line, from 1; journals of earlier versions lack it.
 LINE = "line"
@@ -54,8 +53,8 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            (folder / BATCH_FOLDER).mkdir(parents=True, exist_ok=True)
-            self._file = (folder / LOG_NAME).open("ab", buffering=0)
+            (folder / BATCHES).mkdir(parents=True, exist_ok=True)
+            self._file = (folder / JOURNAL_LOG).open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         try:
@@ -63,7 +62,7 @@ class Journal:
         except OSError:
             self._file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        self._num_lines = _mend_end(folder / LOG_NAME, self._file)
+        self._num_lines = _mend_end(folder / JOURNAL_LOG, self._file)
         # A thread writes batches while the event loop appends records.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
@@ -111,7 +110,7 @@ class Journal:
                     os.fsync(self._file.fileno())
                     self._num_durable = num_appended
             except OSError as error:
-                self._failure = _unwritten(self._folder / LOG_NAME, error)
+                self._failure = _unwritten(self._folder / JOURNAL_LOG, error)
                 raise self._failure from error
 
     def durable(self) -> asyncio.Future[None]:
@@ -133,16 +132,16 @@ class Journal:
         return "" if self._failure is None else str(self._failure)
 
     def _vanished(self) -> RunFailed | None:
-        path = self._folder / LOG_NAME
+        path = self._folder / JOURNAL_LOG
         try:
             there = os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
         except OSError:
             there = False
         if not there:
             return RunFailed(f"{path} was removed or replaced while the run wrote it; {REMEDY}")
-        if not (self._folder / BATCH_FOLDER).is_dir():
+        if not (self._folder / BATCHES).is_dir():
             return RunFailed(
-                f"{self._folder / BATCH_FOLDER} was removed while the run wrote it; {REMEDY}"
+                f"{self._folder / BATCHES} was removed while the run wrote it; {REMEDY}"
             )
         return None
 
@@ -190,7 +189,7 @@ class Journal:
 
     def kept_batches(self) -> set[tuple[int, int]]:
         """Step and attempt of each batch file that is still there."""
-        paths = (self._folder / BATCH_FOLDER).glob("step-*.pb")
+        paths = (self._folder / BATCHES).glob("step-*.pb")
         names = [path.stem.removeprefix("step-") for path in paths]
         found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
         return {(int(match[1]), int(match[2] or 0)) for match in found if match}
@@ -219,7 +218,7 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
 
     Yields nothing when there is no journal. Line numbers are checked and left out.
     """
-    path = folder / LOG_NAME
+    path = folder / JOURNAL_LOG
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -296,7 +295,7 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
     """The path of a batch of `step`, of which `attempt` earlier batches were set aside."""
     suffix = f"-{attempt}" if attempt else ""
-    return folder / BATCH_FOLDER / f"step-{step:06d}{suffix}.pb"
+    return folder / BATCHES / f"step-{step:06d}{suffix}.pb"
 
 
 def _write_durably(path: Path, data: bytes) -> None:
@@ -310,9 +309,9 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def _unwritten(path: Path, error: OSError) -> RunFailed:
-    remedy = "the same command goes on when the disk works again"
+    remedy = "run the same command again when the disk works"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "make room: the same command goes on then"
+        remedy = "make room and run the same command again"
     return RunFailed(f"{path} cannot be written: {error.strerror}; {remedy}")
 
 

@@ -6,60 +6,46 @@ Engines count `generated`; the controller counts everything else. The two must a
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import SeenIds
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import ServerId, TrajectoryId
+from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
-
-
-@dataclass(slots=True)
-class EpochCount:
-    """Tokens of one epoch of one server."""
-
-    generated: int = 0
-    in_flight: int = 0
-    ended: int = 0
-    received: int = 0
-    dead: bool = False
 
 
 class TokenLedger:
     """Counts sampled tokens from the engines to their ends; duplicates count once."""
 
-    def __init__(self) -> None:
-        self._epochs: dict[ServerKey, EpochCount] = {}
+    def __init__(self, epochs: ServerEpochs) -> None:
+        """`epochs` knows which servers are connected."""
+        self._epochs = epochs
         self._ends: Counter[End] = Counter()
         self._seen = SeenIds()
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the counts of the journal; all servers of earlier starts are dead."""
+        """Takes over the journal's counts; all servers of earlier starts are dead."""
+        self._epochs.take_over(history.servers)
         self._seen = history.ended.copy()
         self._ends += history.ends
-        for (name, epoch), tokens in history.servers.items():
-            count = self._epoch(ServerKey(ServerId(name), epoch))
-            count.generated, count.received = tokens.generated, tokens.received
-            count.dead = True
 
     def generated_by_server(self) -> list[tuple[str, int, int]]:
-        """Name, epoch and generated tokens of every server that is not dead."""
+        """Name, epoch and generated tokens of every connected server."""
         return [
-            (key.server_id, key.epoch, count.generated)
-            for key, count in self._epochs.items()
-            if not count.dead
+            (key.server_id, key.epoch, count.reported)
+            for key, count in self._epochs.connected.items()
         ]
 
     def generated_by(self, key: ServerKey) -> list[tuple[str, int, int]]:
         """The entry of one server in `generated_by_server`."""
-        return [(key.server_id, key.epoch, self._epoch(key).generated)]
+        return [(key.server_id, key.epoch, self._epochs.count(key).reported)]
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
-        count = self._epoch(key)
-        count.generated = report.generated_tokens
+        count = self._epochs.join(key)
+        count.reported = report.generated_tokens
         count.in_flight = report.in_flight_tokens
         count.ended = report.ended_tokens
 
@@ -67,7 +53,7 @@ class TokenLedger:
         """Notes a delivered trajectory; False when it was delivered before."""
         if not self._seen.add(trajectory_id):
             return False
-        self._epoch(key).received += tokens
+        self._epochs.count(key).received += tokens
         return True
 
     def end(self, end: End, tokens: int) -> None:
@@ -76,12 +62,12 @@ class TokenLedger:
 
     def die(self, key: ServerKey) -> None:
         """Ends a server epoch: tokens that it generated and did not deliver are lost."""
-        self._epoch(key).dead = True
+        self._epochs.count(key).dead = True
 
     @property
     def generated(self) -> int:
         """Number of tokens that the engines have generated, by their reports."""
-        return sum(self._generated(count) for count in self._epochs.values())
+        return self._epochs.generated
 
     def trained(self) -> int:
         """Number of tokens that were trained on."""
@@ -89,16 +75,20 @@ class TokenLedger:
 
     def snapshot(self) -> status_pb2.Ledger:
         """The ledger now; `difference` is 0 when every generated token is accounted for."""
-        alive = [count for count in self._epochs.values() if not count.dead]
-        dead = [count for count in self._epochs.values() if count.dead]
-        received = sum(count.received for count in self._epochs.values())
-        in_flight = sum(count.in_flight for count in alive)
-        travelling = sum(count.ended - count.received for count in alive)
-        queued = received - sum(self._ends.values()) + travelling
-        lost = sum(self._generated(count) - count.received for count in dead)
-        difference = self.generated - in_flight - queued - lost - sum(self._ends.values())
+        generated = received = in_flight = travelling = lost = 0
+        for count in self._epochs.counts():
+            generated += count.generated
+            received += count.received
+            if count.dead:
+                lost += count.generated - count.received
+            else:
+                in_flight += count.in_flight
+                travelling += count.ended - count.received
+        ended = sum(self._ends.values())
+        queued = received - ended + travelling
+        difference = generated - in_flight - queued - lost - ended
         return status_pb2.Ledger(
-            generated=self.generated,
+            generated=generated,
             trained=self._ends[End.TRAINED],
             filtered=self._ends[End.FILTERED],
             failed=self._ends[End.FAILED],
@@ -111,11 +101,3 @@ class TokenLedger:
             lost=lost,
             difference=difference,
         )
-
-    def _epoch(self, key: ServerKey) -> EpochCount:
-        return self._epochs.setdefault(key, EpochCount())
-
-    @staticmethod
-    def _generated(count: EpochCount) -> int:
-        # A dead server may have delivered more than its last heartbeat said.
-        return max(count.generated, count.received) if count.dead else count.generated

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from array import array
 from collections.abc import Iterable
 
-from slipstream.protocol.types import GroupId, TrajectoryId, TrajectoryName
+from slipstream.protocol.types import MAX_KEPT, GroupId, TrajectoryId, TrajectoryName
 
 # Groups of one page; a forged id costs at most one page.
 PAGE = 256
@@ -99,6 +100,12 @@ class GroupSteps:
 
 def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
     """Page, index in it, epoch and bit of a first attempt; None for any other text."""
+    return _find_place(trajectory_id) if len(trajectory_id) <= MAX_KEPT else None
+
+
+# A delivered id is looked up in several sets, one after the other.
+@functools.lru_cache(maxsize=32)
+def _find_place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
     name = TrajectoryName.parse(trajectory_id)
     if name is None or name.attempt:
         return None

@@ -31,8 +31,6 @@ from slipstream.learner.controller.reporting.result_files import (
     write_result,
 )
 from slipstream.learner.controller.reporting.rows import (
-    METRICS,
-    SAMPLES,
     keep_whole_lines,
     parse_object,
     parse_row,
@@ -41,11 +39,7 @@ from slipstream.learner.controller.reporting.rows import (
 from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
-from slipstream.learner.controller.trajectories.batch import (
-    Batch,
-    token_lags,
-    with_several_versions,
-)
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
     batch_statistics,
@@ -53,12 +47,12 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     equal_rewards,
 )
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.run_folder import CURVES, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
 MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
-SUMMARY, SUSPENDED, CURVES = "summary.json", "suspended.json", "curves.png"
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +116,7 @@ class RunRecorder:
     def restore(self, history: RunHistory) -> None:
         """Takes over the sums over the whole run."""
         facts = self.facts
-        epochs = history.servers.values()
-        self.rate.earlier = sum(max(epoch.generated, epoch.received) for epoch in epochs)
+        self.rate.earlier = history.servers.generated
         facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
@@ -171,7 +164,7 @@ class RunRecorder:
 
     def step(
         self,
-        batch: Batch,
+        batch: FormedBatch,
         metrics: Mapping[str, float],
         *,
         training: Interval,
@@ -188,8 +181,8 @@ class RunRecorder:
         row = {
             "step": float(batch.version),
             "wall_s": now - self._started_s,
-            **batch_statistics(batch.trajectories),
             **metrics,
+            **batch_statistics(batch),
             **gauges,
             "step_s": elapsed,
             "generated_tokens_per_s": self.rate.at(now, generated_tokens),
@@ -199,11 +192,14 @@ class RunRecorder:
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         self._count(batch, row, training)
+        # A crash may have left the row of a step whose journal record it lost.
+        is_written = self.has_row(batch.version)
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
-        self._metrics.append(_line(_finite(row)))
-        self._trackers.log(batch.version, row)
+        if not is_written:
+            self._metrics.append(_line(_finite(row)))
+            self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row
@@ -297,19 +293,19 @@ class RunRecorder:
         if picture:
             write_result(self._folder / CURVES, picture, self._warn)
 
-    def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
+    def _count(self, batch: FormedBatch, row: Mapping[str, float], training: Interval) -> None:
         facts = self.facts
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
             facts.steps = batch.version
-            facts.with_several_versions += with_several_versions(batch)
-            facts.lag_counts += token_lags(batch)
+            facts.with_several_versions += batch.num_with_several_versions
+            facts.lag_counts += batch.token_lags
         facts.count_row(row)
         facts.busy.trained(training)
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
 
-    def _sample(self, batch: Batch) -> None:
+    def _sample(self, batch: FormedBatch) -> None:
         for group in sampled_groups(batch.groups):
             for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
                 line = readable(batch.version, trajectory, self._texts)

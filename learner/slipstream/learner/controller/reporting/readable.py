@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from pydantic import JsonValue
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import TokenArray, Trajectory
+from slipstream.protocol.types import TokenArray, TokenSequence, Trajectory
 
 TOKENIZER = "tokenizer.json"
 
@@ -46,7 +49,10 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
 
 
 def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dict[str, JsonValue]:
-    """The line of an episode, see docs/metrics.md; has `turns` only with several and `texts`."""
+    """The line of an episode, see docs/metrics.md; has `turns` only with several and `texts`.
+
+    An episode with branches has `branches` instead, with the turns of each.
+    """
     line: dict[str, JsonValue] = {
         "step": step,
         "trajectory_id": trajectory.trajectory_id,
@@ -60,21 +66,64 @@ def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dic
         "versions": [[span.length, str(span.version)] for span in trajectory.version_spans],
         "metrics": dict(trajectory.metrics),
     }
-    if texts is not None and len(trajectory.run_lengths) > 2:
-        line["turns"] = _turns(trajectory, texts)
+    if trajectory.branches:
+        line["branches"] = _branches(trajectory, texts)
+    elif texts is not None and len(trajectory.run_lengths) > 2:
+        line["turns"] = _turns(trajectory.token_ids, trajectory.run_lengths, texts)
     return line
 
 
-def _turns(trajectory: Trajectory, texts: TokenTexts) -> list[JsonValue]:
-    lengths, place = trajectory.run_lengths, 0
+def _branches(trajectory: Trajectory, texts: TokenTexts | None) -> list[JsonValue]:
+    sequences = trajectory.sequences()
+    lines: list[JsonValue] = []
+    for place, part in enumerate(sequences):
+        after, shared = _parent(trajectory, part, sequences[:place])
+        first, *rest = trajectory.run_lengths[part.runs]
+        line: dict[str, JsonValue] = {
+            "name": part.branch.name,
+            "share": part.branch.share,
+            "after": after,
+            "sampled_tokens": part.sampled.stop - part.sampled.start,
+        }
+        if texts is not None:
+            own = trajectory.token_ids[part.tokens.start + shared : part.tokens.stop]
+            line["turns"] = _turns(own, (first - shared, *rest), texts)
+        lines.append(line)
+    return lines
+
+
+def _parent(
+    trajectory: Trajectory, part: TokenSequence, earlier: Sequence[TokenSequence]
+) -> tuple[JsonValue, int]:
+    """Finds the branch with whose turns `part` begins: branch and turns, and the shared tokens.
+
+    (None, 0) for a branch whose context begins with no whole turn of an earlier branch.
+    """
+    context = trajectory.run_lengths[part.runs.start]
+    own = trajectory.token_ids[part.tokens.start : part.tokens.start + context]
+    parent: JsonValue = None
+    shared = 0
+    for place, other in enumerate(earlier):
+        theirs = trajectory.token_ids[other.tokens][:context]
+        differs = np.append(own[: len(theirs)] != theirs, True)
+        # Each turn ends with a sampled run.
+        ends = list(itertools.accumulate(trajectory.run_lengths[other.runs]))[1::2]
+        turns = bisect.bisect_right(ends, int(differs.argmax()))
+        if turns and ends[turns - 1] > shared:
+            parent, shared = {"branch": place, "turns": turns}, ends[turns - 1]
+    return parent, shared
+
+
+def _turns(token_ids: TokenArray, lengths: tuple[int, ...], texts: TokenTexts) -> list[JsonValue]:
+    place = 0
     turns: list[JsonValue] = []
     for context, sampled in itertools.zip_longest(lengths[::2], lengths[1::2], fillvalue=0):
         middle, end = place + context, place + context + sampled
         turns.append(
             {
-                "context": texts.text(trajectory.token_ids[place:middle]),
+                "context": texts.text(token_ids[place:middle]),
                 "context_tokens": context,
-                "sampled": texts.text(trajectory.token_ids[middle:end]),
+                "sampled": texts.text(token_ids[middle:end]),
                 "sampled_tokens": sampled,
             }
         )

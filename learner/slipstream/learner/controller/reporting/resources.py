@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pydantic import JsonValue
@@ -23,11 +24,14 @@ class RunResources:
     def add(self, row: Mapping[str, float]) -> None:
         """Adds the row of one step."""
         for name in self._totals:
-            self._totals[name] += row.get(name, 0.0)
+            value = row.get(name, 0.0)
+            self._totals[name] += 0.0 if math.isnan(value) else value
         for name in PEAKS:
-            if name in row:
-                self._peaks[name] = max(self._peaks.get(name, 0.0), row[name])
-        self._servers = max(self._servers, int(row.get("servers_serving", 0)))
+            # The comparison leaves out numbers that are none.
+            if (value := row.get(name, math.nan)) >= self._peaks.get(name, 0.0):
+                self._peaks[name] = value
+        if (servers := row.get("servers_serving", 0.0)) > self._servers:
+            self._servers = int(servers)
 
     def told(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
         """The numbers by name, without peaks that no row had."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,8 +15,6 @@ from slipstream.learner.controller.reporting.result_files import Tell, set_aside
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.run_folder import rename_aside
 
-METRICS = "metrics.jsonl"
-SAMPLES = "trajectories.jsonl"
 # Columns that the row of every step has; the curves show them.
 COLUMNS = (
     *("step", "reward_mean", "lag_mean", "lag_max"),
@@ -24,6 +22,8 @@ COLUMNS = (
 )
 # Largest step; the recorder needs a byte of memory for each.
 MAX_STEP = 10**8
+# Larger numbers no run writes; sums and curves of them would overflow.
+MAX_NUMBER = 1e30
 
 # Parses a line; returns None when it is damaged.
 Parse: TypeAlias = Callable[[bytes], object | None]
@@ -45,17 +45,23 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         return None
     row: dict[str, float] = {}
     for name, value in found.items():
-        if value is not None and not isinstance(value, (int, float)):
+        if value is None:
+            # A number that was not finite.
+            row[name] = math.nan
+        elif isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        try:
-            row[name] = math.nan if value is None else float(value)
-        except OverflowError:
+        elif abs(value) <= MAX_NUMBER:
+            row[name] = float(value)
+        else:
             return None
-    if not math.isfinite(row.get("wall_s", math.nan)):
+    if math.isnan(row.get("wall_s", math.nan)):
         return None
-    if "step" in row and not (1 <= row["step"] <= MAX_STEP and row.keys() >= set(COLUMNS)):
-        return None
-    return row
+    return row if "step" not in row or _is_step(row) else None
+
+
+def _is_step(row: Mapping[str, float]) -> bool:
+    step = row["step"]
+    return step.is_integer() and 1 <= step <= MAX_STEP and row.keys() >= set(COLUMNS)
 
 
 def keep_whole_lines(path: Path, parse: Parse, tell: Tell) -> None:

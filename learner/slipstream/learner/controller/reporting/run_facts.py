@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,11 +34,14 @@ class RunFacts:
         self.last_rewards.append(row["reward_mean"])
         if len(self.first_rewards) < EDGE_STEPS:
             self.first_rewards.append(row["reward_mean"])
-        tokens = row.get("logprob_gap_tokens", 0.0)
-        if tokens:
-            self.gap_sum += row["logprob_gap_mean"] * tokens
+        tokens, mean, most = (
+            row.get(f"logprob_gap_{name}", math.nan) for name in ("tokens", "mean", "max")
+        )
+        # A step without tokens of the newest version has none of the three.
+        if not math.isnan(tokens + mean + most):
+            self.gap_sum += mean * tokens
             self.gap_tokens += tokens
-            self.gap_max = max(self.gap_max, row["logprob_gap_max"])
+            self.gap_max = max(self.gap_max, most)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import (
     DEAD,
     DRAINING,
@@ -29,9 +30,25 @@ from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
-# Largest number of departed servers whose last state the status shows.
-MAX_DEPARTED = 1000
+# Largest number of departed servers whose last state the status shows; each answer copies them.
+MAX_DEPARTED = 100
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
+
+
+@dataclass(frozen=True)
+class JoinedOrder:
+    """An order to one server, and an encoded part that it shares with the orders to others.
+
+    Protobuf reads two encodings in a row as one message. A layout has thousands of tensors: it is
+    encoded once, and waits once for all servers.
+    """
+
+    own: fleet_pb2.ControllerMessage
+    shared: bytes
+
+    def encoded(self) -> bytes:
+        """The whole order, encoded."""
+        return self.own.SerializeToString() + self.shared
 
 
 @dataclass(eq=False)
@@ -53,9 +70,11 @@ class ServerSession:
     began_s: float = field(default_factory=time.monotonic)
     # The clock that measures the server's silence.
     clock: LoopClock = field(default_factory=LoopClock)
+    # Time at which the server stopped serving last, or joined, by `time.monotonic`.
+    unserved_since_s: float = field(default_factory=time.monotonic)
     joined_s: float = field(init=False)
     last_seen_s: float = field(init=False)
-    outbox: Outbox[fleet_pb2.ControllerMessage] = field(default_factory=Outbox)
+    outbox: Outbox[fleet_pb2.ControllerMessage | JoinedOrder] = field(default_factory=Outbox)
     # Earliest time of the next publish to this server, by `time.monotonic`.
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
@@ -90,19 +109,24 @@ class ServerSession:
 
     def on(self, event: ServerEvent) -> None:
         """Moves to the state that follows `event`."""
+        if self.is_serving:
+            self.unserved_since_s = time.monotonic()
         self.state = next_state(self.state, event)
         self.served.note(self.clock.now_s(), running=self.is_serving)
         self.changed()
 
     def send(
-        self, message: fleet_pb2.ControllerMessage, after: asyncio.Future[None] | None = None
+        self,
+        message: fleet_pb2.ControllerMessage | JoinedOrder,
+        after: asyncio.Future[None] | None = None,
     ) -> None:
         """Puts an order on the server's stream; ends the stream of a server that does not read.
 
         The order is sent when `after` is done, and later orders wait with it. Orders of a publish
         do not wait for earlier orders: the trainer and the other servers would wait too.
         """
-        overtakes = message.WhichOneof("message") in PUBLISH_ORDERS
+        own = message.own if isinstance(message, JoinedOrder) else message
+        overtakes = own.WhichOneof("message") in PUBLISH_ORDERS
         if not self.outbox.put(message, after=after, overtakes=overtakes):
             self.outbox.close()
 
@@ -132,16 +156,15 @@ class Fleet:
     first `add`. A server that starts again replaces its older session.
     """
 
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
-        self.clock = progress.clock
+    def __init__(self, run: Run) -> None:
+        self._run, self._progress = run, run.progress
+        self.clock = run.clock
         self.sessions: dict[ServerId, ServerSession] = {}
-        # Every epoch of every server that ever joined.
-        self.known: set[ServerKey] = set()
+        self.epochs = ServerEpochs()
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
-        self.empty_since_s = progress.clock.now_s()
+        self.empty_since_s = run.clock.now_s()
 
     def serving(self) -> list[ServerSession]:
         """The servers that may be leased groups."""
@@ -163,7 +186,7 @@ class Fleet:
     def queued_bytes(self) -> int:
         """Bytes that wait in the queue, by the servers' newest reports."""
         told = [session.report.queued_bytes for session in self.sessions.values()]
-        if self._progress.config.queue.kind == "redis":
+        if self._run.config.queue.kind == "redis":
             # All servers share one Redis queue, and each reports its whole size.
             return max(told, default=0)
         return sum(told)
@@ -186,12 +209,12 @@ class Fleet:
             self.remove(older, "it was started again")
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
-        self.known.add(session.key)
+        self.epochs.join(session.key)
         session.changed = self._note_serving
-        self._progress.events.add(f"rollout server {session.name} joined")
+        self._run.events.add(f"rollout server {session.name} joined")
         assert self.handlers is not None
         self.handlers.joined(session)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
         """Removes a server whose stream ended; the episodes that it was running are lost."""
@@ -212,12 +235,13 @@ class Fleet:
         if has_left:
             self._tell(f"rollout server {session.name} has left")
         else:
-            self._progress.events.add(
+            self._run.events.add(
                 f"rollout server {session.name} is gone: {cause}", Severity.WARNING
             )
         assert self.handlers is not None
         self.handlers.lost(session)
-        self._progress.signal.notify()
+        self.epochs.depart(session.key)
+        self._run.signal.notify()
 
     def drains(self, session: ServerSession, reason: str) -> None:
         """Notes that a server drains: it gets no new work and leaves when its episodes end."""
@@ -228,17 +252,17 @@ class Fleet:
         self._tell(f"rollout server {session.name} drains: {reason}")
         warning = self.warn_without(session)
         if warning:
-            self._progress.events.add(warning, Severity.WARNING)
+            self._run.events.add(warning, Severity.WARNING)
         assert self.handlers is not None
         self.handlers.draining(session)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
         """The warning that `session` is the last server and leaves; empty where others stay."""
         others = [other for other in self.sessions.values() if not other.is_leaving]
         if others or self._progress.is_over:
             return ""
-        limit_s = self._progress.config.controller.fleet_timeout_s
+        limit_s = self._run.config.controller.fleet_timeout_s
         return (
             f"no rollout server stays when {session.name} has left: the run waits for another one "
             f"(slipstream rollout-server), and fails after {limit_s:g} s without "
@@ -254,7 +278,7 @@ class Fleet:
     def _note_serving(self) -> None:
         # The idle time counts only while a server serves: without one there is no progress.
         serves = any(session.is_serving for session in self.sessions.values())
-        self._progress.idle.note(self.clock.now_s(), running=serves)
+        self._progress.note_serving(serves)
 
     def served_s(self) -> dict[ServerKey, float]:
         """Seconds that each server has served."""
@@ -264,11 +288,11 @@ class Fleet:
     def _tell(self, text: str) -> None:
         # At the end of a run all servers leave, and the end has its own event.
         if not self._progress.is_over:
-            self._progress.events.add(text)
+            self._run.events.add(text)
 
     def remove_silent(self) -> None:
         """Removes servers that were silent for more than `controller.heartbeat_timeout_s`."""
-        limit = self._progress.config.controller.heartbeat_timeout_s
+        limit = self._run.config.controller.heartbeat_timeout_s
         for session in list(self.sessions.values()):
             silent = session.silent_s
             if silent > limit:

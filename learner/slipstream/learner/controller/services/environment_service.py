@@ -17,11 +17,11 @@ import grpc
 import grpc.aio
 from google.protobuf import json_format
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentEntry
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
@@ -43,18 +43,15 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def __init__(
         self,
-        progress: RunProgress,
-        environments: EnvironmentBook,
-        fleet: Fleet,
+        run: Run,
+        books: Books,
         intake: Intake,
-        journal: Journal,
     ) -> None:
-        self._journal = journal
-        self._progress = progress
-        self._environments = environments
-        self._fleet = fleet
+        self._run, self._progress = run, run.progress
+        self._environments, self._fleet = books.environments, books.fleet
+        self._journal = books.journal
         self._intake = intake
-        self.relay = Relay(self._client_came, self._client_left, progress.clock)
+        self.relay = Relay(self._client_came, self._client_left, run.clock)
 
     def add_configured(self, spec: pb.EnvironmentSpec) -> None:
         """Adds an environment of the configuration."""
@@ -93,12 +90,12 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             )
         if cause:
             self._environments.load_failed(report.environment, session.key, cause)
-            self._progress.events.add(
+            self._run.events.add(
                 f"environment {report.environment} on {session.name}: {cause}", Severity.WARNING
             )
         else:
             self._environments.loaded(report.environment, session.key, report.num_tasks)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     async def SubmitEnvironment(  # noqa: N802
         self, request: pb.SubmitEnvironmentRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -118,8 +115,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         text = json_format.MessageToJson(spec, indent=None)
         self._journal.append("submitted", environment=spec.name, spec=text)
         self._fleet.broadcast(_load_order(spec, try_reset=True))
-        self._progress.events.add(f"environment {spec.name} was submitted")
-        clock = self._progress.clock
+        self._run.events.add(f"environment {spec.name} was submitted")
+        clock = self._run.clock
         # The limit includes `timeout_s` because servers also reset the first task.
         until_s = clock.now_s() + LOAD_LIMIT_S + spec.timeout_s
         while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
@@ -129,7 +126,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._fleet.broadcast(_unload_order(spec))
                 entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
                 break
-            await self._progress.signal.wait(1.0)
+            await self._run.signal.changes(1.0)
         return pb.SubmitEnvironmentResponse(status=entry.describe())
 
     async def ListEnvironments(  # noqa: N802
@@ -182,7 +179,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return "" if isinstance(args, dict) else f"args must be a JSON object, got {spec.args_json}"
 
     def _client_came(self, client: ClientSession) -> str:
-        group_size = self._progress.config.algorithm.group_size
+        group_size = self._run.config.algorithm.group_size
         problem = self._problem(client.spec)
         if problem:
             return problem
@@ -194,8 +191,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         entry.client_episodes = client.max_episodes
         entry.num_tasks = client.num_tasks
         entry.state = pb.ENVIRONMENT_STATE_READY
-        self._progress.events.add(f"a client serves environment {client.spec.name}")
-        self._progress.signal.notify()
+        self._run.events.add(f"a client serves environment {client.spec.name}")
+        self._run.signal.notify()
         return ""
 
     def _client_left(self, client: ClientSession) -> None:

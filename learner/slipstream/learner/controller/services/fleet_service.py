@@ -23,7 +23,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self,
         request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
+    ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
         """Serves one server until its stream ends."""
         async with aclosing(self._fleet.join(request_iterator, context)) as messages:
             async for message in messages:

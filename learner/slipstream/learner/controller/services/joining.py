@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.transport_choice import misfit
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet, JoinedOrder, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.relay import raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
@@ -30,38 +30,42 @@ from slipstream.v1 import fleet_pb2
 MAX_ENGINE_WORKERS = 1024
 # Largest plausible speed of an engine; a server that reports more is refused.
 MAX_TOKENS_PER_S = 1e7
-# Busy seconds that an engine may have from the time before its server joined again.
-BUSY_BEFORE_S = 60.0
+# Seconds that a server may count from the time before the controller has read its hello.
+BEFORE_S = 60.0
 
 
 class FleetServicer:
     """Answers `FleetService.Join`."""
 
-    def __init__(self, fleet: Fleet, progress: RunProgress) -> None:
+    def __init__(self, fleet: Fleet, run: Run) -> None:
         self._fleet = fleet
-        self._progress = progress
+        self._run, self._progress = run, run.progress
 
     async def join(
         self,
         requests: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncGenerator[fleet_pb2.ControllerMessage, None]:
-        """Serves one server, from its hello to the end of its stream; yields its orders."""
+    ) -> AsyncGenerator[fleet_pb2.ControllerMessage | bytes, None]:
+        """Serves one server, from its hello to the end of its stream; yields its orders.
+
+        An order of which other servers share a part is yielded as it is encoded.
+        """
         session = await self._greet(requests, context)
-        settings = self._progress.config.controller
-        yield fleet_pb2.ControllerMessage(
-            welcome=fleet_pb2.Welcome(
-                run_id=self._progress.run_id,
-                heartbeat_s=settings.heartbeat_s,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                delivery_key=server_key(self._progress.run_key, session.key.epoch),
-            )
-        )
+        settings = self._run.config.controller
+        # Before the welcome is sent: another server cannot be given this epoch meanwhile.
         self._fleet.add(session)
         reader = asyncio.create_task(self._read(session, requests))
         try:
+            yield fleet_pb2.ControllerMessage(
+                welcome=fleet_pb2.Welcome(
+                    run_id=self._progress.run_id,
+                    heartbeat_s=settings.heartbeat_s,
+                    heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                    delivery_key=server_key(self._progress.run_key, session.key.epoch),
+                )
+            )
             async for message in session.outbox.messages():
-                yield message
+                yield message.encoded() if isinstance(message, JoinedOrder) else message
             raise_failure(reader)
         finally:
             reader.cancel()
@@ -73,7 +77,7 @@ class FleetServicer:
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> ServerSession:
         try:
-            limit_s = self._progress.config.controller.heartbeat_timeout_s
+            limit_s = self._run.config.controller.heartbeat_timeout_s
             hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):
             await abort(
@@ -82,7 +86,7 @@ class FleetServicer:
                 "the first message is a hello",
                 Reason.PROTOCOL,
             )
-        config = self._progress.config
+        config = self._run.config
         problem, reason = "", Reason.TOO_SMALL
         if hello.protocol_version != PROTOCOL_VERSION:
             problem = (
@@ -106,11 +110,11 @@ class FleetServicer:
                 f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
                 f"{config.queue.max_bytes}: leases count on it"
             )
-        elif any(key.epoch == hello.server_epoch for key in self._fleet.known):
+        elif self._fleet.epochs.was_given(hello.server_epoch):
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
             reason = Reason.PROTOCOL
-        elif problem := misfit(self._progress, hello.server_id, hello.place):
+        elif problem := misfit(self._run, hello.server_id, hello.place):
             reason = Reason.WRONG_STATE
         elif self._progress.is_over:
             problem, reason = "the run is over", Reason.WRONG_STATE
@@ -166,7 +170,13 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
     session.busy_s += sum(max(0.0, span.end_s - span.start_s) for span in report.busy_intervals)
     # Not the loop's clock, which leaves out stalls of the loop: engines work during those.
     passed_s = time.monotonic() - session.began_s
-    if session.busy_s > passed_s + BUSY_BEFORE_S:
+    for name in ("busy_s", "paused_s", "uptime_s"):
+        if getattr(report, name) > passed_s + BEFORE_S:
+            raise ProtocolError(
+                f"rollout server {session.name} reports {getattr(report, name):g} "
+                f"{name.replace('_', ' ')} after {passed_s:.1f} s: they count from its hello on"
+            )
+    if session.busy_s > passed_s + BEFORE_S:
         raise ProtocolError(
             f"rollout server {session.name} reports that its engine was busy for "
             f"{session.busy_s:.1f} s, {passed_s:.1f} s after it joined"

@@ -8,13 +8,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.progress import RunProgress
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession, describe
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import ServerSession, describe
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.types import ServerId
 from slipstream.v1 import status_pb2, status_pb2_grpc
@@ -25,19 +23,15 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        fleet: Fleet,
-        ledger: TokenLedger,
+        run: Run,
+        books: Books,
         scheduler: Scheduler,
+        *,
         newest_metrics: Callable[[], dict[str, float]],
     ) -> None:
-        self._progress = progress
-        self._book = book
-        self._environments = environments
-        self._fleet = fleet
-        self._ledger = ledger
+        self._run, self._progress = run, run.progress
+        self._book, self._environments = books.leases, books.environments
+        self._fleet, self._ledger = books.fleet, books.ledger
         self._scheduler = scheduler
         self._newest_metrics = newest_metrics
 
@@ -54,8 +48,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             state=status_pb2.RunState.Name(progress.state),
             cause=progress.cause,
             step=progress.version.step,
-            num_steps=progress.config.run.steps,
-            max_staleness=progress.config.algorithm.max_staleness,
+            num_steps=self._run.config.run.steps,
+            max_staleness=self._run.config.algorithm.max_staleness,
             waiting_for=progress.waiting_for,
             servers=[*servers, *self._fleet.departed.values()],
             environments=[entry.describe() for entry in self._environments.entries.values()],
@@ -74,7 +68,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self, request: status_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[status_pb2.Event]:
         """Yields events as they come, up to the last event."""
-        async for event in self._progress.events.follow(request.after):
+        async for event in self._run.events.follow(request.after):
             yield event
 
     async def StopRun(  # noqa: N802

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.run import Run
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import trainer_pb2
@@ -32,8 +32,9 @@ class TrainerPlace:
     A trainer whose stream ended may come back with its epoch until another one takes the place.
     """
 
-    def __init__(self, progress: RunProgress, *, reserved_s: float = RESERVED_S) -> None:
-        self._progress, self._reserved_s = progress, reserved_s
+    def __init__(self, run: Run, *, reserved_s: float = RESERVED_S) -> None:
+        self._run, self._progress = run, run.progress
+        self._reserved_s = reserved_s
         # Secret number of the trainer that registered last; 0 before any has registered.
         self.epoch = 0
         self._holder = ""
@@ -45,7 +46,7 @@ class TrainerPlace:
     @property
     def is_taken(self) -> bool:
         """Whether the trainer that registered last is connected or may still open its stream."""
-        return self._streams > 0 or self._progress.clock.now_s() < self._reserved_until_s
+        return self._streams > 0 or self._run.clock.now_s() < self._reserved_until_s
 
     async def check_free(
         self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
@@ -56,11 +57,11 @@ class TrainerPlace:
         newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
         text = (
             f"the trainer of {self._holder} has the place in this run and was heard "
-            f"{self._progress.clock.now_s() - heard_s:.1f} s ago; end it, or wait until it is gone"
+            f"{self._run.clock.now_s() - heard_s:.1f} s ago; end it, or wait until it is gone"
         )
         if newcomer != self._turned_away:
             self._turned_away = newcomer
-            self._progress.events.add(
+            self._run.events.add(
                 f"a second trainer, of {newcomer}, waits: {text}", Severity.WARNING
             )
         await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.PLACE_TAKEN)
@@ -71,7 +72,7 @@ class TrainerPlace:
         """Gives the place to a trainer; returns the epoch of its calls."""
         self.epoch = secrets.randbits(31) + 1
         self._holder = _describe(hello, context)
-        self._reserved_until_s = self._progress.clock.now_s() + self._reserved_s
+        self._reserved_until_s = self._run.clock.now_s() + self._reserved_s
         self._progress.trainer_heard()
         return self.epoch
 

@@ -18,13 +18,13 @@ import grpc.aio
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.lease_waits import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_hello import impossible
 from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
-from slipstream.learner.controller.trajectories.batch import Batch, chunks, header
+from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.set_aside import way_past
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -37,8 +37,6 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 NEXT_LIMIT_S = 5.0
 # Largest number of lines of a trainer's layout that become events.
 MAX_LAYOUT_LINES = 256
-# Changes within this time are handled together.
-GATHER_S = 0.005
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -46,7 +44,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(
         self,
-        progress: RunProgress,
+        run: Run,
         book: LeaseBook,
         former: BatchFormer,
         publisher: Publisher,
@@ -55,7 +53,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         on_step: Callable[[Trained, trainer_pb2.StepReport], None],
         on_checkpoint: Callable[[int], None],
     ) -> None:
-        self._progress = progress
+        self._run, self._progress = run, run.progress
         self._book = book
         self._former = former
         self._publisher = publisher
@@ -65,9 +63,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
         self.batch_started_s = 0.0
-        self.place = TrainerPlace(progress)
+        self.place = TrainerPlace(run)
         # Version of the trainer's weights; after a restart it may be older than the run's version.
-        self._trainer_version = progress.version
+        self._trainer_version = run.progress.version
         self._lock = asyncio.Lock()
 
     async def Register(  # noqa: N802
@@ -95,9 +93,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
-        if self._progress.pace is not None:
-            self._progress.pace.trainer_lost()
-        self._progress.learner_places = tuple(map(place_from_pb, request.places))
+        if self._run.pace is not None:
+            self._run.pace.trainer_lost()
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
@@ -105,17 +102,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if behind == 0:
             self._progress.reached(self._trainer_version)
         else:
-            self._progress.events.add(
-                f"the trainer goes on from version {version.step}; {behind} steps are trained again"
+            self._run.events.add(
+                f"the trainer resumes from version {version.step}; {behind} steps are trained again"
             )
         self.hello = request
-        self._progress.trainer_registered = True
-        if not self._progress.is_over:
-            self._progress.state = status_pb2.RUN_STATE_RUNNING
+        self._progress.trainer_registered(map(place_from_pb, request.places))
         sizes, *groups = request.layout_description.splitlines()
-        self._progress.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
+        self._run.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
         for line in groups[:MAX_LAYOUT_LINES]:
-            self._progress.events.add(f"  {line}")
+            self._run.events.add(f"  {line}")
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(
             run_id=self._progress.run_id,
@@ -139,11 +134,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await context.send_initial_metadata(())
         async with self._lock:
             order = await self._next_order(request, context)
-        if not isinstance(order, Batch):
+        if not isinstance(order, FormedBatch):
             yield order
             return
         yield trainer_pb2.Directive(batch=header(order))
-        for chunk in await asyncio.to_thread(chunks, order):
+        parts = chunks(order)
+        while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield trainer_pb2.Directive(chunk=chunk)
 
     async def ReportStep(  # noqa: N802
@@ -164,11 +160,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._trainer_version = trained.version
         if not self._progress.is_over:
             # The trainer will ask for its next batch after this answer.
-            self._progress.waiting_for = "the trainer to ask for its next batch"
+            self._progress.waits_for("the trainer to ask for its next batch")
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
-            self._progress.events.add(
+            self._run.events.add(
                 f"step {request.step + 1} came out different when it was trained again: "
                 f"its weights are version {trained.version} now, and are sent again",
                 Severity.WARNING,
@@ -198,9 +194,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Takes the report of a complete checkpoint."""
         await self.place.check(context)
         await self._former.saved(request)
-        self._progress.checkpoint_step = request.version.step
+        self._progress.saved(request.version.step)
         self._on_checkpoint(request.version.step)
-        self._progress.events.add(
+        self._run.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
             f"{request.wall_s:.1f} s"
         )
@@ -214,7 +210,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
             loaded = f"{request.loaded_bytes / 1e9:,.1f} GB so far"
-            self._progress.waiting_for = f"the trainer to load its model, {loaded}"
+            self._progress.waits_for(f"the trainer to load its model, {loaded}")
         return trainer_pb2.WorkReceipt()
 
     async def ReportFailure(  # noqa: N802
@@ -236,14 +232,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.fail(cause)
         else:
             # The launcher of the ranks starts them again, or fails the run.
-            self._progress.events.add(cause, Severity.WARNING)
+            self._run.events.add(cause, Severity.WARNING)
         return trainer_pb2.TrainerFailureReceipt()
 
     async def _set_aside(
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
-        most = self._progress.config.controller.max_set_aside_batches
+        most = self._run.config.controller.max_set_aside_batches
         try:
             found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
         except ProtocolError as error:
@@ -256,16 +252,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return False
         await self._former.durable()
         if found is not None:
-            self._progress.suspect = ""
-            self._progress.events.add(found.describe(), Severity.WARNING)
-            self._progress.waiting_for = "the trainer to ask for its next batch"
+            self._progress.trainer_failed("")
+            self._run.events.add(found.describe(), Severity.WARNING)
+            self._progress.waits_for("the trainer to ask for its next batch")
         self._progress.moved()
         return True
 
     def _suspect(self) -> None:
         """Notes the batch of a failing trainer as suspect, if no version was made from it yet."""
         batch = self._former.untried
-        self._progress.suspect = "" if batch is None else way_past(batch, self._progress.config)
+        self._progress.trainer_failed("" if batch is None else way_past(batch, self._run.config))
 
     async def Finish(  # noqa: N802
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
@@ -274,20 +270,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self.place.check(context)
         self.goodbye = request
         if request.export_path:
-            self._progress.events.add(f"the trained model lies in {request.export_path}")
+            self._run.events.add(f"the trained model lies in {request.export_path}")
         self.finished.set()
-        self._progress.signal.notify()
+        self._run.signal.notify()
         return trainer_pb2.TrainerGoodbyeReceipt()
 
     @property
     def _is_stopping(self) -> bool:
         """Whether a trainer must still save and export; a restarted trainer may do it too."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
-        return stopping and self._progress.trainer_registered and not self.finished.is_set()
+        return stopping and self._progress.has_trainer and not self.finished.is_set()
 
     async def _next_order(
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.Directive | Batch:
+    ) -> trainer_pb2.Directive | FormedBatch:
         # Half of the call's own deadline, because a late answer would end the run.
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         until = time.monotonic() + limit_s
@@ -305,13 +301,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if remaining <= 0:
                 return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
             # A server that is to be retried becomes due without a signal.
-            await self._progress.signal.wait(min(remaining, 0.25))
-            await asyncio.sleep(GATHER_S)
+            await self._run.signal.changes(min(remaining, 0.25))
 
     async def _possible_order(
         self, request: trainer_pb2.NextRequest
-    ) -> trainer_pb2.Directive | Batch | None:
-        progress = self._progress
+    ) -> trainer_pb2.Directive | FormedBatch | None:
+        progress, pace = self._progress, self._run.pace
         is_behind = self._trainer_version.step < self._book.step
         if is_behind and (not progress.is_over or self._is_stopping):
             # The trainer restarted from a checkpoint, or an answer was lost.
@@ -324,26 +319,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return trainer_pb2.Directive(publish=publish)
         if not progress.all_steps_done:
             asked_s = time.monotonic()
-            if progress.pace is not None:
-                progress.pace.trainer_asks(asked_s)
+            if pace is not None:
+                pace.trainer_asks(asked_s)
             batch = await self._former.form()
             if batch is not None:
-                if progress.pace is not None:
+                if pace is not None:
                     # The groups were complete when it asked: the write is no wait for groups.
-                    progress.pace.batch_given(asked_s)
-                progress.waiting_for = f"the trainer to make version {batch.version}"
+                    pace.batch_given(asked_s)
+                progress.waits_for(f"the trainer to make version {batch.version}")
                 self.batch_started_s = time.time()
                 progress.moved()
                 # The servers can answer while the trainer makes the version.
                 version = progress.version
                 self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
-            progress.waiting_for = batch_wait(self._book)
+            progress.waits_for(batch_wait(self._book))
             return None
         if self._evaluations_done():
-            reason = progress.solved or "all steps are done"
-            progress.state, progress.cause = status_pb2.RUN_STATE_STOPPING, reason
-            progress.signal.notify()
-            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
-        progress.waiting_for = "the last evaluation"
+            progress.complete()
+            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=progress.cause))
+        progress.waits_for("the last evaluation")
         return None

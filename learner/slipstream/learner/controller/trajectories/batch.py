@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from slipstream.learner.controller.leasing.groups import Group
@@ -17,7 +18,7 @@ CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Batch:
+class FormedBatch:
     """The complete groups of one step, in the order of their leases."""
 
     # Number of the version that the step starts from, as in the journal and the protocol.
@@ -35,14 +36,31 @@ class Batch:
         """All trajectories, group by group, sorted by member."""
         return [trajectory for group in self.groups for trajectory in group.in_order()]
 
+    @functools.cached_property
+    def record(self) -> trainer_pb2.RecordedBatch:
+        """The message that the journal keeps and the trainer gets in chunks; encoded only once."""
+        trajectories = [trajectory_to_pb(trajectory) for trajectory in self.trajectories]
+        return trainer_pb2.RecordedBatch(header=header(self), trajectories=trajectories)
 
-def record(batch: Batch) -> trainer_pb2.RecordedBatch:
-    """The message of a batch that the journal keeps."""
-    trajectories = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
-    return trainer_pb2.RecordedBatch(header=header(batch), trajectories=trajectories)
+    @functools.cached_property
+    def token_lags(self) -> Counter[int]:
+        """Number of sampled tokens of each lag, in versions."""
+        lags: Counter[int] = Counter()
+        for trajectory in self.trajectories:
+            for span in trajectory.version_spans:
+                lags[lag(self.step, span.version.step)] += span.length
+        return lags
+
+    @functools.cached_property
+    def num_with_several_versions(self) -> int:
+        """Number of trajectories that more than one version sampled."""
+        return sum(
+            len({span.version for span in trajectory.version_spans}) > 1
+            for trajectory in self.trajectories
+        )
 
 
-def header(batch: Batch) -> trainer_pb2.BatchHeader:
+def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
     """The message that tells the trainer the size and id of a batch before its trajectories."""
     return trainer_pb2.BatchHeader(
         step=batch.step,
@@ -52,8 +70,8 @@ def header(batch: Batch) -> trainer_pb2.BatchHeader:
     )
 
 
-def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
-    """Inverts `record`."""
+def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
+    """Inverts `FormedBatch.record`."""
     groups: dict[GroupId, Group] = {}
     for trajectory in map(trajectory_from_pb, message.trajectories):
         group = groups.get(trajectory.group_id)
@@ -70,7 +88,7 @@ def from_record(message: trainer_pb2.RecordedBatch) -> Batch:
             )
         group.finished[trajectory.member] = trajectory
         group.size += 1
-    return Batch(message.header.step, message.header.batch_id, tuple(groups.values()))
+    return FormedBatch(message.header.step, message.header.batch_id, tuple(groups.values()))
 
 
 def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, int]]:
@@ -82,32 +100,15 @@ def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int,
     return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
 
 
-def token_lags(batch: Batch) -> Counter[int]:
-    """Number of sampled tokens of each lag, in versions."""
-    lags: Counter[int] = Counter()
-    for trajectory in batch.trajectories:
-        for span in trajectory.version_spans:
-            lags[lag(batch.step, span.version.step)] += span.length
-    return lags
-
-
-def with_several_versions(batch: Batch) -> int:
-    """Number of trajectories that more than one version sampled."""
-    return sum(
-        len({span.version for span in trajectory.version_spans}) > 1
-        for trajectory in batch.trajectories
-    )
-
-
-def chunks(batch: Batch) -> list[trainer_pb2.TrajectoryChunk]:
-    """The trajectories in messages of about `CHUNK_BYTES`, each with at least one trajectory."""
-    parts = [trainer_pb2.TrajectoryChunk()]
-    size = 0
-    for trajectory in batch.trajectories:
-        message = trajectory_to_pb(trajectory)
-        if size + message.ByteSize() > CHUNK_BYTES:
-            parts.append(trainer_pb2.TrajectoryChunk())
-            size = 0
-        parts[-1].trajectories.append(message)
+def chunks(
+    batch: FormedBatch, *, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[trainer_pb2.TrajectoryChunk]:
+    """Yields the trajectories in messages of about `chunk_bytes`, each with at least one."""
+    chunk, size = trainer_pb2.TrajectoryChunk(), 0
+    for message in batch.record.trajectories:
+        if size and size + message.ByteSize() > chunk_bytes:
+            yield chunk
+            chunk, size = trainer_pb2.TrajectoryChunk(), 0
+        chunk.trajectories.append(message)
         size += message.ByteSize()
-    return parts
+    yield chunk

@@ -1,11 +1,16 @@
-"""Statistics of the trajectories of a batch: pure functions."""
+"""Statistics of the trajectories of a batch: pure functions.
+
+The controller alone computes them; the trainer reports only what training itself shows.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.settings.algorithm_section import AdvantageKind
 from slipstream.protocol.settings.config import Config
@@ -18,19 +23,29 @@ _EQUAL = "equal_rewards_fraction"
 HINT_AFTER_STEPS = 10
 
 
-def batch_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards, lengths and times of the episodes; docs/metrics.md says what each name means."""
+def batch_statistics(batch: FormedBatch) -> dict[str, float]:
+    """Rewards, lags, lengths and times; docs/metrics.md says what each name means."""
+    trajectories = batch.trajectories
+    lags, num_sampled = batch.token_lags, batch.token_lags.total()
     rewards = [t.reward for t in trajectories]
     sizes = [len(t.token_ids) for t in trajectories]
     replies = [length for t in trajectories for length in t.run_lengths[1::2]]
     return {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
         "reward_min": min(rewards),
         "reward_max": max(rewards),
+        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(1, num_sampled),
+        "lag_max": float(max(lags, default=0)),
+        "trajectories_with_several_versions": float(batch.num_with_several_versions),
+        "num_tokens": float(sum(sizes)),
         "prompt_tokens_mean": statistics.fmean(t.run_lengths[0] for t in trajectories),
+        "reply_tokens_mean": num_sampled / max(1, len(replies)),
         "reply_tokens_max": float(max(replies, default=0)),
         "episode_tokens_mean": statistics.fmean(sizes),
         "episode_tokens_max": float(max(sizes)),
         "turns_mean": statistics.fmean(t.num_turns for t in trajectories),
+        "branches_mean": statistics.fmean(len(t.sequences()) for t in trajectories),
         "truncated_fraction": statistics.fmean(t.status is Status.TRUNCATED for t in trajectories),
         "generation_s_mean": statistics.fmean(t.generation_s for t in trajectories),
         "environment_s_mean": statistics.fmean(t.environment_s for t in trajectories),
@@ -86,9 +101,10 @@ class LessonWatch:
                 continue
             self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
             if self._steps[name] == HINT_AFTER_STEPS:
+                mean = row.get(f"{name}/reward", math.nan)
                 due.append(
                     f"environment {name} has taught nothing for {HINT_AFTER_STEPS} steps: the "
-                    f"rewards of each group were all equal (mean {row[f'{name}/reward']:.3g}); it "
+                    f"rewards of each group were all equal (mean {mean:.3g}); it "
                     f"needs tasks of another difficulty, or rewards in between"
                 )
         return due

@@ -11,27 +11,20 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batch import (
-    Batch,
+    FormedBatch,
     from_record,
-    record,
-    token_lags,
     tokens_by_server,
-    with_several_versions,
 )
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
-from slipstream.protocol.queue.base import TrajectoryReceiver
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 
@@ -40,7 +33,7 @@ from slipstream.v1 import trainer_pb2
 class Trained:
     """The result of a batch that the trainer has trained."""
 
-    batch: Batch
+    batch: FormedBatch
     # The version of the weights that the trainer made.
     version: PolicyVersion
     # Whether the journal held the step already.
@@ -57,24 +50,17 @@ class BatchFormer:
 
     def __init__(
         self,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        journal: Journal,
-        ledger: TokenLedger,
-        receiver: TrajectoryReceiver,
+        books: Books,
         tasks: asyncio.TaskGroup,
         *,
         keep_batches: bool,
     ) -> None:
-        self._book = book
-        self._environments = environments
-        self._journal = journal
-        self._ledger = ledger
-        self._receiver = receiver
+        self._book, self._environments = books.leases, books.environments
+        self._journal, self._ledger, self._receiver = books.journal, books.ledger, books.queue
         self._tasks = tasks
         self._keep_batches = keep_batches
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
-        self._forming: asyncio.Task[Batch | RunFailed] | None = None
+        self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # Checksum of each kept batch, by step.
         self._crc32: dict[int, int] = {}
         self._steps: dict[int, RecordedStep] = {}
@@ -84,14 +70,14 @@ class BatchFormer:
         # Step of the oldest batch that this controller has not removed.
         self._first_kept = 0
         # The batch that the trainer has.
-        self.training: Batch | None = None
+        self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
         # Number of batches set aside of each step; number set aside in a row without the user; the
         # newest of them, in case the answer was lost.
         self._attempts: Counter[int] = Counter()
         self._set_aside_in_a_row = 0
-        self._set_aside: Batch | None = None
+        self._set_aside: FormedBatch | None = None
         self.num_set_aside = 0
 
     def restore(self, history: RunHistory) -> None:
@@ -146,7 +132,7 @@ class BatchFormer:
             newest=self._newest_incarnation,
         )
 
-    async def recorded(self, step: int) -> Batch:
+    async def recorded(self, step: int) -> FormedBatch:
         """Gives the trainer the journaled batch of `step`."""
         if self._forming is not None:
             await self.form()
@@ -154,10 +140,10 @@ class BatchFormer:
             crc32 = self._crc32[step]
             attempt = self._attempts[step]
             message = await asyncio.to_thread(self._journal.read_batch, step, crc32, attempt)
-            self.training = from_record(message)
+            self.training, self._message = from_record(message), message
         return self.training
 
-    async def form(self) -> Batch | None:
+    async def form(self) -> FormedBatch | None:
         """Gives the trainer the next batch, durable and acknowledged; None while rules allow none.
 
         RunFailed when the journal cannot be written.
@@ -167,7 +153,7 @@ class BatchFormer:
             groups = self._book.take_batch()
             if groups is None:
                 return None
-            batch = Batch(step, batch_name(step, self._attempts[step]), tuple(groups))
+            batch = FormedBatch(step, batch_name(step, self._attempts[step]), tuple(groups))
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
         self._forming = None
@@ -176,7 +162,7 @@ class BatchFormer:
         self.training = written
         return written
 
-    async def _write(self, batch: Batch) -> Batch | RunFailed:
+    async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
         for group in batch.groups:
             self._environments.group_ended(group.environment, cause=None)
         try:
@@ -187,9 +173,9 @@ class BatchFormer:
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 
-    def _write_record(self, batch: Batch) -> int:
+    def _write_record(self, batch: FormedBatch) -> int:
         """Encodes a batch and makes it durable; runs in a thread, because both take long."""
-        return self._journal.write_batch(record(batch), tokens_by_server(batch.trajectories))
+        return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """Returns the earlier answer to a repeated report; None for the first report of a batch.
@@ -233,8 +219,8 @@ class BatchFormer:
                 step=report.step,
                 version=list(version),
                 digest=report.weight_digest.hex(),
-                lags=[list(pair) for pair in sorted(token_lags(batch).items())],
-                several=with_several_versions(batch),
+                lags=[list(pair) for pair in sorted(batch.token_lags.items())],
+                several=batch.num_with_several_versions,
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
@@ -287,7 +273,7 @@ class BatchFormer:
         return found
 
     @property
-    def untried(self) -> Batch | None:
+    def untried(self) -> FormedBatch | None:
         """The trainer's batch, if no version was ever made from it."""
         batch = self.training
         return None if batch is None or batch.step in self._steps else batch
@@ -318,7 +304,7 @@ class BatchFormer:
 
 
 def _batch_of(
-    said: Batch | trainer_pb2.StepReport | trainer_pb2.DataFault,
+    said: FormedBatch | trainer_pb2.StepReport | trainer_pb2.DataFault,
 ) -> tuple[str, int]:
     return said.batch_id, said.step
 

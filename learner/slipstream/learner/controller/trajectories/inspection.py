@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.earlier_ids import EarlierIds
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.quarantine import (
@@ -33,7 +30,6 @@ from slipstream.protocol.settings.config_file import largest_trajectory_bytes, v
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
-    ServerId,
     Trajectory,
     TrajectoryName,
 )
@@ -47,11 +43,8 @@ class Inspector:
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        fleet: Fleet,
-        journal: Journal,
-        ledger: TokenLedger,
+        run: Run,
+        books: Books,
         endings: Endings,
         *,
         run_again: Callable[[TrajectoryName, str, bool], None],
@@ -60,22 +53,19 @@ class Inspector:
 
         `will_retry`: the server itself tries the episode again.
         """
-        self._progress = progress
-        self._book = book
-        self._fleet = fleet
-        self._journal = journal
-        self._ledger = ledger
+        self._run, self._progress = run, run.progress
+        self._book, self._fleet = books.leases, books.fleet
+        self._journal, self._ledger = books.journal, books.ledger
         self._endings = endings
         self._again = run_again
-        self._largest_bytes = largest_trajectory_bytes(progress.config) + NAMES_BYTES
-        self._vocabulary = vocabulary_size(progress.config)
-        self._earlier = EarlierIds(RunHistory(), journal)
-        self.quarantine = Quarantine(progress.config.run_dir / "quarantine")
+        self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
+        self._vocabulary = vocabulary_size(run.config)
+        self._earlier = EarlierIds(RunHistory(), books.journal)
+        self.quarantine = Quarantine(run.config.run_dir / "quarantine")
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over journaled trajectories and servers: their deliveries may come again."""
+        """Takes over journaled trajectories: they may be delivered again."""
         self._earlier = EarlierIds(history, self._journal)
-        self._fleet.known |= {ServerKey(ServerId(name), epoch) for name, epoch in history.leased_to}
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
         """Decodes a delivery, or returns the error with the reason; may run in a thread."""
@@ -132,24 +122,27 @@ class Inspector:
         if not others:
             self._progress.fail(fault)
         elif session is not None and not session.is_leaving:
-            self._progress.events.add(f"{fault}; it is sent away", Severity.ERROR)
+            self._run.events.add(f"{fault}; it is sent away", Severity.ERROR)
             self._fleet.order_drain(session, fault, finish=False)
 
     def _facts(self) -> KnownFacts:
-        progress = self._progress
+        progress, config = self._progress, self._run.config
+        sampling = config.sampling
         return KnownFacts(
-            servers=self._fleet.known,
+            servers=self._fleet.epochs,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
             vocabulary=self._vocabulary,
             # Not the bound for new leases, which may be lower by now.
-            max_staleness=progress.config.algorithm.max_staleness,
-            max_episode_tokens=progress.config.sampling.max_episode_tokens,
-            max_turns=progress.config.sampling.max_turns,
+            max_staleness=config.algorithm.max_staleness,
+            max_episode_tokens=sampling.max_episode_tokens,
+            max_total_tokens=sampling.total_tokens,
+            max_branches=sampling.max_branches,
+            max_turns=sampling.max_turns,
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
         """Quarantines a delivery; with `is_counted` the ledger has its tokens already."""
-        claim = read_claim(delivery, self._fleet.known, largest_bytes=self._largest_bytes)
+        claim = read_claim(delivery, self._fleet.epochs, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
         if self._earlier.holds(group_id, trajectory_id):
@@ -157,9 +150,6 @@ class Inspector:
             return
         if not is_counted and not self._ledger.receive(server, trajectory_id, claim.tokens):
             return
-        if server not in self._fleet.known:
-            # No heartbeat will ever report this server's tokens.
-            self._ledger.die(server)
         try:
             path = self.quarantine.add(delivery, claim, cause)
             place = f" ({path})" if path is not None else ""
@@ -176,7 +166,7 @@ class Inspector:
             epoch=server.epoch,
         )
         self._endings.acknowledge(trajectory_id)
-        self._progress.events.add(
+        self._run.events.add(
             f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}",
             Severity.ERROR,
         )
@@ -184,4 +174,4 @@ class Inspector:
             self._send_away(server, cause)
         if claim.name is not None:
             self._again(claim.name, cause, claim.will_retry)
-        self._progress.signal.notify()
+        self._run.signal.notify()

@@ -15,20 +15,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.queue.base import Delivery, TrajectoryReceiver
+from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.types import (
     Failure,
@@ -58,25 +54,15 @@ class Intake:
 
     def __init__(
         self,
-        progress: RunProgress,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        fleet: Fleet,
-        journal: Journal,
-        ledger: TokenLedger,
-        receiver: TrajectoryReceiver,
+        run: Run,
+        books: Books,
         endings: Endings,
     ) -> None:
-        self._progress = progress
-        self._book = book
-        self._environments = environments
-        self._fleet = fleet
-        self._journal = journal
-        self._receiver = receiver
+        self._run, self._progress = run, run.progress
+        self._book, self._environments = books.leases, books.environments
+        self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
         self._endings = endings
-        self.inspector = Inspector(
-            progress, book, fleet, journal, ledger, endings, run_again=self._run_again
-        )
+        self.inspector = Inspector(run, books, endings, run_again=self._run_again)
         # Number of filtered groups, by the step whose batch was being formed.
         self.filtered_groups: Counter[int] = Counter()
         self._filtered = FilteredGroups()
@@ -122,7 +108,7 @@ class Intake:
 
     def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
         group = self._book.quarantined(name, will_retry=will_retry)
-        limit = self._progress.config.controller.max_attempts
+        limit = self._run.config.controller.max_attempts
         if group is not None and group.setbacks[name.member] >= limit:
             failure = Failure(FailureKind.INFRASTRUCTURE, f"quarantined: {cause}")
             self._set_aside(group, name.member, failure)
@@ -137,7 +123,7 @@ class Intake:
                 # At the end of a run groups stay open: the run may be resumed.
                 self._close(group, "withdrawn", cause)
             self._cancel_members(group, cause)
-        self._progress.signal.notify()
+        self._run.signal.notify()
 
     def start_afresh(self, group: Group) -> None:
         """Abandons a group whose task is leased again; its finished members are cancelled."""
@@ -146,7 +132,7 @@ class Intake:
 
     def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
         """Sets groups aside after `controller.max_attempts` lost servers; returns the others."""
-        limit = self._progress.config.controller.max_attempts
+        limit = self._run.config.controller.max_attempts
         kept = []
         for group in groups:
             member, lost = max(group.setbacks.items(), key=lambda item: item[1], default=(0, 0))
@@ -164,13 +150,13 @@ class Intake:
         """
         group.setbacks.update(group.running)
         member, times = group.setbacks.most_common(1)[0]
-        if times >= self._progress.config.controller.max_attempts:
+        if times >= self._run.config.controller.max_attempts:
             self._set_aside(group, member, Failure(FailureKind.TIMEOUT, cause))
             return
         session = self._fleet.find(group.holder)
         if session is None:
             return
-        self._progress.events.add(
+        self._run.events.add(
             f"group {group.group_id} is taken back from {session.name}: {cause}", Severity.WARNING
         )
         # Members that the server reports as unfinished are leased again.
@@ -185,9 +171,7 @@ class Intake:
 
     def suspend(self, environment: str, cause: str) -> None:
         """Withdraws all groups of an environment; the watch fails the run if none is left."""
-        self._progress.events.add(
-            f"environment {environment} is suspended: {cause}", Severity.ERROR
-        )
+        self._run.events.add(f"environment {environment} is suspended: {cause}", Severity.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
 
@@ -220,14 +204,14 @@ class Intake:
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
-        config, pace = self._progress.config, self._progress.pace
+        config, pace = self._run.config, self._run.pace
         if pace is not None and group.leased_s is not None:
             pace.group_done(time.monotonic() - group.leased_s)
         if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
             self._filter(group, rewards)
 
     def _filter(self, group: Group, rewards: Sequence[float]) -> None:
-        settings, step = self._progress.config.algorithm.dynamic_sampling, self._book.step
+        settings, step = self._run.config.algorithm.dynamic_sampling, self._book.step
         if self._filtered_step != step:
             self._filtered.clear()
             self._filtered_step = step
@@ -251,7 +235,7 @@ class Intake:
         self._judge_filtered(step)
 
     def _judge_filtered(self, step: int) -> None:
-        algorithm = self._progress.config.algorithm
+        algorithm = self._run.config.algorithm
         settings, filtered = algorithm.dynamic_sampling, self._filtered
         limit = settings.max_filtered_batches * algorithm.groups_per_step
         verdict = filtered.verdict(limit)
@@ -284,7 +268,7 @@ class Intake:
         if entry is not None and failure.kind is not FailureKind.BYSTANDER:
             entry.episodes_failed += 1
             if entry.is_news(failure.message):
-                self._progress.events.add(
+                self._run.events.add(
                     f"an episode of {trajectory.environment} failed "
                     f"({failure.kind.name.lower()}): {failure.message}",
                     Severity.WARNING,
@@ -303,7 +287,7 @@ class Intake:
             return
         entry = self._environments.entries.get(group.environment)
         if entry is None or entry.is_new_set_aside(group.task_index, cause):
-            self._progress.events.add(
+            self._run.events.add(
                 f"task {group.task_index} of environment {group.environment} is set aside: "
                 f"episode {member} of {group.group_id} had its last attempt: {cause}",
                 Severity.WARNING,
@@ -311,14 +295,14 @@ class Intake:
         if failure.kind in (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE):
             self._environments.group_withdrawn(group.environment)
         elif self._environments.group_ended(group.environment, cause=cause):
-            count = self._progress.config.controller.max_failed_groups
+            count = self._run.config.controller.max_failed_groups
             last = "its last group" if count == 1 else f"its last {count} groups all"
             self.suspend(group.environment, f"{last} failed, the newest: {cause}")
 
     def _skip(self, group: Group, cause: str) -> None:
         """Handles a task whose prompt is too long, as `sampling.long_prompts` says."""
         name = group.environment
-        if self._progress.config.sampling.long_prompts == "refuse":
+        if self._run.config.sampling.long_prompts == "refuse":
             self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
         elif group.purpose is Purpose.TRAINING and self._environments.task_skipped(name, cause):
             self.suspend(name, f"no task fits, the newest: {cause}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 from slipstream.protocol.names import is_server_id
@@ -24,6 +24,8 @@ from slipstream.v1 import trajectory_pb2
 MAX_IN_A_ROW = 16
 # Largest number of files; further deliveries are only journaled.
 MAX_FILES = 1000
+# Largest number of servers whose deliveries in a row are counted; the oldest count goes first.
+MAX_SERVERS = 1000
 UNKNOWN = ServerId("unknown")
 
 
@@ -40,15 +42,14 @@ class Claim:
     will_retry: bool
 
 
-def read_claim(delivery: Delivery, known: Set[ServerKey], *, largest_bytes: int) -> Claim:
+def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -> Claim:
     """Reads the claim of a delivery; `known` servers are recognised by the epoch in the id alone.
 
     A delivery of more than `largest_bytes` is not decoded: only its id is read. Never raises.
     """
     name = TrajectoryName.parse(delivery.trajectory_id)
-    by_epoch = {key.epoch: key for key in known}
     epoch = 0 if name is None else name.epoch
-    server = by_epoch.get(epoch, ServerKey(UNKNOWN, epoch))
+    server = known.server_of(epoch) or ServerKey(UNKNOWN, epoch)
     unread = Claim(delivery.trajectory_id, name, server, 0, False)
     if len(delivery.data) > largest_bytes:
         return unread
@@ -83,6 +84,8 @@ class Quarantine:
         The delivery is counted even when this raises OSError because it cannot be written.
         """
         self._in_a_row[claim.server] += 1
+        if len(self._in_a_row) > MAX_SERVERS:
+            del self._in_a_row[next(iter(self._in_a_row))]
         self.total += 1
         if self.total > self._max_files:
             return None

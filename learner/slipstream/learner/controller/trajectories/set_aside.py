@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
-from slipstream.learner.controller.trajectories.batch import Batch, tokens_by_server
+from slipstream.learner.controller.trajectories.batch import FormedBatch, tokens_by_server
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
@@ -21,7 +21,7 @@ MAX_TOLD_GROUPS = 5
 class SetAside:
     """A batch that is not trained: `groups` are over, `put_back` wait for another batch."""
 
-    batch: Batch
+    batch: FormedBatch
     groups: tuple[Group, ...]
     put_back: tuple[Group, ...]
     cause: str
@@ -29,7 +29,7 @@ class SetAside:
     by: str
 
     @classmethod
-    def of(cls, batch: Batch, named: Collection[str], cause: str, *, by: str) -> SetAside:
+    def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
         """Sets the `named` groups aside, all if none is named; ProtocolError for unknown names."""
         there = {group.group_id for group in batch.groups}
         strange = [name for name in named if name not in there]
@@ -86,7 +86,7 @@ class SetAside:
         )
 
 
-def way_past(batch: Batch, config: Config) -> str:
+def way_past(batch: FormedBatch, config: Config) -> str:
     """The advice to a user about a batch at which the trainer fails each time."""
     return (
         f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +19,16 @@ LARGEST_LOGPROB = 1e-3
 class KnownFacts:
     """The controller's facts with which a trajectory is compared."""
 
-    servers: Set[ServerKey]
+    servers: Container[ServerKey]
     # The newest timeline, with the step of the run's version.
     newest: PolicyVersion
     # Number of token ids; 0: unknown.
     vocabulary: int
     max_staleness: int
-    # Largest size of an episode that leases allow.
+    # Largest sizes of an episode that leases allow: of each branch, and of all together.
     max_episode_tokens: int
+    max_total_tokens: int
+    max_branches: int
     max_turns: int
 
 
@@ -43,12 +45,13 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
         if span.version.step > newest.step or span.version.incarnation > newest.incarnation:
             return f"version {span.version} sampled it, the newest is {newest}"
     if facts.vocabulary and trajectory.token_ids.size:
-        largest = int(trajectory.token_ids.max())
+        largest = int(np.maximum.reduce(trajectory.token_ids))
         if largest >= facts.vocabulary:
             return f"token {largest} is outside the vocabulary of {facts.vocabulary}"
     logprobs = trajectory.behavior_logprobs
-    if logprobs.size and not bool(np.all(logprobs <= LARGEST_LOGPROB)):
-        return f"a log-probability is {float(logprobs.max())}, above 0"
+    # The ufuncs themselves: the functions around them take as long again for an episode.
+    if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:
+        return f"a log-probability is {highest}, above 0"
     excess = _excess(trajectory, facts)
     if excess:
         return excess
@@ -58,7 +61,10 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have this size; empty: it can."""
     size, most = len(trajectory.token_ids), facts.max_episode_tokens
-    if size > most:
+    if trajectory.branches:
+        if excess := _excess_of_branches(trajectory, facts):
+            return excess
+    elif size > most:
         return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
     if turns > facts.max_turns:
@@ -69,6 +75,24 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:
             return f"its {name}'s text has more than the {allowed} bytes that {size} tokens allow"
+    return ""
+
+
+def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
+    """The reason why no episode of this run can have these branches; empty: it can."""
+    number, most = len(trajectory.branches), facts.max_branches
+    if number > most:
+        return f"it has {number} branches, sampling.max_branches is {most}"
+    most = facts.max_episode_tokens
+    for place, part in enumerate(trajectory.sequences(), 1):
+        size = part.tokens.stop - part.tokens.start
+        if size > most:
+            return f"branch {place} has {size} tokens, sampling.max_episode_tokens is {most}"
+        if trajectory.has_reward and part.sampled.start == part.sampled.stop:
+            return f"branch {place} has no sampled token"
+    size, most = len(trajectory.token_ids), facts.max_total_tokens
+    if size > most:
+        return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 Sequence-level estimators give one number for each episode, token-level estimators one for each
 sampled token. Only sampled tokens are steps: the context between the replies of an episode is
-skipped.
+skipped. A branch is a sequence of steps of its own, which ends with the episode's reward.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ class Episode:
     token_costs: FloatArray
     # The critic's estimate before each token was sampled.
     values: FloatArray | None = None
+    # The sampled tokens of each branch: only they follow each other.
+    branches: tuple[slice, ...] = (slice(None),)
 
     def token_rewards(self) -> FloatArray:
-        """Returns the reward at the last token, less the cost of each token."""
+        """Returns the reward at the last token of each branch, less the cost of each token."""
         rewards = -self.token_costs
-        if len(rewards):
-            rewards[-1] += self.reward
+        for branch in self.branches:
+            if len(rewards[branch]):
+                rewards[branch][-1] += self.reward
         return rewards
 
 
@@ -65,7 +68,7 @@ def token_advantages(
         case "rloo":
             return _spread(leave_one_out_advantages(scores, groups), episodes)
         case "reinforce_pp":
-            returns = [returns_to_go(episode.token_rewards()) for episode in episodes]
+            returns = [_returns_of(episode) for episode in episodes]
             return [TokenAdvantages(values) for values in whitened(returns)]
         case "reinforce_pp_baseline":
             centred = _spread(group_advantages(scores, groups, normalize_by_std=False), episodes)
@@ -161,13 +164,22 @@ def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
     return np.random.default_rng([seed, step]).permutation(rewards)
 
 
+def _returns_of(episode: Episode) -> FloatArray:
+    rewards = episode.token_rewards()
+    return np.concatenate([returns_to_go(rewards[branch]) for branch in episode.branches])
+
+
 def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdvantages]:
     advantages, returns = [], []
     for episode in episodes:
         assert episode.values is not None, "gae needs the values of a critic"
-        found = gae(episode.token_rewards(), episode.values, gamma=settings.gamma, lam=settings.lam)
-        advantages.append(found[0])
-        returns.append(found[1])
+        rewards, values = episode.token_rewards(), episode.values
+        found = [
+            gae(rewards[branch], values[branch], gamma=settings.gamma, lam=settings.lam)
+            for branch in episode.branches
+        ]
+        advantages.append(np.concatenate([one[0] for one in found]))
+        returns.append(np.concatenate([one[1] for one in found]))
     if settings.normalize:
         advantages = whitened(advantages)
     return [TokenAdvantages(a, r) for a, r in zip(advantages, returns, strict=True)]

@@ -11,7 +11,7 @@ from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.objectives import token_losses
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from torch import Tensor
 

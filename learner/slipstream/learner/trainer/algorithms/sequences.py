@@ -40,10 +40,11 @@ NO_ESTIMATES = ModelEstimates()
 def training_sequences(
     batch: Batch, config: Config, estimates: Sequence[ModelEstimates] | None = None
 ) -> list[TrainingSequence]:
-    """Returns one sequence for each trajectory, in order; the same on every rank.
+    """Returns the sequences of the batch, in order; the same on every rank.
 
     `estimates` has one entry for each trajectory; None without other models. A trajectory that
-    overlong filtering removes has no trained token and is in no statistic of the advantages.
+    overlong filtering removes has no trained token and is in no statistic of the advantages. The
+    advantages of a branch are those of its episode times its share.
     """
     known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
     rewards = np.array([shaped_reward(t, config) for t in batch.trajectories], dtype=np.float64)
@@ -60,6 +61,7 @@ def training_sequences(
             float(rewards[index]),
             _token_costs(batch.trajectories[index], known[index], config),
             _float64(known[index].values),
+            tuple(part.sampled for part in batch.trajectories[index].sequences()),
         )
         for index in counted
     ]
@@ -71,8 +73,8 @@ def training_sequences(
     if config.algorithm.router_replay != "off":
         sequences = _with_experts(sequences, batch.trajectories)
     return [
-        sequence if index in found else _without_loss(sequence)
-        for index, sequence in enumerate(sequences)
+        sequence if owner in found else _without_loss(sequence)
+        for owner, sequence in zip(batch.owners, sequences, strict=True)
     ]
 
 
@@ -118,7 +120,9 @@ def _token_estimates(
         found[index] if index in found else _worthless(trajectory)
         for index, trajectory in enumerate(trajectories)
     ]
-    advantages = _float32([worth.advantages for worth in worths])
+    advantages = _float32(
+        [_shared(t, worth.advantages) for t, worth in zip(trajectories, worths, strict=True)]
+    )
     returns: Sequence[LogprobArray | None] = [None] * len(worths)
     # Only a critic needs returns.
     if any(one.values is not None for one in known):
@@ -127,6 +131,14 @@ def _token_estimates(
         TokenEstimates(advantage, one.reference_logprobs, one.values, wanted)
         for advantage, one, wanted in zip(advantages, known, returns, strict=True)
     ]
+
+
+def _shared(trajectory: Trajectory, advantages: FloatArray) -> FloatArray:
+    """Returns the advantages of an episode's tokens times the share of their branch."""
+    if not trajectory.branches:
+        return advantages
+    parts = trajectory.sequences()
+    return np.concatenate([part.branch.share * advantages[part.sampled] for part in parts])
 
 
 def _worthless(trajectory: Trajectory) -> TokenAdvantages:
@@ -145,11 +157,14 @@ def _float32(arrays: Sequence[FloatArray]) -> list[LogprobArray]:
 def _with_experts(
     sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
 ) -> list[TrainingSequence]:
+    experts = [
+        None if (routed := trajectory.routed_experts) is None else routed.expert_ids[part.tokens]
+        for trajectory in trajectories
+        for part in trajectory.sequences()
+    ]
     return [
-        dataclasses.replace(sequence, expert_ids=trajectory.routed_experts.expert_ids)
-        if trajectory.routed_experts is not None
-        else sequence
-        for sequence, trajectory in zip(sequences, trajectories, strict=True)
+        sequence if known is None else dataclasses.replace(sequence, expert_ids=known)
+        for sequence, known in zip(sequences, experts, strict=True)
     ]
 
 

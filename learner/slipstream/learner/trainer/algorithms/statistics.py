@@ -10,7 +10,7 @@ import torch
 from slipstream.learner.trainer.algorithms.correction import Correction
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.objectives import TokenLosses
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,11 @@ LagArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Batch:
-    """Trajectories that train version `step` into version `step` + 1: whole groups, in order."""
+    """Trajectories that train version `step` into version `step` + 1: whole groups, in order.
+
+    A trajectory is trained as one sequence, or as one for each of its branches; sequences have the
+    order of their tokens.
+    """
 
     step: int
     batch_id: str
@@ -26,6 +31,16 @@ class Batch:
     def group_ids(self) -> list[str]:
         """The group of each trajectory."""
         return [trajectory.group_id for trajectory in self.trajectories]
+
+    @functools.cached_property
+    def owners(self) -> list[int]:
+        """The index of the trajectory of each sequence."""
+        return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
+
+    def lengths(self) -> list[int]:
+        """The number of tokens of each sequence."""
+        parts = [part.tokens for t in self.trajectories for part in t.sequences()]
+        return [tokens.stop - tokens.start for tokens in parts]
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """The reward of each trajectory."""
@@ -54,7 +69,7 @@ class Batch:
                 )
 
     def mini_batches(self, number: int) -> list[list[int]]:
-        """Returns indices of each mini-batch's trajectories: equal shares of the groups, in order.
+        """Returns indices of each mini-batch's sequences: equal shares of the groups, in order.
 
         Raises RunFailed when there are fewer groups than mini-batches.
         """
@@ -65,28 +80,10 @@ class Batch:
             )
         share = {group: place * number // len(groups) for place, group in enumerate(groups)}
         parts: list[list[int]] = [[] for _ in range(number)]
-        for index, group in enumerate(self.group_ids):
-            parts[share[group]].append(index)
+        group_ids = self.group_ids
+        for index, owner in enumerate(self.owners):
+            parts[share[group_ids[owner]]].append(index)
         return parts
-
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics of rewards, sizes and lags."""
-        rewards = self.rewards()
-        lags = token_lags(self.trajectories, self.step)
-        spans = [{s.version for s in t.version_spans if s.length} for t in self.trajectories]
-        sampled = [t.num_sampled_tokens for t in self.trajectories]
-        turns = [max(1, len(t.run_lengths) // 2) for t in self.trajectories]
-        return {
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "num_tokens": float(sum(len(t.token_ids) for t in self.trajectories)),
-            "lag_mean": float(lags.mean()) if lags.size else 0.0,
-            "lag_max": float(lags.max()) if lags.size else 0.0,
-            "trajectories_with_several_versions": float(
-                sum(len(versions) > 1 for versions in spans)
-            ),
-            "reply_tokens_mean": sum(sampled) / sum(turns),
-        }
 
 
 def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from torch import Tensor
 
 

@@ -17,8 +17,9 @@ LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 
 
 def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
-    """The error that names the trajectories at these indices, the first few in its message."""
-    ids = [batch.trajectories[index].trajectory_id for index in indices]
+    """The error that names the trajectories of these sequences, the first few in its message."""
+    owners = dict.fromkeys(batch.owners[index] for index in indices)
+    ids = [batch.trajectories[owner].trajectory_id for owner in owners]
     more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
     told = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
     return UntrainableBatch(f"{cause}{told}", ids)
@@ -31,8 +32,8 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
     """
     trajectories = batch.trajectories
     if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
-        raise untrainable(batch, range(len(trajectories)), "no trajectory has a sampled token")
-    sizes = [round_up(len(trajectory.token_ids), multiple) for trajectory in trajectories]
+        raise untrainable(batch, range(len(batch.owners)), "no trajectory has a sampled token")
+    sizes = [round_up(length, multiple) for length in batch.lengths()]
     long = [index for index, size in enumerate(sizes) if size > max_tokens]
     if long:
         raise untrainable(
@@ -42,7 +43,7 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
             f"{max_tokens} for each sequence",
         )
     tokens = [int(trajectory.token_ids.max(initial=0)) for trajectory in trajectories]
-    strange = [index for index, token in enumerate(tokens) if token >= vocab_size]
+    strange = [index for index, owner in enumerate(batch.owners) if tokens[owner] >= vocab_size]
     if strange:
         raise untrainable(
             batch, strange, f"token {max(tokens)} is outside the vocabulary of {vocab_size}"
@@ -60,7 +61,7 @@ def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> Non
         if not np.isfinite(sequence.estimates.advantages).all()
     ]
     if faulty:
-        rewards = batch.rewards()
+        rewards = batch.rewards()[batch.owners]
         large = [index for index in faulty if abs(rewards[index]) > LARGEST_REWARD]
         least, most = rewards[faulty].min(), rewards[faulty].max()
         cause = f"advantages are not finite, of rewards from {least:g} to {most:g}"

@@ -11,12 +11,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batches.batch import token_lags
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.routed_experts import ExpertArray
 from slipstream.protocol.types import TokenArray, Trajectory
 from torch import Tensor
@@ -54,17 +55,17 @@ class TokenEstimates:
         cls, many: Sequence[TokenEstimates], change: Callable[[FloatArray], list[FloatArray]]
     ) -> list[TokenEstimates]:
         """Joins the arrays of `many`, and returns an entry for each part that `change` makes."""
+        advantages = change(np.concatenate([each.advantages for each in many]))
 
         def mapped(arrays: Sequence[FloatArray | None]) -> Sequence[FloatArray | None]:
             joined = _joined_or_none(arrays)
-            return [None] * len(arrays) if joined is None else change(joined)
+            return [None] * len(advantages) if joined is None else change(joined)
 
         columns = [
             mapped([each.reference_logprobs for each in many]),
             mapped([each.values for each in many]),
             mapped([each.returns for each in many]),
         ]
-        advantages = change(np.concatenate([each.advantages for each in many]))
         return [cls(*arrays) for arrays in zip(advantages, *columns, strict=True)]
 
 
@@ -88,14 +89,15 @@ class TrainingSequence:
     ) -> list[TrainingSequence]:
         """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
 
-        `estimates` has an entry for each trajectory; an array is None in all of them or in none.
-        The
-        sequences are views of arrays for the whole batch: many small arrays would cost more time
-        than the training of short sequences.
+        A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
+        for each trajectory; an array is None in all of them or in none. The sequences are views of
+        arrays for the whole batch: many small arrays would cost more time than the training of
+        short sequences.
         """
         if not trajectories:
             return []
-        ends = np.cumsum([len(trajectory.token_ids) for trajectory in trajectories])
+        parts = [part.tokens for t in trajectories for part in t.sequences()]
+        ends = np.cumsum([tokens.stop - tokens.start for tokens in parts])
         sampled = np.repeat(
             [bool(place % 2) for t in trajectories for place in range(len(t.run_lengths))],
             [length for t in trajectories for length in t.run_lengths],
@@ -136,59 +138,6 @@ class TrainingSequence:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed sequences; all tensors are [tokens] except `cu_seqlens` and `expert_ids`."""
-
-    token_ids: Tensor
-    position_ids: Tensor
-    targets: Tensor
-    loss_mask: Tensor
-    # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
-    loss_weights: Tensor
-    advantages: Tensor
-    behavior_logprobs: Tensor
-    lags: Tensor
-    # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
-    sequence_ids: Tensor
-    # int32: the start of each sequence, and the end; filler is a last sequence without loss.
-    cu_seqlens: Tensor
-    max_seqlen: int
-    # Indices of the sequences, in order, without filler.
-    indices: tuple[int, ...]
-    # None without a reference model.
-    reference_logprobs: Tensor | None = None
-    # Both None without a critic.
-    values: Tensor | None = None
-    returns: Tensor | None = None
-    # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
-    # it predicts. The largest id of the type means "not known". None: no experts are known.
-    expert_ids: Tensor | None = None
-
-    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
-        tensors: dict[str, Any] = {
-            name: change(value)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name != "cu_seqlens"
-        }
-        return dataclasses.replace(self, **tensors)
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """Returns a copy on `device`, without waiting for the device."""
-        if device.type == "cpu":
-            return self
-        moved = self.map_tokens(lambda tensor: to_device(tensor, device))
-        return dataclasses.replace(moved, cu_seqlens=to_device(self.cu_seqlens, device))
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on `device`; pinned memory avoids a wait for the device's earlier work."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def build_micro_batch(
     sequences: Sequence[TrainingSequence],
     indices: Sequence[int],
@@ -204,34 +153,65 @@ def build_micro_batch(
     filler has zeros for each estimate that they have.
     """
     chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
-    total = sum(map(len, chosen))
-    filler = round_up(max(1, total), multiple) - total
-    if filler:
-        like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
-        chosen.append(_filler(filler, like))
-    lengths = np.array([len(sequence) for sequence in chosen])
-    ends = np.cumsum(lengths)
+    chosen += filler_to(multiple, sum(map(len, chosen)), sequences)
+    ends = np.cumsum([len(sequence) for sequence in chosen])
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])
-    weights = np.array([sequence.loss_weight for sequence in chosen], dtype=np.float32)
-    estimates = [sequence.estimates for sequence in chosen]
+    return joined(
+        chosen,
+        targets=_predicted(token_ids, ends),
+        starts=[0] * len(chosen),
+        places=range(len(chosen)),
+        indices=indices,
+    )
+
+
+def joined(
+    parts: Sequence[TrainingSequence],
+    *,
+    targets: npt.NDArray[np.int64],
+    starts: Sequence[int],
+    places: Sequence[int],
+    indices: Sequence[int],
+) -> MicroBatch:
+    """Joins `parts`, of which part n has the positions from `starts[n]` on of `indices[places[n]]`.
+
+    Filler has the place `len(indices)`. `targets` is [tokens].
+    """
+    lengths = np.array([len(part) for part in parts])
+    ends = np.cumsum(lengths)
+    weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
+    estimates = [part.estimates for part in parts]
+    first = np.repeat(ends - lengths - np.asarray(starts), lengths)
     return MicroBatch(
-        token_ids=_tensor(token_ids),
-        position_ids=_tensor(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
-        targets=_tensor(_predicted(token_ids, ends)),
-        loss_mask=_tensor(np.concatenate([sequence.loss_mask for sequence in chosen])),
+        token_ids=_tensor(np.concatenate([part.token_ids for part in parts])),
+        position_ids=_tensor(np.arange(ends[-1]) - first),
+        targets=_tensor(targets),
+        loss_mask=_tensor(np.concatenate([part.loss_mask for part in parts])),
         loss_weights=_tensor(np.repeat(weights, lengths)),
         advantages=_tensor(np.concatenate([one.advantages for one in estimates])),
-        behavior_logprobs=_tensor(np.concatenate([s.behavior_logprobs for s in chosen])),
-        lags=_tensor(np.concatenate([sequence.lags for sequence in chosen])),
-        sequence_ids=_tensor(np.repeat(np.arange(len(chosen)), lengths)),
+        behavior_logprobs=_tensor(np.concatenate([part.behavior_logprobs for part in parts])),
+        lags=_tensor(np.concatenate([part.lags for part in parts])),
+        sequence_ids=_tensor(np.repeat(np.asarray(places), lengths)),
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),
         indices=tuple(indices),
         reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
         values=_tensor(_joined_or_none([e.values for e in estimates])),
         returns=_tensor(_joined_or_none([e.returns for e in estimates])),
-        expert_ids=_expert_ids(chosen),
+        expert_ids=_expert_ids(parts),
     )
+
+
+def filler_to(
+    multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
+) -> list[TrainingSequence]:
+    """Returns the filler that completes `num_tokens` to a multiple, at least one token; or none.
+
+    It has no loss, and zeros for each estimate that `sequences` have.
+    """
+    missing = round_up(max(1, num_tokens), multiple) - num_tokens
+    like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
+    return [_filler(missing, like)] if missing else []
 
 
 def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:

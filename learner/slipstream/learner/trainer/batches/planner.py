@@ -31,14 +31,15 @@ def plan_micro_batches(
     dp_size: int,
     multiple: int = 1,
     attention_length: float = math.inf,
+    squares: Sequence[int] | None = None,
 ) -> Plan:
     """Assigns sequences to micro batches of at most `max_tokens`, the same number for each rank.
 
     There are as few micro batches as the search finds. The ranks get about equal work, and the n-th
     micro batches of all ranks too, as far as the token limit allows. A sequence of l tokens costs
-    l + l² / `attention_length`. The number of micro batches of a rank is a multiple of `multiple`;
-    some may be empty to reach it. The same lengths give the same plan. Raises ConfigError when a
-    sequence is longer than `max_tokens`.
+    l + l² / `attention_length`; `squares` has other numbers in place of l². The number of micro
+    batches of a rank is a multiple of `multiple`; some may be empty to reach it. The same lengths
+    give the same plan. Raises ConfigError when a sequence is longer than `max_tokens`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     too_long = int(sizes.max(initial=0))
@@ -46,7 +47,10 @@ def plan_micro_batches(
         raise ConfigError(
             f"a sequence of {too_long} tokens does not fit learner.micro_batch_tokens {max_tokens}"
         )
-    costs = np.rint(_UNITS * (sizes + sizes * (sizes / attention_length))).astype(np.int64)
+    pairs = sizes * (sizes / attention_length)
+    if squares is not None:
+        pairs = np.asarray(squares) / attention_length
+    costs = np.rint(_UNITS * (sizes + pairs)).astype(np.int64)
     longest_first = np.argsort(-sizes, kind="stable")
     work = _Work(sizes[longest_first].tolist(), costs[longest_first].tolist(), max_tokens)
     plan = _plan(work, dp_size, multiple)

@@ -1,6 +1,6 @@
-"""Packed sequences with the experts to which their tokens are routed.
+"""Packed sequences with the experts to which their tokens are routed, or with paths.
 
-The class inherits from Megatron's, so import this module only after `compat.install`.
+The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from slipstream.learner.trainer.batches.micro_batch import Paths
 from torch import Tensor
 
 
@@ -21,3 +22,16 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
 
     # The ids of `MicroBatch.expert_ids`; None: the routers choose.
     expert_ids: Tensor | None = None
+
+
+@dataclass
+class SharedSequences(RoutedSequences):
+    """What Megatron passes to every layer with a micro batch of shared beginnings.
+
+    For the rotary embedding the micro batch is one sequence, whose angles `PrefixSharing` arranges
+    by token. The true bounds are in `bounds` and `paths`.
+    """
+
+    bounds: Tensor | None = None
+    max_queries: int = 0
+    paths: Paths | None = None

@@ -45,6 +45,7 @@ from slipstream.protocol.checkpoints import (
     write_manifest,
 )
 from slipstream.protocol.errors import CheckpointError
+from slipstream.protocol.run_folder import CHECKPOINTS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import dump_config
 from slipstream.protocol.types import PolicyVersion
@@ -99,7 +100,7 @@ class Checkpointer:
         self._settings = config.checkpoint
         self._ranks = ranks
         self._models = tuple(models)
-        self._folder = config.run_dir / "checkpoints"
+        self._folder = config.run_dir / CHECKPOINTS
         self._disk = DiskWork(self._folder, ranks)
         self._host = HostCopies(ranks.device, part_elements=part_elements)
         self._write: _Write | None = None

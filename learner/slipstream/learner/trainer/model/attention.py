@@ -49,8 +49,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
 
-        Under context parallelism packed tokens are this rank's, and `cu_seqlens_q` gives the
-        bounds of the whole sequences; the call is then collective over the context parallel group.
+        With other `cu_seqlens_kv` than `cu_seqlens_q` a sequence has more keys than queries, and
+        its last keys belong to its queries. Under context parallelism packed tokens are this
+        rank's, and `cu_seqlens_q` gives the bounds of the whole sequences; the call is then
+        collective over the context parallel group.
         """
         if packed_seq_params is None:
             assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
@@ -58,10 +60,22 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             return self._attend(*rows).transpose(0, 1).flatten(2)
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         size = self.cp_group.size()
+        if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
+            assert size == 1, "shared beginnings are not split over ranks"
+            key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
+            return self._by_groups(
+                query, key, value, *_path_groups(bounds, key_bounds, query.device)
+            )
         if size > 1:
             key = _GatheredTokens.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = _GatheredTokens.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
         groups, order = _length_groups(bounds, self.cp_group.rank(), size, query.device)
+        return self._by_groups(query, key, value, groups, order)
+
+    def _by_groups(
+        self, query: Tensor, key: Tensor, value: Tensor, groups: list[_LengthGroup], order: Tensor
+    ) -> Tensor:
+        """Attends group by group; returns [tokens, heads * dim]."""
         parts = [
             self._attend(
                 _rows(query, group.queries),
@@ -157,6 +171,35 @@ def _length_groups(
         mask = (seen_by[:, :, None] >= whole[:, None]) & is_token[:, None]
         keys = gathered_places(bounds, size)[whole]
         group = _LengthGroup(own, is_own, keys, mask[:, None])
+        groups.append(_LengthGroup(*(tensor.to(device) for tensor in vars(group).values())))
+        found.append(own[is_own])
+    return groups, torch.cat(found).argsort().to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _path_groups(
+    bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
+) -> tuple[list[_LengthGroup], Tensor]:
+    """Groups segments with similar numbers of queries and keys; the last keys are the queries'.
+
+    Returns the same as `_length_groups`.
+    """
+    by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    for queries, keys in zip(
+        itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True
+    ):
+        sizes = [end - start for start, end in (queries, keys)]
+        kind = ((sizes[0] - 1).bit_length(), (sizes[1] - 1).bit_length())
+        by_class.setdefault(kind, []).append((queries, keys))
+    groups, found = [], []
+    for members in by_class.values():
+        own, is_own = _places([queries for queries, _ in members])
+        seen, is_seen = _places([keys for _, keys in members])
+        lengths = torch.tensor([(q[1] - q[0], k[1] - k[0]) for q, k in members])
+        before = (lengths[:, 1] - lengths[:, 0])[:, None, None]
+        rows, columns = torch.arange(own.shape[1]), torch.arange(seen.shape[1])
+        mask = (columns <= before + rows[:, None]) & is_seen[:, None]
+        group = _LengthGroup(own, is_own, seen, mask[:, None])
         groups.append(_LengthGroup(*(tensor.to(device) for tensor in vars(group).values())))
         found.append(own[is_own])
     return groups, torch.cat(found).argsort().to(device)

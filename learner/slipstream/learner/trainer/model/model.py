@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from slipstream.learner.trainer.model.logprobs import defer_projection, output_weight
@@ -21,6 +22,9 @@ from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class ParallelModel:
     # Element type of the logits; None: that of the parameters.
     logits_dtype: torch.dtype | None
     memory: HostMemory
+    # None: common beginnings of sequences are computed once for each sequence.
+    sharing: PrefixSharing | None
 
     @property
     def sequence_multiple(self) -> int:

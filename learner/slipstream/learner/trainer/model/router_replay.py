@@ -163,15 +163,18 @@ def routing_metrics(
 def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
     """Returns the share of tokens whose experts are not known.
 
-    The last token of each trajectory is left out: nothing is predicted after it, so engines do not
+    The last token of each sequence is left out: nothing is predicted after it, so engines do not
     compute it.
     """
-    recorded = [
-        int(np.count_nonzero(t.routed_experts.is_recorded[:-1])) if t.routed_experts else 0
-        for t in trajectories
-    ]
-    total = sum(max(0, len(t.token_ids) - 1) for t in trajectories)
-    return 1.0 - sum(recorded) / total if total else 1.0
+    recorded, total = 0, 0
+    for trajectory in trajectories:
+        routed = trajectory.routed_experts
+        is_recorded = None if routed is None else routed.is_recorded
+        for part in trajectory.sequences():
+            total += max(0, part.tokens.stop - part.tokens.start - 1)
+            if is_recorded is not None:
+                recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))
+    return 1.0 - recorded / total if total else 1.0
 
 
 def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
-from slipstream.learner.trainer.batches.packing import MicroBatch, TrainingSequence, to_device
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
+from slipstream.learner.trainer.batches.packing import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
@@ -125,14 +127,14 @@ def run_schedule(
         model.ranks.activity.note()
         place = next(places)
         micro_batch = placed[place]
-        output = chunk(
-            micro_batch.token_ids[None],
-            micro_batch.position_ids[None],
-            None,
-            packed_seq_params=_packed(micro_batch, model.ranks.cp_size),
-            **in_model_precision,
-        )
-
+        with nullcontext() if model.sharing is None else model.sharing.positions_of(micro_batch):
+            output = chunk(
+                micro_batch.token_ids[None],
+                micro_batch.position_ids[None],
+                None,
+                packed_seq_params=_packed(micro_batch, model.ranks.cp_size),
+                **in_model_precision,
+            )
         return output, functools.partial(finish, place, micro_batch)
 
     # Only Megatron's wrapper for half precision has `fp32_output`; true would make a larger copy.
@@ -157,6 +159,10 @@ def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
     """Returns the bounds of the sequences for the attention, with the experts for the routers."""
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
+    if micro_batch.paths is not None:
+        from slipstream.learner.trainer.model.prefix_sharing import shared_sequences
+
+        return shared_sequences(micro_batch, micro_batch.paths)
     packed = RoutedSequences(
         qkv_format="thd",
         cu_seqlens_q=micro_batch.cu_seqlens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -10,21 +9,34 @@ import numpy as np
 import torch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.packing import (
-    MicroBatch,
     TokenEstimates,
     TrainingSequence,
     build_micro_batch,
     round_up,
 )
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
+from slipstream.learner.trainer.batches.prefix_tree import (
+    Bundle,
+    Families,
+    num_squares,
+    num_tokens,
+    saved_by,
+)
+from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
-from slipstream.protocol.types import LogprobArray, Trajectory
+from slipstream.protocol.types import LogprobArray, TokenSequence
 from torch import Tensor
 
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
 # and [] on the other stages.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
+
+# Shares of a micro batch that the longest bundle takes.
+_PARTS = (1, 2, 4, 8)
+# A micro batch costs its tokens and this part of the largest one.
+_LAUNCH = 32
 
 
 def batch_outputs(
@@ -32,7 +44,8 @@ def batch_outputs(
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    Each is float32 [sampled tokens], with 0 for a sampled first token, which nothing predicts. The
+    Each is float32 [sampled tokens], with 0 for the sampled first token of a sequence, which
+    nothing predicts. The
     layout of `model` must be in force; each replica computes its share. Collective: besides the
     model's own messages, it sums 4 bytes for each sampled token of the batch over all ranks.
     """
@@ -41,10 +54,10 @@ def batch_outputs(
         for trajectory in batch.trajectories
     ]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
-    found = masked_outputs(model, sequences, forward, max_tokens=max_tokens)
+    found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens))
     return [
-        _sampled_outputs(trajectory, outputs)
-        for trajectory, outputs in zip(batch.trajectories, found, strict=True)
+        np.concatenate([_sampled_outputs(part, next(found)) for part in trajectory.sequences()])
+        for trajectory in batch.trajectories
     ]
 
 
@@ -70,10 +83,10 @@ def masked_outputs(
             # Each context parallel rank has some values; the sum over all ranks completes them.
             row = torch.zeros(bounds[-1], dtype=torch.float32)
             row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
-            for part, index in zip(
-                itertools.starmap(slice, pairwise(bounds)), whole.indices, strict=False
-            ):
-                found[starts[index] : starts[index + 1]] = row[part][whole.loss_mask[part]]
+            places = whole.sequence_ids[whole.loss_mask]
+            masked = row[whole.loss_mask]
+            for place, index in enumerate(whole.indices):
+                found[starts[index] : starts[index + 1]] = masked[places == place]
     ranks.sum(found)
     return [found[start:end].numpy() for start, end in pairwise(starts)]
 
@@ -98,10 +111,18 @@ def _packed(
     max_tokens: int,
 ) -> list[MicroBatch]:
     """Returns this replica's whole micro batches, which context parallel ranks share."""
+    ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
+    if model.sharing is not None:
+        chosen = _shared_plan(model, sequences, members, max_tokens=limit)
+        if chosen is not None:
+            return [
+                build_tree_micro_batch(sequences, chosen_bundles, multiple=model.token_multiple)
+                for chosen_bundles in chosen[ranks.dp_rank]
+            ]
     plan = plan_micro_batches(
         [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
-        max_tokens=max_tokens * model.ranks.cp_size,
-        dp_size=model.ranks.dp_size,
+        max_tokens=limit,
+        dp_size=ranks.dp_size,
         multiple=model.micro_batch_multiple,
         attention_length=model.attention_length,
     )
@@ -112,10 +133,49 @@ def _packed(
             multiple=model.token_multiple,
             sequence_multiple=model.sequence_multiple,
         )
-        for places in plan[model.ranks.dp_rank]
+        for places in plan[ranks.dp_rank]
     ]
 
 
-def _sampled_outputs(trajectory: Trajectory, found: LogprobArray) -> LogprobArray:
-    unpredicted = trajectory.num_sampled_tokens - len(found)
+def _shared_plan(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[int],
+    *,
+    max_tokens: int,
+) -> list[list[list[Bundle]]] | None:
+    """Returns the bundles of each micro batch of each replica; None if nothing can be shared.
+
+    Long bundles share most, short ones fill micro batches and replicas evenly: bundles of several
+    lengths are planned, and the plan with the least work is taken.
+    """
+    assert model.sharing is not None
+    families = Families(sequences, members, min_shared=model.sharing.min_tokens)
+    if not families.share:
+        return None
+    found = []
+    for parts in _PARTS:
+        made = families.bundles(max_tokens // parts)
+        sizes = [num_tokens(bundle) for bundle in made]
+        plan = plan_micro_batches(
+            sizes,
+            max_tokens=max_tokens,
+            dp_size=model.ranks.dp_size,
+            multiple=model.micro_batch_multiple,
+            attention_length=model.attention_length,
+            squares=[num_squares(bundle) for bundle in made],
+        )
+        work = max(
+            sum(sum(sizes[place] for place in places) + max_tokens // _LAUNCH for places in bins)
+            for bins in plan
+        )
+        chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
+        found.append((work, parts, chosen, saved_by(sequences, members, made)))
+    _, _, best, saved = min(found, key=lambda one: one[:2])
+    model.sharing.note(saved)
+    return best
+
+
+def _sampled_outputs(part: TokenSequence, found: LogprobArray) -> LogprobArray:
+    unpredicted = part.sampled.stop - part.sampled.start - len(found)
     return np.concatenate([np.zeros(unpredicted, dtype=np.float32), found])

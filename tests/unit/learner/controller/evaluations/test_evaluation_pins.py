@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import FleetHandlers, ServerSession
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-from support.rigs.publishing_scene import READY, joined, nothing, progress_of, sent
+from support.fakes.memory_queue import MemoryQueue
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import READY, joined, nothing, run_of, sent
 
 
 class Rig:
@@ -31,37 +29,23 @@ class Rig:
     def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
         self.tasks, self.results = tasks, list[EvaluationResult]()
-        self.progress = progress_of(
+        self.run = run_of(
             run={"name": "r", "steps": 10, "dir": str(folder)},
             algorithm={**algorithm, "learning_rate": 1e-3},
             evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
         )
-        self.book = LeaseBook(attempts_per_lease=7, **algorithm, num_steps=10)
-        self.environments = EnvironmentBook(seed=0, max_failed_groups=3)
-        for spec in environment_specs(self.progress.config, search_path=""):
+        queue = AccountedReceiver(MemoryQueue(1 << 20).receiver())
+        books = books_of(self.run, journal=journal, queue=queue)
+        self.book, self.environments, self.fleet = books.leases, books.environments, books.fleet
+        for spec in environment_specs(self.run.config, search_path=""):
             self.environments.add(spec)
-        self.fleet = Fleet(self.progress)
-        queue, ledger = AccountedReceiver(MemoryQueue(1 << 20).receiver()), TokenLedger()
-        intake = Intake(
-            self.progress,
-            self.book,
-            self.environments,
-            self.fleet,
-            journal,
-            ledger,
-            queue,
-            Endings(journal, ledger, queue),
-        )
-        self.publisher = Publisher(self.fleet, self.progress, tasks)
+        intake = Intake(self.run, books, Endings(journal, books.ledger, queue))
+        self.publisher = Publisher(self.fleet, self.run, tasks)
         self.fleet.handlers = FleetHandlers(*[nothing] * 7)
-        scheduler = Scheduler(
-            self.progress, self.book, self.environments, self.fleet, journal, queue, nothing
-        )
+        scheduler = Scheduler(self.run, books, nothing)
         self.evaluator = Evaluator(
-            self.progress,
-            self.book,
-            self.environments,
-            self.fleet,
+            self.run,
+            books,
             intake,
             self.publisher,
             scheduler,
@@ -117,7 +101,7 @@ async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
         rig.serve(first, 0)
         rig.turn()
         assert rig.publisher.pinned == {second.key}
-        rig.progress.version = PolicyVersion(0, 1)
+        rig.run.progress.reached(PolicyVersion(0, 1))
         assert rig.publisher.due() == [first]
         rig.load(first)
         rig.load(second)
@@ -133,7 +117,7 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         session = rig.joined("only")
         rig.serve(session, 0)
         rig.turn()
-        rig.progress.version = PolicyVersion(0, 1)
+        rig.run.progress.reached(PolicyVersion(0, 1))
         rig.evaluator.step_done(1)
         # The round keeps the server from new versions, so the round must not wait for one.
         assert rig.publisher.due() == []
@@ -167,7 +151,7 @@ async def test_a_server_with_an_order_for_another_version_is_not_measured(
         session = rig.joined("only")
         rig.load(session)
         rig.serve(session, 0)
-        rig.progress.version = PolicyVersion(0, 1)
+        rig.run.progress.reached(PolicyVersion(0, 1))
         preparing = await rig.asked()
         rig.ready(session)
         assert await preparing is not None
@@ -184,7 +168,7 @@ async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(
         rig = Rig(tmp_path, journal, tasks)
         session = rig.joined("only")
         rig.serve(session, 0)
-        rig.progress.version = PolicyVersion(0, 1)
+        rig.run.progress.reached(PolicyVersion(0, 1))
         preparing = await rig.asked()
         rig.turn()
         assert rig.publisher.pinned == {session.key}

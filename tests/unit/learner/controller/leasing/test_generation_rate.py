@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
-from slipstream.learner.controller.records.history import RunHistory, ServerTokens
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 from support.fakes.small_configs import config_of
 
@@ -43,8 +45,10 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
     recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, EventLog())
     history = RunHistory()
     # The second had delivered more than its last heartbeat said.
-    history.servers[("a", 1)] = ServerTokens(generated=700, received=600)
-    history.servers[("a", 2)] = ServerTokens(generated=100, received=300)
+    for epoch, reported, received in ((1, 700, 600), (2, 100, 300)):
+        count = history.servers.join(ServerKey(ServerId("a"), epoch))
+        count.reported, count.received = reported, received
+    history.servers.all_died()
     recorder.restore(history)
     report = fleet_pb2.ServerReport()
     report.busy_intervals.add(start_s=100.0, end_s=101.0)

@@ -32,7 +32,6 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SlowDisk(monkeypatch)
-    rig.progress.trainer_registered = True
     first = rig.serving("first", 0, max_episodes=2)
     disk.hold()
     leasing = asyncio.create_task(rig.scheduler.lease_forever(recheck_s=60.0))
@@ -40,7 +39,7 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
     order = asyncio.ensure_future(anext(orders))
     await asyncio.to_thread(disk.wait_begun)
     second = rig.serving("second", 0, max_episodes=2)
-    rig.progress.signal.notify()
+    rig.run.signal.notify()
     await several_turns()
     assert not order.done()
     # Orders of a publish do not wait for the disk, others do.
@@ -66,7 +65,6 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
 async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(monkeypatch)
     rig = Rig(tmp_path, Journal(tmp_path / "journal"))
-    rig.progress.trainer_registered = True
     session = rig.serving("a", 0)
     disk.fails = True
     leasing = asyncio.create_task(rig.scheduler.lease_forever())
@@ -84,7 +82,6 @@ async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SlowDisk(monkeypatch)
-    rig.progress.trainer_registered = True
     session = rig.serving("a", 0, max_episodes=2)
     disk.hold()
     leasing = asyncio.create_task(rig.scheduler.lease_forever())
@@ -121,7 +118,7 @@ async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_d
     history = read_history(read_records(rig.folder))
     assert set(history.open_groups) == {first.group_id, again.group_id}
     assert history.environments["e"].next_number == 2
-    assert "leased afresh" in rig.progress.events._events[-1].text
+    assert "leased afresh" in rig.run.events._events[-1].text
 
 
 async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Rig) -> None:
@@ -129,7 +126,7 @@ async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Ri
     await rig.lease()
     leased = [order.group_id for order in rig.orders(lost)]
     rig.lose(lost)
-    rig.progress.events._events.clear()
+    rig.run.events._events.clear()
     other = rig.serving("b", 0)
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == leased

@@ -19,13 +19,13 @@ from support.rigs.publishing_scene import (
     SERVING,
     Scene,
     next_order,
-    progress_of,
     publishing,
+    run_of,
 )
 
 
 def texts(scene: Scene) -> list[str]:
-    return [event.text for event in scene.progress.events._events]
+    return [event.text for event in scene.run.events._events]
 
 
 def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
@@ -58,19 +58,19 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
 
 
 async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> None:
-    async with publishing(progress_of(weights={"bucket_deadline_s": 0.3})) as scene:
+    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
         # The late server goes on as it is.
         assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
         (told,) = [text for text in texts(scene) if "left out" in text]
         assert told.startswith("rollout server b is left out of the publish of version 1: not rea")
-        assert told.endswith("it goes on with version 0")
+        assert told.endswith("it keeps version 0")
         assert late not in scene.publisher.due()
         # The late server is not asked again before its answer has come.
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
         assert late.outbox.pop() is None
-        changed = asyncio.create_task(scene.progress.signal.wait(10))
+        changed = asyncio.create_task(scene.run.signal.wait(10))
         await asyncio.sleep(0)
         say(scene, late, question, READY)
         await changed
@@ -83,7 +83,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
 
 async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not_wait() -> None:
     async with publishing(
-        progress_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6})
+        run_of(weights={"bucket_deadline_s": 0.3, "join_deadline_s": 0.6})
     ) as scene:
         late = await two_that_serve(scene)
         await order_without(scene, late)
@@ -98,22 +98,22 @@ async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not
 
 
 async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
-    progress = progress_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
-    async with publishing(progress) as scene:
+    run = run_of(weights={"bucket_deadline_s": 0.001, "join_deadline_s": 0.002})
+    async with publishing(run) as scene:
         for number in range(MAX_FAILED_WHILE_NONE_SERVES):
-            assert not progress.is_over
+            assert not run.progress.is_over
             if number:
                 scene.joined("a")
             assert await scene.publisher.prepare() is None
             while scene.fleet.sessions:
                 await asyncio.sleep(0)
-    assert progress.state == status_pb2.RUN_STATE_FAILED
-    assert "16 publishes in a row to a failed, the last one: it did not say" in progress.cause
+    assert run.progress.state == status_pb2.RUN_STATE_FAILED
+    assert "16 publishes in a row to a failed, the last one: it did not say" in run.progress.cause
 
 
 async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> None:
     async with publishing(
-        progress_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6})
+        run_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6})
     ) as scene:
         assert await scene.publisher.prepare() is None
         scene.fleet.drains(scene.session, "SIGTERM")
@@ -141,7 +141,7 @@ async def sent_to_both(
 
 
 async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
-    async with publishing(progress_of(weights={"bucket_deadline_s": 0.3})) as scene:
+    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         publish_id, receipt = await sent_to_both(scene, late)
         assert list(receipt.serving) == ["a"]
@@ -176,7 +176,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
     digests: list[bytes],
 ) -> None:
     settings = {"bucket_deadline_s": 0.3, "join_deadline_s": 1.0}
-    async with publishing(progress_of(weights=settings)) as scene:
+    async with publishing(run_of(weights=settings)) as scene:
         late = await two_that_serve(scene)
         publish_id, _ = await sent_to_both(scene, late)
         scene.make_version(2)
@@ -211,7 +211,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
 
 
 async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
-    async with publishing(progress_of(weights={"bucket_deadline_s": 0.3})) as scene:
+    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         await scene.serve()
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
@@ -229,7 +229,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
 
 
 async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
-    async with publishing(progress_of()) as scene:
+    async with publishing(run_of()) as scene:
         broken = await two_that_serve(scene)
 
         async def failing(*sessions: ServerSession) -> list[str]:

@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_PUBLISHES
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
     DIGESTS,
@@ -19,20 +20,21 @@ from support.rigs.publishing_scene import (
     SERVING,
     Scene,
     next_order,
-    progress_of,
     publishing,
+    run_of,
+    whole,
 )
 
 
 @pytest.fixture
-def progress() -> RunProgress:
-    return progress_of()
+def run() -> Run:
+    return run_of()
 
 
 async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         assert order.begun
@@ -59,9 +61,9 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
 
 @pytest.mark.parametrize("has_sent", [True, False])
 async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
-    has_sent: bool, progress: RunProgress
+    has_sent: bool, run: Run
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id) if has_sent else None
@@ -72,9 +74,9 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
 
 
 async def test_servers_are_asked_while_the_trainer_makes_the_version(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
@@ -91,9 +93,9 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
 
 
 async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
@@ -106,8 +108,8 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
         assert scene.sent() == []
 
 
-async def test_an_answer_counts_for_one_publish_alone(progress: RunProgress) -> None:
-    async with publishing(progress) as scene:
+async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
+    async with publishing(run) as scene:
         await scene.serve()
         for _ in range(2):
             scene.publisher.ask_ahead(PolicyVersion(0, 1))
@@ -122,9 +124,9 @@ async def test_an_answer_counts_for_one_publish_alone(progress: RunProgress) -> 
 
 @pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
 async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
-    progress: RunProgress, unknown: str
+    run: Run, unknown: str
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         scene.trainer.ClearField(unknown)
         order = await scene.ordered()
@@ -134,10 +136,10 @@ async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
         assert scene.sent() == []
 
 
-async def test_nobody_stands_still_while_a_probe_is_scored(progress: RunProgress) -> None:
-    async with publishing(progress) as scene:
+async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
+    async with publishing(run) as scene:
         await scene.serve()
-        scene.publisher.totals.publishes = progress.config.weights.verify_every
+        scene.publisher.totals.publishes = run.config.weights.verify_every
         order = await scene.ordered()
         assert order.verify
         assert not order.begun
@@ -145,9 +147,9 @@ async def test_nobody_stands_still_while_a_probe_is_scored(progress: RunProgress
 
 
 async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
@@ -160,9 +162,9 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
 
 
 async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.sent()
@@ -185,9 +187,9 @@ async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publ
     ],
 )
 async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
-    progress: RunProgress, report: dict[str, Any], result: dict[str, Any]
+    run: Run, report: dict[str, Any], result: dict[str, Any]
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.sent()
@@ -200,9 +202,9 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
 
 
 async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         scene.fleet.remove(scene.session, "its stream ended")
@@ -212,9 +214,9 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
 
 
 async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         scene.trainer.ClearField("bucket_digests")
         assert not (await scene.ordered()).begun
@@ -224,9 +226,9 @@ async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
 
 
 async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         first = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
         second = await scene.ordered()
@@ -235,19 +237,40 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
 
 
 async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
         assert scene.sent() == ["receive"]
         scene.publisher.trainer_lost()
 
 
+async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scene = Scene(run, tasks)
+        servers = [scene.session, scene.joined("b"), scene.joined("c")]
+        start = scene.start_of(await scene.ordered(*servers))
+        tensors = [TensorSpec(f"w{number}", "float32", (4, 4)) for number in range(16)]
+        start.layout.CopyFrom(layout_to_pb(tensors, 64))
+        scene.publisher.start(start)
+        for other in servers[1:]:
+            # The first one's was read when it was asked.
+            assert other.outbox.pop().WhichOneof("message") == "prepare"
+        orders = [server.outbox.pop() for server in servers]
+        assert len({id(each.shared) for each in orders}) == 1
+        assert len(orders[0].shared) > len(start.layout.SerializeToString()) > 0
+        received = [whole(each).receive for each in orders]
+        assert all(each.layout == start.layout for each in received)
+        assert {each.order.publish_id for each in received} == {start.publish_id}
+        assert sorted(each.first_rank for each in received) == [1, 2, 3]
+        scene.publisher.trainer_lost()
+
+
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         assert scene.session.state == fleet_pb2.SERVER_STATE_LOADING
@@ -264,9 +287,9 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
 
 
 async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id)
@@ -282,9 +305,9 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
 
 
 async def test_a_server_that_took_its_weights_back_is_sent_them_again(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         scene.say("p000000", FAILED, message="of another publish")
         assert scene.session.is_serving
@@ -296,9 +319,9 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(
 
 
 async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         finishing = scene.finish(order.publish_id)
@@ -321,32 +344,32 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
 
 
 async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await fail_all_of_its_life(scene, scene.session)
-        assert not progress.is_over
+        assert not run.progress.is_over
         await fail_all_of_its_life(scene, scene.joined("a"))
-        assert progress.state == status_pb2.RUN_STATE_FAILED
-        assert progress.cause == (
+        assert run.progress.state == status_pb2.RUN_STATE_FAILED
+        assert run.progress.cause == (
             "no rollout server serves, and 16 publishes in a row to a failed, the last one: "
             "the learner could not send: nobody came"
         )
 
 
 async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.pin(scene.session)
         for _ in range(3):
             await fail_all_of_its_life(scene, scene.joined("b"))
-        assert not progress.is_over
+        assert not run.progress.is_over
 
 
-async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) -> None:
-    async with publishing(progress) as scene:
+async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
+    async with publishing(run) as scene:
         leaving, staying = scene.session, scene.joined("b")
         assert scene.publisher.due() == [leaving, staying]
         preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
@@ -363,9 +386,9 @@ async def test_a_server_that_drains_is_sent_no_weights(progress: RunProgress) ->
 
 
 async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
         scene.fleet.drains(scene.session, "SIGTERM")
@@ -379,9 +402,9 @@ async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and
 
 
 async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    async with publishing(progress) as scene:
+    async with publishing(run) as scene:
         leaving, staying = scene.session, scene.joined("b")
         order = await scene.ordered(leaving, staying)
         scene.fleet.remove(leaving, "its stream ended")
@@ -391,8 +414,8 @@ async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_
         assert (await scene.ordered(staying)).new_communicator
 
 
-async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: RunProgress) -> None:
-    async with publishing(progress) as scene:
+async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> None:
+    async with publishing(run) as scene:
         order = await scene.ordered()
         question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
         start = trainer_pb2.PublishStart(publish_id=order.publish_id)
@@ -408,8 +431,8 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(progress: Run
         assert scene.publisher.start(other) == []
 
 
-async def test_a_server_that_is_gone_is_not_there_any_more(progress: RunProgress) -> None:
-    async with publishing(progress) as scene:
+async def test_a_server_that_is_gone_is_not_there_any_more(run: Run) -> None:
+    async with publishing(run) as scene:
         order = await scene.ordered()
         scene.publisher.start(trainer_pb2.PublishStart(publish_id=order.publish_id))
         scene.fleet.remove(scene.session, "killed")

@@ -11,7 +11,7 @@ from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, Se
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-from support.rigs.publishing_scene import DIGESTS, joined, next_order, nothing, progress_of
+from support.rigs.publishing_scene import DIGESTS, joined, next_order, nothing, run_of
 
 
 def report_of(publish_id: str, phase: str) -> fleet_pb2.PublishReport:
@@ -31,12 +31,10 @@ class Adapted:
     """A run that publishes adapters alone where it may, with one publish after the other."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.progress = progress_of(
-            lora={"rank": 8, "publish": "adapters"}, weights={"verify_every": 1000}
-        )
-        self.fleet = Fleet(self.progress)
+        self.run = run_of(lora={"rank": 8, "publish": "adapters"}, weights={"verify_every": 1000})
+        self.fleet = Fleet(self.run)
         self.fleet.handlers = FleetHandlers(*[nothing] * 7)
-        self.publisher = Publisher(self.fleet, self.progress, tasks)
+        self.publisher = Publisher(self.fleet, self.run, tasks)
         self._tasks = tasks
         self._communicator_id = ""
 
@@ -51,11 +49,11 @@ class Adapted:
 
         `meanwhile` is called between commit and probe.
         """
-        self.progress.version = PolicyVersion(0, self.progress.version.step + 1)
+        self.run.progress.reached(PolicyVersion(0, self.run.progress.version.step + 1))
         for session in sessions:
             session.retry_publish_s = 0.0
         trainer = trainer_pb2.NextRequest(
-            version=version_to_pb(self.progress.version),
+            version=version_to_pb(self.run.progress.version),
             communicator_id=self._communicator_id,
             bucket_digests=DIGESTS,
         )

@@ -6,16 +6,15 @@ import time
 from typing import Any
 
 import pytest
-from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.progress import RunProgress
 from slipstream.learner.controller.publishing.transport_choice import choose_for, misfit
+from slipstream.learner.controller.run import Run
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import weights_pb2
 
 
 @pytest.fixture
-def progress(request: pytest.FixtureRequest) -> RunProgress:
+def run(request: pytest.FixtureRequest) -> Run:
     values: dict[str, Any] = {
         "run": {"name": "placed", "steps": 1},
         "model": {"path": "model"},
@@ -23,57 +22,57 @@ def progress(request: pytest.FixtureRequest) -> RunProgress:
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
         "weights": {"transport": request.param},
     }
-    return RunProgress("placed", parse_config(values, source="test"), EventLog())
+    return Run.of(parse_config(values, source="test"), "placed")
 
 
 def place(host: str, *gpus: str) -> weights_pb2.Place:
     return weights_pb2.Place(host_id=host, cards=gpus)
 
 
-@pytest.mark.parametrize("progress", ["auto"], indirect=True)
+@pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    progress.learner_places = (Place("here", ("GPU-0",)),)
+    run.progress.trainer_registered((Place("here", ("GPU-0",)),))
     servers = {
         "a": place("here", "GPU-0"),
         "b": place("there", "GPU-7"),
         "c": place("here", "GPU-1"),
     }
-    transport, (a, b, c) = choose_for(progress, servers)
+    transport, (a, b, c) = choose_for(run, servers)
     assert (transport, a, c) == ("ipc", "", "")
     assert "b runs on another one" in b
-    assert choose_for(progress, {"b": servers["b"]}) == ("nccl", [""])
+    assert choose_for(run, {"b": servers["b"]}) == ("nccl", [""])
 
 
-@pytest.mark.parametrize("progress", ["nccl"], indirect=True)
+@pytest.mark.parametrize("run", ["nccl"], indirect=True)
 def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    assert misfit(progress, "a", place("here", "GPU-0")) == ""
-    progress.learner_places = (Place("here", ("GPU-0",)),)
-    assert "joins no two processes on one GPU" in misfit(progress, "a", place("here", "GPU-0"))
-    assert misfit(progress, "b", place("here", "GPU-1")) == ""
+    assert misfit(run, "a", place("here", "GPU-0")) == ""
+    run.progress.trainer_registered((Place("here", ("GPU-0",)),))
+    assert "joins no two processes on one GPU" in misfit(run, "a", place("here", "GPU-0"))
+    assert misfit(run, "b", place("here", "GPU-1")) == ""
 
 
-@pytest.mark.parametrize("progress", ["auto"], indirect=True)
+@pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(
-    progress: RunProgress,
+    run: Run,
 ) -> None:
-    progress.learner_places = (Place("here", ("GPU-0",), {"NCCL_CUMEM_ENABLE": "0"}),)
+    run.progress.trainer_registered((Place("here", ("GPU-0",), {"NCCL_CUMEM_ENABLE": "0"}),))
     server = place("there", "GPU-7")
     server.nccl["NCCL_CUMEM_ENABLE"] = "1"
     said = "NCCL_CUMEM_ENABLE is 0 in trainer rank 0 and 1 in b: set it on both, or on neither"
-    assert said in misfit(progress, "b", server)
+    assert said in misfit(run, "b", server)
     server.nccl["NCCL_CUMEM_ENABLE"] = "0"
-    assert misfit(progress, "b", server) == ""
+    assert misfit(run, "b", server) == ""
 
 
-@pytest.mark.parametrize("progress", ["auto"], indirect=True)
-def test_a_large_fleet_that_fits_is_looked_at_once(progress: RunProgress) -> None:
-    progress.learner_places = tuple(Place("here", (f"GPU-{n}",)) for n in range(64))
+@pytest.mark.parametrize("run", ["auto"], indirect=True)
+def test_a_large_fleet_that_fits_is_looked_at_once(run: Run) -> None:
+    run.progress.trainer_registered(tuple(Place("here", (f"GPU-{n}",)) for n in range(64)))
     servers = {f"s{n}": place(f"h{n}", f"GPU-{1000 + n}") for n in range(512)}
     begun_s = time.thread_time()
-    assert choose_for(progress, servers) == ("nccl", [""] * 512)
+    assert choose_for(run, servers) == ("nccl", [""] * 512)
     # One after another takes 0.14 s, before each step's publish.
     assert time.thread_time() - begun_s < 0.05

@@ -46,7 +46,7 @@ async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(
     assert told.startswith(f"{path} was removed or damaged under the live run (")
     assert lack in told
     rest = "; remove what is left" if (path / "manifest.json").exists() else ""
-    assert told.endswith(f"){rest}: a resume goes on from version 30")
+    assert told.endswith(f"){rest}: a resume begins from version 30")
 
 
 async def test_the_last_checkpoint_that_goes_is_told_as_well(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ async def test_the_last_checkpoint_that_goes_is_told_as_well(tmp_path: Path) -> 
                 await asyncio.sleep(0.01)
         watching.cancel()
     assert [text.rpartition(": ")[2] for text in texts(events)] == [
-        "a resume goes on from version 30",
-        "a resume goes on from the start",
+        "a resume begins from version 30",
+        "a resume begins from the start",
     ]
 
 
@@ -90,11 +90,11 @@ def test_a_start_tells_what_it_passes_over(tmp_path: Path) -> None:
     (path / "manifest.json").unlink()
     CheckpointWatch(tmp_path, events).begin(40)
     assert texts(events) == [
-        f"{path} is no whole checkpoint, it has no manifest.json: a resume goes on from version 30"
+        f"{path} is no whole checkpoint, it has no manifest.json: a resume begins from version 30"
     ]
     shutil.rmtree(path)
     CheckpointWatch(tmp_path, events).begin(40)
-    assert texts(events)[1:] == [f"{path} is not there any more: a resume goes on from version 30"]
+    assert texts(events)[1:] == [f"{path} is not there any more: a resume begins from version 30"]
     shutil.rmtree(tmp_path)
     CheckpointWatch(tmp_path, events).begin(40)
-    assert texts(events)[2:] == [f"{path} is not there any more: a resume goes on from the start"]
+    assert texts(events)[2:] == [f"{path} is not there any more: a resume begins from the start"]

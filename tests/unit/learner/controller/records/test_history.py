@@ -18,6 +18,7 @@ from slipstream.learner.controller.records.history import (
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.timeline import version_of
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.protocol.errors import ProtocolError
@@ -203,7 +204,7 @@ def check(history: RunHistory, records: list[dict]) -> None:
         assert group.group_id not in leased
         assert group.deadline_step == deadline(served, ETA, STEPS)
 
-    ledger = TokenLedger()
+    ledger = TokenLedger(ServerEpochs())
     ledger.restore(history)
     snapshot = ledger.snapshot()
     assert snapshot.difference == 0
@@ -361,7 +362,9 @@ def test_nothing_is_expected_of_a_timeline_that_is_newer_than_the_record():
 def test_servers_that_were_leased_anything_are_known_after_a_restart():
     evaluation = {"kind": "evaluation_lease", "group": "e1-000000", "server": "t", "epoch": 8}
     history = read_history([start(), lease("g000000", 0), evaluation])
-    assert history.leased_to == {("s", 7), ("t", 8)}
+    assert all(history.servers.was_given(epoch) for epoch in (7, 8))
+    assert ServerKey(ServerId("t"), 8) in history.servers
+    assert ServerKey(ServerId("s"), 8) not in history.servers
 
 
 def test_a_group_that_started_afresh_takes_the_place_of_the_one_that_was_given_up():

@@ -180,7 +180,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
         journal.sync()
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(
-            RunFailed, match="step-000000.pb cannot be written: .* goes on"
+            RunFailed, match="step-000000.pb cannot be written: .* again when"
         ) as error:
             journal.write_batch(batch)
         assert "\n" not in str(error.value)
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
                 journal.append("c", text="x" * 1000, number=number)
             journal.sync()
             journal.append("d", text="x" * 4000)
-            with pytest.raises(RunFailed, match="journal.log cannot be written: .* goes on"):
+            with pytest.raises(RunFailed, match="journal.log cannot be written: .* again when"):
                 journal.sync()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     except RunFailed:
@@ -260,7 +260,7 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(tmp_path, monkey
     journal = Journal(tmp_path)
     journal.append("a")
     disk.fails = True
-    with pytest.raises(RunFailed, match="Input/output error; the same command goes on"):
+    with pytest.raises(RunFailed, match="Input/output error; run the same command again"):
         journal.sync()
     # The system says an error once, and that all is well from then on.
     disk.fails = False

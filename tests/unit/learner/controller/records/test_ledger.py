@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2
@@ -16,7 +17,7 @@ def report(generated: int, in_flight: int, ended: int) -> fleet_pb2.ServerReport
 
 
 def test_every_token_is_somewhere():
-    ledger = TokenLedger()
+    ledger = TokenLedger(ServerEpochs())
     ledger.report(KEY, report(100, 30, 70))
     ledger.receive(KEY, TrajectoryId("x"), 40)
     ledger.receive(KEY, TrajectoryId("y"), 20)
@@ -27,7 +28,7 @@ def test_every_token_is_somewhere():
 
 
 def test_a_token_that_went_astray_shows():
-    ledger = TokenLedger()
+    ledger = TokenLedger(ServerEpochs())
     ledger.report(KEY, report(100, 0, 90))
     ledger.receive(KEY, TrajectoryId("x"), 90)
     ledger.end(End.TRAINED, 90)
@@ -35,7 +36,8 @@ def test_a_token_that_went_astray_shows():
 
 
 def test_a_duplicate_counts_once():
-    ledger = TokenLedger()
+    ledger = TokenLedger(ServerEpochs())
+    ledger.report(KEY, report(0, 0, 0))
     assert ledger.receive(KEY, TrajectoryId("x"), 5)
     assert not ledger.receive(KEY, TrajectoryId("x"), 5)
     ledger.report(KEY, report(5, 0, 5))
@@ -44,7 +46,7 @@ def test_a_duplicate_counts_once():
 
 
 def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
-    ledger = TokenLedger()
+    ledger = TokenLedger(ServerEpochs())
     ledger.report(KEY, report(100, 60, 40))
     ledger.receive(KEY, TrajectoryId("x"), 30)
     ledger.die(KEY)
@@ -56,7 +58,7 @@ def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
 
 
 def test_a_dead_server_may_have_delivered_more_than_it_had_reported():
-    ledger = TokenLedger()
+    ledger = TokenLedger(ServerEpochs())
     ledger.report(KEY, report(10, 0, 10))
     ledger.receive(KEY, TrajectoryId("x"), 25)
     ledger.die(KEY)

@@ -14,7 +14,11 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.trajectories.batch import from_record
+from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.errors import ProtocolError
+from slipstream.v1 import trainer_pb2
+from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import config_of
 
 FILES = ("metrics.jsonl", "trajectories.jsonl")
@@ -108,6 +112,23 @@ def test_a_file_that_is_whole_stays_as_it_is(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).stat().st_ino == node
     assert told == []
     recorder.close()
+
+
+def test_a_row_that_a_crash_left_ahead_of_its_journal_record_is_not_written_twice(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(WHOLE)
+    recorder, _ = opened(tmp_path)
+    made = make_batch(1, num_groups=1, group_size=2, vocab_size=8, max_tokens=9)
+    message = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=1, batch_id="b000001"),
+        trajectories=[trajectory_to_pb(trajectory) for trajectory in made.trajectories],
+    )
+    batch = from_record(message)
+    recorder.step(batch, {}, training=(0.0, 1.0), generated_tokens=0, gauges={})
+    recorder.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == WHOLE
+    assert recorder.facts.steps == 2
 
 
 def folder(path: Path) -> None:

@@ -15,6 +15,7 @@ from slipstream.learner.controller.reporting.readable import (
     readable,
 )
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.types import Branch
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.small_configs import config_of
 from support.references.documented_metrics import tables
@@ -69,10 +70,49 @@ def test_an_episode_of_one_turn_has_prompt_and_reply_only(model: Path) -> None:
     assert "turns" not in readable(0, episode("a b c d", 1, 1, 1, 1), None)
 
 
+def test_branches_are_a_tree_whose_shared_turns_are_said_once(model: Path) -> None:
+    texts = TokenTexts(model / "tokenizer.json")
+    words = (
+        "<s> a b </s> c d </s>"
+        + " <s> a b </s> d a </s>"
+        + " <s> a c"
+        + " <s> a b </s> d a </s> b c"
+    )
+    branches = (Branch(4), Branch(2, 0.5, "reviewer"), Branch(2), Branch(2, 0.0))
+    tree = dataclasses.replace(episode(words, 2, 2, 1, 2, 5, 2, 2, 1, 8, 1), branches=branches)
+    line = readable(0, tree, texts)
+    assert "turns" not in line
+    first, reviewer, anew, last = line["branches"]
+    assert [turn["sampled"] for turn in first["turns"]] == ["b </s>", "d </s>"]
+    assert (first["after"], first["name"], first["share"], first["sampled_tokens"]) == (
+        None,
+        "",
+        1.0,
+        4,
+    )
+    assert (reviewer["name"], reviewer["share"]) == ("reviewer", 0.5)
+    assert reviewer["after"] == {"branch": 0, "turns": 1}
+    assert reviewer["turns"] == [
+        {"context": "d", "context_tokens": 1, "sampled": "a </s>", "sampled_tokens": 2}
+    ]
+    # To begin with the same prompt is not to begin with a turn.
+    assert anew["after"] is None
+    assert anew["turns"][0]["context"] == "<s> a"
+    assert last["after"] == {"branch": 1, "turns": 1}
+    assert last["turns"][0]["context"] == "b"
+    for branch in readable(0, tree, None)["branches"]:
+        assert "turns" not in branch
+
+
 def test_all_that_a_line_says_is_documented(model: Path) -> None:
     line = readable(0, episode("a b c d", 1, 1, 1, 1), TokenTexts(model / "tokenizer.json"))
-    fields, turn, *_ = tables("trajectories.jsonl")
+    fields, turn, branch, *_ = tables("trajectories.jsonl")
     assert set(line) <= set(fields)
+    tree = dataclasses.replace(episode("a b c d", 1, 1, 1, 1), branches=(Branch(2), Branch(2)))
+    told = readable(0, tree, TokenTexts(model / "tokenizer.json"))
+    assert set(told) <= set(fields)
+    assert set(told["branches"][0]) == set(branch)
+    assert json.loads(json.dumps(told)) == told
     assert set(line["turns"][0]) <= set(turn)
     assert json.loads(json.dumps(line)) == line
 

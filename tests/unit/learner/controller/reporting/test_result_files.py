@@ -213,7 +213,10 @@ def test_suspended_environments_are_written_when_there_is_room_and_again_when_re
     recorder.close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", bytes(512), b"\xff", b'"a"'])
+BAD_IDS = (b'{"wandb": null}', b'{"wandb": 1}', b'{"mlflow": "a\\nb"}')
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", bytes(512), b"\xff", b'"a"', *BAD_IDS])
 def test_damaged_names_of_tracking_services_are_set_aside(tmp_path, damage):
     told: list[str] = []
     path = tmp_path / "tracking.json"

@@ -290,7 +290,7 @@ class FakeMlflow:
 
     def create_run(self, *args: object, **kwargs: object) -> types.SimpleNamespace:
         self.calls.append(("create_run", args, kwargs))
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="given by the service"))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="given-by-the-service"))
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
@@ -319,7 +319,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.
     del sys.modules["slipstream.learner.controller.reporting.trackers.mlflow"]
 
-    run_id = "given by the service"
+    run_id = "given-by-the-service"
     kept = json.loads((config.run_dir / "tracking.json").read_text())
     assert kept == {"mlflow": run_id}
     assert service.told("open")[0] == ((f"sqlite:///{config.run_dir.resolve()}/mlflow.db",), {})

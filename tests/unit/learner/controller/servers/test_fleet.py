@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
-from support.rigs.publishing_scene import joined, nothing, progress_of
+from support.rigs.publishing_scene import joined, nothing, progress_of, run_of
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])
 async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
     kind: str, waiting: int
 ) -> None:
-    fleet = Fleet(progress_of(queue={"kind": kind}))
+    fleet = Fleet(run_of(queue={"kind": kind}))
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     # A shared queue counts once, with the newer of the two reports.
     for name, num_bytes in (("a", 300), ("b", 400)):
@@ -30,7 +30,7 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
 def test_a_server_has_left_only_if_it_said_goodbye(
     last: fleet_pb2.ServerMessage, state: fleet_pb2.ServerState, cause: str
 ) -> None:
-    fleet = Fleet(progress_of())
+    fleet = Fleet(run_of())
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     session = joined(fleet, "a")
     fleet.order_drain(session, "new driver", finish=True)
@@ -44,9 +44,17 @@ def test_a_server_has_left_only_if_it_said_goodbye(
     assert not fleet.departed
 
 
+def test_the_status_shows_the_newest_of_those_that_left() -> None:
+    fleet = Fleet(progress_of())
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    for number in range(MAX_DEPARTED + 20):
+        fleet.remove(joined(fleet, f"s{number}"), "its stream ended")
+    assert list(fleet.departed) == [f"s{number}" for number in range(20, MAX_DEPARTED + 20)]
+
+
 def test_the_last_server_does_not_leave_without_a_warning() -> None:
-    progress = progress_of(controller={"fleet_timeout_s": 90.0})
-    fleet = Fleet(progress)
+    run = run_of(controller={"fleet_timeout_s": 90.0})
+    fleet = Fleet(run)
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     first, last = joined(fleet, "a"), joined(fleet, "b")
     fleet.order_drain(first, "new driver", finish=True)
@@ -55,15 +63,15 @@ def test_the_last_server_does_not_leave_without_a_warning() -> None:
     warning = fleet.warn_without(last)
     assert warning.startswith("no rollout server stays when b has left: the run waits for another")
     assert "fails after 90 s without (controller.fleet_timeout_s)" in warning
-    told = [event.text for event in progress.events._events if event.text == warning]
+    told = [event.text for event in run.events._events if event.text == warning]
     assert told == [warning]
 
 
 def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
-    progress = progress_of()
-    fleet = Fleet(progress)
+    run = run_of()
+    fleet = Fleet(run)
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     session = joined(fleet, "a")
-    progress.stop("enough")
+    run.progress.stop("enough")
     fleet.order_drain(session, "enough", finish=False)
     assert fleet.warn_without(session) == ""

@@ -7,7 +7,7 @@ from slipstream.learner.controller.trajectories.batches import Batch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
-from support.rigs.publishing_scene import nothing, progress_of
+from support.rigs.publishing_scene import nothing, run_of
 
 
 class OneBatch:
@@ -31,9 +31,9 @@ class FirstTrainer:
 
 
 async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
-    progress = progress_of()
+    run = run_of()
     servicer = TrainerServicer(
-        progress,
+        run,
         None,
         OneBatch(),
         None,
@@ -42,7 +42,7 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
         on_checkpoint=nothing,
     )
     servicer.place.epoch = 1
-    progress.waiting_for = "the trainer to make version 1"
+    run.progress.waits_for("the trainer to make version 1")
     await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
-    assert progress.version == PolicyVersion(0, 1)
-    assert progress.waiting_for == "the trainer to ask for its next batch"
+    assert run.progress.version == PolicyVersion(0, 1)
+    assert run.progress.waiting_for == "the trainer to ask for its next batch"

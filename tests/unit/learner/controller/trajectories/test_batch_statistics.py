@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.learner.controller.reporting.resources import RunResources
+from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.learner.controller.trajectories.batch_statistics import (
     HINT_AFTER_STEPS,
     LessonWatch,
@@ -13,7 +14,9 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     environment_means,
     equal_rewards,
 )
+from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.types import (
+    Branch,
     GroupId,
     PolicyVersion,
     Purpose,
@@ -22,6 +25,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.v1 import trainer_pb2
 from support.fakes.small_configs import config_of
 
 
@@ -49,12 +53,36 @@ def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajector
     return dataclasses.replace(made, **changes)
 
 
-def test_rewards_lengths_turns_and_times_of_a_batch():
-    batch = [
-        trajectory(1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5),
-        trajectory(-2.0, 7, 1, status=Status.TRUNCATED, generation_s=1.0),
-    ]
+def batch_of(step: int, *trajectories: Trajectory) -> FormedBatch:
+    members = [dataclasses.replace(t, member=n) for n, t in enumerate(trajectories)]
+    message = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=step, batch_id="b"),
+        trajectories=[trajectory_to_pb(member) for member in members],
+    )
+    return from_record(message)
+
+
+def test_rewards_lags_lengths_turns_and_times_of_a_batch():
+    old, new = PolicyVersion(0, 1), PolicyVersion(0, 3)
+    spans = (VersionSpan(6, old), VersionSpan(3, new))
+    batch = batch_of(
+        3,
+        trajectory(1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5, version_spans=spans),
+        trajectory(
+            *(-2.0, 7, 1),
+            status=Status.TRUNCATED,
+            generation_s=1.0,
+            version_spans=(VersionSpan(1, new),),
+        ),
+    )
     assert batch_statistics(batch) == {
+        "reward_mean": -0.5,
+        "reward_std": 1.5,
+        "lag_mean": 1.2,
+        "lag_max": 2.0,
+        "trajectories_with_several_versions": 1.0,
+        "num_tokens": 22.0,
+        "reply_tokens_mean": 10 / 3,
         "reward_min": -2.0,
         "reward_max": 1.0,
         "prompt_tokens_mean": 5.0,
@@ -62,10 +90,18 @@ def test_rewards_lengths_turns_and_times_of_a_batch():
         "episode_tokens_mean": 11.0,
         "episode_tokens_max": 14.0,
         "turns_mean": 1.5,
+        "branches_mean": 1.0,
         "truncated_fraction": 0.5,
         "generation_s_mean": 2.0,
         "environment_s_mean": 0.25,
     }
+
+
+def test_branches_are_counted_and_an_episode_without_any_is_one():
+    tree = trajectory(0.0, 3, 5, 2, 4, 9, 1, branches=(Branch(4), Branch(2)))
+    found = batch_statistics(batch_of(0, tree, trajectory(1.0, 1, 2)))
+    assert found["branches_mean"] == 1.5
+    assert (found["turns_mean"], found["episode_tokens_max"]) == (2.0, 24.0)
 
 
 def test_each_environment_has_its_own_means():

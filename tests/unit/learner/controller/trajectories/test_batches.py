@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.protocol.queue.memory import MemoryQueue
 from slipstream.v1 import trainer_pb2, trajectory_pb2
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import run_of
 
 
 def saved(version: int) -> trainer_pb2.CheckpointReport:
@@ -25,18 +23,8 @@ async def kept_after(folder: Path, *versions: int) -> list[int]:
             for step in range(10):
                 header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
                 journal.write_batch(trainer_pb2.RecordedBatch(header=header), [])
-            book = LeaseBook(
-                attempts_per_lease=7, groups_per_step=1, group_size=1, max_staleness=1, num_steps=10
-            )
-            former = BatchFormer(
-                book,
-                EnvironmentBook(seed=0, max_failed_groups=1),
-                journal,
-                TokenLedger(),
-                MemoryQueue(max_bytes=1).receiver(),
-                tasks,
-                keep_batches=False,
-            )
+            books = books_of(run_of(), journal=journal)
+            former = BatchFormer(books, tasks, keep_batches=False)
             for version in versions:
                 await former.saved(saved(version))
             return [step for step in range(10) if journal.has_batch(step)]

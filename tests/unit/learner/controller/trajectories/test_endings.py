@@ -11,6 +11,7 @@ import pytest
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.protocol.types import TrajectoryId
 from support.fakes.fake_trajectories import GOOD
@@ -37,7 +38,7 @@ async def test_an_end_is_acknowledged_when_it_is_durable(
     disk, receiver = SlowDisk(monkeypatch), Receiver()
     queue: Any = receiver
     with Journal(tmp_path) as journal:
-        endings = Endings(journal, TokenLedger(), queue)
+        endings = Endings(journal, TokenLedger(ServerEpochs()), queue)
         flushing = asyncio.create_task(endings.flush())
         disk.hold()
         endings.end(GOOD, End.FAILED, "first")

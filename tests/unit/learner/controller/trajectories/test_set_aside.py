@@ -14,7 +14,7 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.batch import Batch
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol import staleness
 from slipstream.protocol.errors import ProtocolError
@@ -41,7 +41,7 @@ def make_group(number: int) -> Group:
     )
 
 
-BATCH = Batch(0, "b000000", tuple(make_group(number) for number in range(8)))
+BATCH = FormedBatch(0, "b000000", tuple(make_group(number) for number in range(8)))
 TOKENS = sum(t.num_sampled_tokens for t in BATCH.groups[0].in_order())
 
 
@@ -112,7 +112,7 @@ def test_history_closes_the_ledger_of_what_is_over_and_opens_what_waits() -> Non
     assert (history.next_step, history.batches, history.set_aside_in_a_row) == (0, {}, 1)
     assert [batch.batch_id for batch in history.set_aside] == ["b000000"]
     assert history.ends[End.SET_ASIDE] == TOKENS
-    assert history.servers["server", 1].received == TOKENS
+    assert history.servers.count(ServerKey(ServerId("server"), 1)).received == TOKENS
     assert set(history.put_back) == set(history.open_groups)
     assert set(history.put_back) == {g.group_id for g in BATCH.groups} - {"g000003"}
     assert {group.deadline_step for group in history.open_groups.values()} == {0}

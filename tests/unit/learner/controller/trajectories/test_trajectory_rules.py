@@ -8,10 +8,13 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
 from slipstream.protocol.types import (
+    Branch,
     GroupId,
     PolicyVersion,
     Purpose,
     ServerId,
+    Status,
+    Trajectory,
     VersionSpan,
 )
 from support.fakes.fake_trajectories import GOOD
@@ -23,6 +26,8 @@ FACTS = KnownFacts(
     vocabulary=10,
     max_staleness=2,
     max_episode_tokens=64,
+    max_total_tokens=96,
+    max_branches=2,
     max_turns=4,
 )
 GROUP = Group(
@@ -83,6 +88,57 @@ def test_nothing_speaks_against_a_good_trajectory() -> None:
 )
 def test_what_contradicts_the_run_is_named(changes: dict, cause: str) -> None:
     assert contradiction(dataclasses.replace(GOOD, **changes), GROUP, FACTS) == cause
+
+
+def tree(*lengths: int, **changes: object) -> Trajectory:
+    """Two runs for each branch."""
+    sampled = sum(lengths[1::2])
+    return dataclasses.replace(
+        GOOD,
+        token_ids=np.zeros(sum(lengths), np.uint32),
+        run_lengths=lengths,
+        behavior_logprobs=np.zeros(sampled, np.float32),
+        version_spans=(VersionSpan(sampled, PolicyVersion(0, 6)),),
+        branches=(Branch(2),) * (len(lengths) // 2),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cause"),
+    [
+        ((60, 4, 31, 1), ""),
+        ((60, 4, 64, 1), "branch 2 has 65 tokens, sampling.max_episode_tokens is 64"),
+        ((60, 4, 32, 1), "its branches have 97 tokens, sampling.max_total_tokens is 96"),
+        ((1, 1, 1, 1, 1, 1), "it has 3 branches, sampling.max_branches is 2"),
+        ((4, 4, 4, 0), "branch 2 has no sampled token"),
+    ],
+)
+def test_branches_have_limits_one_by_one_and_together(lengths: tuple[int, ...], cause: str) -> None:
+    assert contradiction(tree(*lengths), GROUP, FACTS) == cause
+
+
+def test_an_episode_without_branches_may_have_the_tokens_of_one() -> None:
+    long = dataclasses.replace(tree(64, 1), branches=())
+    cause = "it has 65 tokens, sampling.max_episode_tokens is 64"
+    assert contradiction(long, GROUP, FACTS) == cause
+
+
+def test_a_failed_episode_may_have_a_branch_without_a_sampled_token() -> None:
+    assert contradiction(tree(4, 4, 4, 0, status=Status.CANCELLED), GROUP, FACTS) == ""
+
+
+def test_replies_of_all_branches_count_as_turns() -> None:
+    turns = dataclasses.replace(tree(1, 1), branches=(Branch(8), Branch(2)))
+    turns = dataclasses.replace(
+        turns,
+        token_ids=np.zeros(10, np.uint32),
+        run_lengths=(1,) * 10,
+        behavior_logprobs=np.zeros(5, np.float32),
+        version_spans=(VersionSpan(5, PolicyVersion(0, 6)),),
+        num_turns=4,
+    )
+    assert contradiction(turns, GROUP, FACTS) == "it has 5 turns, sampling.max_turns is 4"
 
 
 def test_an_evaluated_episode_may_be_of_any_version() -> None:

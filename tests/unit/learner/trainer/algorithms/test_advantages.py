@@ -186,3 +186,26 @@ def test_shuffled_rewards_are_the_same_ones_in_an_order_that_seed_and_step_decid
     assert found.tolist() == shuffled(rewards, seed=1, step=3).tolist()
     assert found.tolist() != shuffled(rewards, seed=1, step=4).tolist()
     assert found.tolist() != shuffled(rewards, seed=2, step=3).tolist()
+
+
+def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
+    costs = np.array([0.5, 0.25, 1.0, 0.5])
+    tree = Episode("a", 2.0, costs, branches=(slice(0, 2), slice(2, 2), slice(2, 4)))
+    assert tree.token_rewards().tolist() == [-0.5, 1.75, -1.0, 1.5]
+    # The episode is judged as a whole.
+    assert episode_scores([tree]).tolist() == [-0.25]
+    (found,) = token_advantages([tree], algorithm(advantage="reinforce_pp"))
+    returns = np.array([1.25, 1.75, 0.5, 1.5])
+    assert found.advantages == pytest.approx((returns - 1.25) / returns.std(), rel=1e-5)
+
+
+def test_gae_begins_again_in_each_branch() -> None:
+    gae_settings = {"gamma": 0.5, "lam": 0.5, "normalize": False}
+    settings_of_gae = algorithm(advantage="gae", gae=gae_settings)
+    values = np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
+    tree = Episode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
+    (found,) = token_advantages([tree], settings_of_gae)
+    # Each branch has the values and rewards of the example above.
+    assert found.advantages.tolist() == [-0.0625, -0.25, -1.0] * 2
+    assert found.returns is not None
+    assert found.returns.tolist() == [0.9375, 1.75, 3.0] * 2

@@ -14,7 +14,13 @@ from slipstream.learner.trainer.algorithms.sequences import (
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import Status
+from slipstream.protocol.types import (
+    Branch,
+    PolicyVersion,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
 from support.fakes.fake_controller import make_batch
 
 
@@ -25,6 +31,8 @@ def config(**algorithm: JsonValue) -> Config:
         "algorithm": {"group_size": 3, "groups_per_step": 2, "learning_rate": 1e-3} | algorithm,
         "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
     }
+    if algorithm.get("advantage") == "gae":
+        table["critic"] = {"learning_rate": 1e-3}
     return parse_config(table, source="test.toml")
 
 
@@ -63,6 +71,79 @@ def test_only_sampled_tokens_are_trained() -> None:
         sampled = trajectory.sampled_mask()
         assert sequence.loss_mask.tolist() == [*sampled[1:], False]
         assert not sequence.behavior_logprobs[~sequence.loss_mask].any()
+
+
+def tree(sampled: tuple[int, ...], shares: tuple[float, ...], reward: float) -> Trajectory:
+    """A branch for each number of sampled tokens, behind two tokens of context."""
+    made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=20).trajectories[0]
+    total, runs = sum(sampled), tuple(run for number in sampled for run in (2, number))
+    return dataclasses.replace(
+        made,
+        token_ids=np.arange(sum(runs), dtype=np.uint32),
+        run_lengths=runs,
+        behavior_logprobs=-np.arange(total, dtype=np.float32),
+        version_spans=(VersionSpan(total, PolicyVersion(0, 0)),),
+        reward=reward,
+        branches=tuple(Branch(2, share) for share in shares),
+    )
+
+
+def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share() -> None:
+    plain = batch([0, 1, 2, 5, 5, 8])
+    of_group = dataclasses.replace(tree((3, 1, 2), (1.0, 0.5, -2.0), 2.0), member=2)
+    of_group = dataclasses.replace(of_group, group_id=plain.group_ids[2])
+    trees = (*plain.trajectories[:2], of_group, *plain.trajectories[3:])
+    mixed = dataclasses.replace(plain, trajectories=trees)
+    assert mixed.owners == [0, 1, 2, 2, 2, 3, 4, 5]
+    assert mixed.lengths()[2:5] == [5, 3, 4]
+    assert mixed.mini_batches(2) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    found = training_sequences(mixed, config(advantage="dr_grpo"))
+    assert advantages(found) == pytest.approx([-1, 0, 1, 0.5, -2, -1, -1, 2])
+    first, second, third = found[2:5]
+    assert first.token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert third.token_ids.tolist() == [8, 9, 10, 11]
+    # Nothing is predicted across the end of a branch.
+    assert first.loss_mask.tolist() == [False, True, True, True, False]
+    assert second.loss_mask.tolist() == [False, True, False]
+    assert third.behavior_logprobs.tolist() == [0, -4, -5, 0]
+    whole = weighted(found, mixed.mini_batches(1), config(aggregation="sequence_mean"))
+    counts = [int(one.loss_mask.sum()) for one in found]
+    assert [w.loss_weight for w in whole] == [sum(counts) / (8 * count) for count in counts]
+
+
+def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit() -> None:
+    plain = batch([0, 1, 2, 5, 5, 8])
+    named = [
+        dataclasses.replace(t, branches=(Branch(len(t.run_lengths)),)) for t in plain.trajectories
+    ]
+    settings = config(advantage="reinforce_pp")
+    first = training_sequences(plain, settings)
+    second = training_sequences(dataclasses.replace(plain, trajectories=tuple(named)), settings)
+    for one, other in zip(first, second, strict=True):
+        for name in ("token_ids", "loss_mask", "behavior_logprobs", "lags"):
+            assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
+        assert one.estimates.advantages.tobytes() == other.estimates.advantages.tobytes()
+
+
+def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> None:
+    cut = dataclasses.replace(tree((3, 1), (1.0, 1.0), 2.0), status=Status.TRUNCATED)
+    mixed = Batch(0, "batch", (cut, *batch([0, 1, 2, 5, 5, 8]).trajectories))
+    found = training_sequences(mixed, config(overlong={"filter": True}))
+    assert [bool(one.loss_mask.any()) for one in found] == [False, False] + [True] * 6
+
+
+def test_estimates_of_other_models_are_cut_into_branches() -> None:
+    one = Batch(0, "batch", (tree((3, 2), (1.0, 1.0), 1.0),))
+    values = np.array([1, 2, 3, 4, 5], dtype=np.float32)
+    settings = config(advantage="gae", gae={"gamma": 1, "lam": 1, "normalize": False})
+    first, second = training_sequences(one, settings, [ModelEstimates(values, values)])
+    for known in (first.estimates.values, first.estimates.reference_logprobs):
+        assert known is not None
+        assert known.tolist() == [0, 1, 2, 3, 0]
+    assert second.estimates.values is not None
+    assert second.estimates.values.tolist() == [0, 4, 5, 0]
+    assert second.estimates.returns is not None
+    assert second.estimates.returns[1:3].tolist() == [1.0, 1.0]
 
 
 def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> None:

@@ -92,14 +92,3 @@ def test_mini_batch_keeps_a_group_whole_that_does_not_stand_together() -> None:
 def test_more_mini_batches_than_groups_are_refused() -> None:
     with pytest.raises(RunFailed, match="2 groups are too few for 3"):
         make_batch(0, num_groups=2, group_size=2, vocab_size=8, max_tokens=9).mini_batches(3)
-
-
-def test_metrics_count_tokens_lags_and_versions() -> None:
-    batch = batch_of(3, (span(2, 1), span(1, 3)), (span(1, 3),))
-    metrics = batch.metrics()
-    assert metrics["num_tokens"] == 5 + 3
-    assert metrics["lag_mean"] == 1.0
-    assert metrics["lag_max"] == 2.0
-    assert metrics["trajectories_with_several_versions"] == 1.0
-    assert metrics["reply_tokens_mean"] == 2.0
-    assert (metrics["reward_mean"], metrics["reward_std"]) == (1.0, 0.0)

@@ -13,7 +13,7 @@ from slipstream.learner.trainer.batches.data_checks import (
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.types import Status
-from support.fakes.fake_controller import make_batch
+from support.fakes.fake_controller import make_batch, with_branches
 
 BATCH = make_batch(0, num_groups=2, group_size=2, vocab_size=32, max_tokens=24)
 
@@ -84,3 +84,22 @@ def test_the_message_names_the_first_few() -> None:
     assert str(untrainable(BATCH, [], "why")) == "why"
     told = ", ".join(ids(0, 1, 2))
     assert str(untrainable(BATCH, [0, 1, 2, 3], "why")) == f"why ({told} and 1 more)"
+
+
+def test_a_branch_must_fit_and_not_the_episode() -> None:
+    trees = with_branches(BATCH, vocab_size=32, max_tokens=24)
+    total = max(len(t.token_ids) for t in trees.trajectories)
+    longest = max(trees.lengths())
+    assert longest < total
+    check_data(trees, max_tokens=longest, multiple=1, vocab_size=32)
+    with pytest.raises(UntrainableBatch, match=f"a sequence of {longest} tokens") as error:
+        check_data(trees, max_tokens=longest - 1, multiple=1, vocab_size=32)
+    long = [o for o, n in zip(trees.owners, trees.lengths(), strict=True) if n == longest]
+    assert error.value.trajectory_ids == ids(*dict.fromkeys(long))
+
+
+def test_an_episode_is_named_once_whichever_of_its_branches_are_faulty() -> None:
+    trees = with_branches(BATCH, vocab_size=32, max_tokens=24)
+    owner = next(o for o in trees.owners if trees.owners.count(o) > 1)
+    places = [place for place, one in enumerate(trees.owners) if one == owner]
+    assert untrainable(trees, places, "why").trajectory_ids == ids(owner)

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.packing import (
     TokenEstimates,
     TrainingSequence,
     build_micro_batch,
 )
-from support.fakes.fake_controller import make_batch
+from slipstream.protocol.types import Branch
+from support.fakes.fake_controller import make_batch, with_branches
 
 
 def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> TrainingSequence:
@@ -158,3 +162,37 @@ def test_sequences_of_a_batch_are_those_of_each_trajectory_alone() -> None:
             assert getattr(found, name).tolist() == getattr(alone, name).tolist()
         assert found.estimates.advantages.tolist() == alone.estimates.advantages.tolist()
     assert TrainingSequence.of_trajectories([], [], step=3) == []
+
+
+def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
+    made = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    batch = with_branches(made, vocab_size=99, max_tokens=20)
+    assert len(batch.owners) > 6
+    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    together = iter(TrainingSequence.of_trajectories(batch.trajectories, known, step=3))
+    for trajectory in batch.trajectories:
+        lags = token_lags([trajectory], 3)
+        for part in trajectory.sequences():
+            found, sampled = next(together), trajectory.sampled_mask()[part.tokens]
+            assert found.token_ids.tolist() == trajectory.token_ids[part.tokens].tolist()
+            assert found.loss_mask.tolist() == [*sampled[1:], False]
+            behavior = trajectory.behavior_logprobs[part.sampled]
+            assert found.behavior_logprobs[found.loss_mask].tolist() == behavior.tolist()
+            assert found.lags[found.loss_mask].tolist() == lags[part.sampled].tolist()
+    assert next(together, None) is None
+
+
+def test_a_branch_that_begins_with_a_sampled_token_leaves_that_one_out() -> None:
+    made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4).trajectories[0]
+    tree = dataclasses.replace(
+        made,
+        token_ids=np.arange(7, dtype=np.uint32),
+        run_lengths=(1, 2, 0, 4),
+        behavior_logprobs=-np.arange(6, dtype=np.float32),
+        version_spans=(made.version_spans[0]._replace(length=6),),
+        branches=(Branch(2), Branch(2)),
+    )
+    first, second = TrainingSequence.of_trajectories([tree], [estimates(6, 1.0)], step=0)
+    assert first.behavior_logprobs.tolist() == [0, -1, 0]
+    assert second.behavior_logprobs.tolist() == [-3, -4, -5, 0]
+    assert second.loss_mask.tolist() == [True, True, True, False]

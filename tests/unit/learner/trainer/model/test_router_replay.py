@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank
 from slipstream.learner.trainer.batches.packing import (
     TokenEstimates,
@@ -21,6 +22,7 @@ from slipstream.learner.trainer.model.router_replay import (
 )
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.types import Branch
 from support.fakes.fake_controller import make_batch
 from support.fakes.packed import algorithm
 from torch import Tensor, nn
@@ -229,6 +231,30 @@ def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> 
     assert unrecorded_fraction([first]) == 0.0
     assert unrecorded_fraction([first, second]) == pytest.approx(absent / (complete + absent))
     assert unrecorded_fraction([]) == 1.0
+
+
+def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() -> None:
+    first = batch_with_experts().trajectories[0]
+    routed, length = first.routed_experts, len(first.token_ids)
+    tree = dataclasses.replace(
+        first,
+        token_ids=np.tile(first.token_ids, 2),
+        run_lengths=first.run_lengths * 2,
+        behavior_logprobs=np.tile(first.behavior_logprobs, 2),
+        version_spans=first.version_spans * 2,
+        routed_experts=RoutedExperts(np.tile(routed.expert_ids, (2, 1, 1)), routed.num_experts),
+        branches=(Branch(len(first.run_lengths)),) * 2,
+    )
+    assert unrecorded_fraction([tree]) == 0.0
+    lost = tree.routed_experts.expert_ids.copy()
+    lost[length] = 255
+    tree = dataclasses.replace(tree, routed_experts=RoutedExperts(lost, routed.num_experts))
+    assert unrecorded_fraction([tree]) == pytest.approx(1 / (2 * length - 2))
+    config = SimpleNamespace(algorithm=algorithm(router_replay="rollout"))
+    config.run = SimpleNamespace(seed=0)
+    one, other = training_sequences(Batch(0, "batch", (tree,)), config)
+    assert one.expert_ids.tolist() == lost[:length].tolist()
+    assert other.expert_ids.tolist() == lost[length:].tolist()
 
 
 def test_experts_of_another_model_stop_the_step() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from slipstream.learner.trainer.batches.packing import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.roles.critic import Sum, explained_variance, value_loss
 
 

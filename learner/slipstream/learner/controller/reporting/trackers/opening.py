@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import JsonValue
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.rows import parse_object
@@ -39,13 +41,14 @@ class RunIds:
         self._ids: dict[str, str] = {}
         if self._path.is_file():
             found = parse_object(self._path.read_bytes())
-            if found is None:
+            if found is None or not all(_is_id(run_id) for run_id in found.values()):
+                found = {}
                 aside = rename_aside(self._path)
                 complain(
                     f"{self._path} is damaged; it lies in {aside.name} now, and trackers begin "
                     "new runs"
                 )
-            self._ids = {name: str(run_id) for name, run_id in (found or {}).items()}
+            self._ids = {name: str(run_id) for name, run_id in found.items()}
 
     def get(self, tracker: str) -> str:
         """The id of the run; empty when there is none yet."""
@@ -57,6 +60,11 @@ class RunIds:
             self._ids[tracker] = run_id
             text = json.dumps(self._ids, indent=2)
             write_result(self._path, f"{text}\n".encode(), self._complain)
+
+
+def _is_id(value: JsonValue) -> bool:
+    """Whether a service may have given this id to a run."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,128}", value) is not None
 
 
 def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:

@@ -1,4 +1,4 @@
-"""A trajectory queue within one process: the reference for other queues, used by tests.
+"""A trajectory queue within one process: the reference for the queues of the product.
 
 Consumes: `put`. Produces: `get`, each unacknowledged trajectory once for every receiver.
 Waits for: free bytes. Unblocked by: `acknowledge`.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.client.config_changes import FIXED, GROWING, check_resumable
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_changes import FIXED, GROWING, check_resumable
 from slipstream.protocol.settings.config_file import parse_config
 
 

@@ -9,7 +9,7 @@ from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import fleet_pb2
 
 
-class TokenLedger:
+class EpochCounters:
     """The counters of one server epoch.
 
     Whenever no token is on its way, the tokens that the engine counted equal those of ended and

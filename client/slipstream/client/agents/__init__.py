@@ -1,0 +1,1 @@
+"""The endpoints of agents: their HTTP calls, and the runs that make them."""

@@ -1,0 +1,129 @@
+"""The calls of one agent's episode, between its HTTP connections and the rollout server.
+
+Consumes: HTTP requests, the server's commands. Produces: the answers of both.
+Waits for: the next call, the next part of a reply, a reader of that part. Unblocked by: these, a
+client that hangs up, or `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.v1 import environment_pb2 as pb
+
+# Calls of one episode that may wait for their replies at one time.
+MAX_OPEN_CALLS = 64
+
+
+class TooManyCalls(Exception):
+    """The episode has MAX_OPEN_CALLS open calls."""
+
+
+@dataclass(eq=False)
+class OpenCall:
+    """One call, from its request to the last part of its reply."""
+
+    request: pb.AgentCall
+    # Parts of the reply, each with the future that tells the server that its client took it. None:
+    # there will be no more.
+    parts: asyncio.Queue[tuple[pb.ReplyPart, asyncio.Future[None]] | None] = field(
+        default_factory=asyncio.Queue
+    )
+
+
+class CallExchange:
+    """The calls of one episode.
+
+    open() -> the server takes it by next() -> part() ... part(is_last) -> close()
+                                            -> close() before the last part: the client hung up
+    end() -> next() returns None; what is open gets no more parts, and nothing more is opened
+    """
+
+    def __init__(self, on_waiting: Callable[[bool], None]) -> None:
+        """`on_waiting` is told when the agent begins and ends to wait for replies."""
+        self._on_waiting = on_waiting
+        self._calls: dict[int, OpenCall] = {}
+        self._num_calls = 0
+        # Messages that the server has not taken yet.
+        self._outbox: list[pb.AgentCall] = []
+        self._changed = asyncio.Event()
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the episode takes no more calls."""
+        return self._has_ended
+
+    def open(self, request: pb.AgentCall) -> OpenCall:
+        """Hands a request to the server and numbers it; raises TooManyCalls."""
+        assert not self._has_ended
+        if len(self._calls) >= MAX_OPEN_CALLS:
+            raise TooManyCalls
+        self._num_calls += 1
+        request.call = self._num_calls
+        call = self._calls[request.call] = OpenCall(request)
+        self._send(request)
+        if len(self._calls) == 1:
+            self._on_waiting(True)
+        return call
+
+    def close(self, call: OpenCall) -> None:
+        """Forgets a call; the server is told unless it has sent the last part of the reply."""
+        _drop_parts(call)
+        if self._calls.pop(call.request.call, None) is None:
+            return
+        if not self._has_ended:
+            waiting = [message for message in self._outbox if message is not call.request]
+            if len(waiting) < len(self._outbox):
+                self._outbox = waiting
+            else:
+                self._send(pb.AgentCall(call=call.request.call, is_abandoned=True))
+        self._waits_less()
+
+    async def next(self) -> pb.AgentCall | None:
+        """Returns the next message for the server; None after `end`."""
+        while not self._outbox and not self._has_ended:
+            self._changed.clear()
+            await self._changed.wait()
+        return None if self._has_ended else self._outbox.pop(0)
+
+    async def part(self, part: pb.ReplyPart) -> None:
+        """Hands a part of a reply to its client; returns when the client has taken it.
+
+        A call that is no longer open takes nothing: its client hung up meanwhile.
+        """
+        call = self._calls.get(part.call)
+        if call is None:
+            return
+        taken = asyncio.get_running_loop().create_future()
+        call.parts.put_nowait((part, taken))
+        if part.is_last:
+            del self._calls[part.call]
+            self._waits_less()
+        await taken
+
+    def end(self) -> None:
+        """Ends all calls, and `next`."""
+        self._has_ended = True
+        self._outbox.clear()
+        self._changed.set()
+        for call in self._calls.values():
+            _drop_parts(call)
+            call.parts.put_nowait(None)
+
+    def _send(self, message: pb.AgentCall) -> None:
+        self._outbox.append(message)
+        self._changed.set()
+
+    def _waits_less(self) -> None:
+        if not self._calls:
+            self._on_waiting(False)
+
+
+def _drop_parts(call: OpenCall) -> None:
+    while not call.parts.empty():
+        waiting = call.parts.get_nowait()
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_result(None)

@@ -1,0 +1,264 @@
+"""The HTTP server on loopback through which agents reach the model.
+
+Consumes: HTTP requests of agents, parts of replies. Produces: calls of episodes, HTTP responses.
+Waits for: a request, its body, the parts of its reply. Unblocked by: these, a client that hangs up,
+or the end of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import uvicorn
+from slipstream.client.agent import BRANCH_NAME, Endpoint
+from slipstream.client.agents.exchange import CallExchange, OpenCall, TooManyCalls
+from slipstream.protocol.bounds import check_bounds
+from slipstream.protocol.errors import ProtocolError
+from slipstream.v1 import environment_pb2 as pb
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY_BYTES = 8 << 20
+# Seconds in which an agent comes again after an error that may pass.
+RETRY_S = 1
+# Seconds for which an idle connection stays open. Clients drop theirs earlier.
+KEEP_ALIVE_S = 300
+# Headers that the server's half reads; none that could hold a secret.
+PASSED_HEADERS = {b"accept", b"anthropic-beta", b"anthropic-version", b"content-type"}
+PASSED_HEADERS |= {b"user-agent", b"x-request-id"}
+# Headers of a reply that belong to another connection.
+HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade"}
+
+Scope: TypeAlias = Mapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class _Refusal(Exception):
+    """An error response; `kind` and `code` are the words that clients of both APIs know."""
+
+    status: int
+    kind: str
+    code: str
+    message: str
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the program in whose loop it runs."""
+        yield
+
+
+class Gateway:
+    """Serves the endpoints of all open episodes of this process, in the loop that creates it."""
+
+    def __init__(self) -> None:
+        """Listens on a free port of loopback; OSError when there is none."""
+        self._exchanges: dict[str, tuple[CallExchange, Endpoint]] = {}
+        # asyncio sets TCP_NODELAY only where the protocol is named; without it every answer of two
+        # parts waits 40 ms for an acknowledgement.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind((LOOPBACK, 0))
+        self._socket.listen(2048)
+        self._port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            self._serve,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[self._socket])
+        )
+
+    async def close(self) -> None:
+        """Closes every connection and the port."""
+        self._server.should_exit = self._server.force_exit = True
+        try:
+            await self._serving
+        finally:
+            self._socket.close()
+
+    def open(self, exchange: CallExchange) -> Endpoint:
+        """Returns the endpoint of a new episode, whose calls go to `exchange`."""
+        token = secrets.token_urlsafe(16)
+        url = f"http://{LOOPBACK}:{self._port}/{token}"
+        endpoint = Endpoint(url, f"sk-slipstream-{secrets.token_urlsafe(32)}")
+        self._exchanges[token] = (exchange, endpoint)
+        return endpoint
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """Refuses all later calls to `endpoint`."""
+        self._exchanges.pop(endpoint.anthropic_url.rpartition("/")[2], None)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; an ASGI application."""
+        try:
+            exchange, request = self._accept(scope)
+            request.body = await _body(scope, receive)
+            if exchange.has_ended:
+                raise _over()
+            call = exchange.open(request)
+        except _Refusal as refusal:
+            await _refuse(send, refusal)
+        except TooManyCalls:
+            await _refuse(send, _flood())
+        except _HungUp:
+            return
+        else:
+            await _relay(exchange, call, receive, send)
+
+    def _accept(self, scope: Scope) -> tuple[CallExchange, pb.AgentCall]:
+        """Returns the episode that a request belongs to, and the call without its body."""
+        path: str = scope["path"]
+        token, _, rest = path.removeprefix("/").partition("/")
+        known = self._exchanges.get(token)
+        if known is None or not _shows(scope, known[1].api_key):
+            raise _over()
+        branch = ""
+        if rest.startswith("b/"):
+            branch, _, rest = rest.removeprefix("b/").partition("/")
+            if BRANCH_NAME.fullmatch(branch) is None:
+                raise _Refusal(404, "not_found_error", "not_found", f"no branch {branch[:64]!r}")
+        if not rest.startswith("v1/"):
+            what = "the endpoint has paths below /v1 alone"
+            raise _Refusal(404, "not_found_error", "not_found", what)
+        query = scope["query_string"].decode("latin-1")
+        request = pb.AgentCall(
+            method=scope["method"],
+            path=f"/{rest}?{query}" if query else f"/{rest}",
+            headers=_headers(scope),
+            branch=branch,
+        )
+        try:
+            check_bounds(request)
+        except ProtocolError as error:
+            raise _Refusal(400, "invalid_request_error", "invalid_request", str(error)) from None
+        return known[0], request
+
+
+class _HungUp(Exception):
+    """The client closed its connection."""
+
+
+async def _relay(exchange: CallExchange, call: OpenCall, receive: Receive, send: Send) -> None:
+    """Passes the parts of a reply on as they come; a client that hangs up ends its call."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        call.parts.put_nowait(None)
+
+    watching = asyncio.get_running_loop().create_task(watch())
+    begun = False
+    try:
+        while (waiting := await call.parts.get()) is not None:
+            part, taken = waiting
+            try:
+                if not begun:
+                    await send(_start(part))
+                    begun = True
+                body = {"type": "http.response.body", "body": part.body}
+                await send(body | {"more_body": not part.is_last})
+            finally:
+                if not taken.done():
+                    taken.set_result(None)
+            if part.is_last:
+                return
+        if begun:
+            await send({"type": "http.response.body"})
+        else:
+            await _refuse(send, _over())
+    finally:
+        watching.cancel()
+        exchange.close(call)
+
+
+async def _body(scope: Scope, receive: Receive) -> bytes:
+    headers = dict(scope["headers"])
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        what = "the body must have no content-encoding"
+        raise _Refusal(415, "invalid_request_error", "unsupported_media_type", what)
+    length = headers.get(b"content-length", b"0")
+    parts: list[bytes] = []
+    size = int(length) if length.isdigit() else 0
+    received = 0
+    while max(size, received) <= MAX_BODY_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _HungUp
+        parts.append(message.get("body", b""))
+        received += len(parts[-1])
+        if not message.get("more_body", False):
+            return b"".join(parts)
+    what = f"the body of a request has at most {MAX_BODY_BYTES} bytes, got {max(size, received)}"
+    raise _Refusal(413, "request_too_large", "request_too_large", what)
+
+
+def _headers(scope: Scope) -> list[pb.HttpHeader]:
+    return [
+        pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
+        for name, value in scope["headers"]
+        if name in PASSED_HEADERS
+    ]
+
+
+def _shows(scope: Scope, secret: str) -> bool:
+    """Whether a request carries `secret`, as clients of either API send it."""
+    shown = (
+        value.removeprefix(b"Bearer ")
+        for name, value in scope["headers"]
+        if name in (b"authorization", b"x-api-key")
+    )
+    return any(hmac.compare_digest(value, secret.encode()) for value in shown)
+
+
+def _start(part: pb.ReplyPart) -> dict[str, Any]:
+    headers = [
+        (header.name.lower().encode("latin-1"), header.value.encode("latin-1", "replace"))
+        for header in part.headers
+        if header.name.lower() not in HOP_HEADERS
+    ]
+    return {"type": "http.response.start", "status": part.status or 500, "headers": headers}
+
+
+def _over() -> _Refusal:
+    what = "this is no endpoint of an open episode, or its api_key is missing"
+    return _Refusal(401, "authentication_error", "invalid_api_key", what)
+
+
+def _flood() -> _Refusal:
+    what = "the episode has too many open calls; wait for one of them"
+    return _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what)
+
+
+async def _refuse(send: Send, refusal: _Refusal) -> None:
+    error = {
+        "type": refusal.kind,
+        "code": refusal.code,
+        "message": refusal.message,
+        "param": None,
+    }
+    body = json.dumps({"type": "error", "error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if refusal.status == 429:
+        headers.append((b"retry-after", b"%d" % RETRY_S))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,27 @@
+"""What the controller keeps account of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
+
+
+@dataclass(frozen=True)
+class Books:
+    """Leases, environments, servers, journal, tokens and queue of a run.
+
+    Each is one of its kind, and several parts of the controller read and change it.
+    """
+
+    leases: LeaseBook
+    environments: EnvironmentBook
+    fleet: Fleet
+    journal: Journal
+    ledger: TokenLedger
+    queue: AccountedReceiver

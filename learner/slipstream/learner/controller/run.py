@@ -1,0 +1,40 @@
+"""What all parts of the controller share of their run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.learner.controller.events import EventLog, Signal
+from slipstream.learner.controller.lease_pace import JustInTime
+from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.progress import RunProgress
+from slipstream.protocol.settings.config import Config
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings, events, clock and progress of one run."""
+
+    config: Config
+    events: EventLog
+    # Notified at each change for which a task may wait.
+    signal: Signal
+    # Measures the silence and delays of servers and trainer.
+    clock: LoopClock
+    progress: RunProgress
+    # The pace of leases; None: groups are leased as early as the staleness bound allows.
+    pace: JustInTime | None
+
+    @classmethod
+    def of(cls, config: Config, run_id: str) -> Run:
+        """The run of `config` before its first step; a journal may give it another id."""
+        events, signal, clock = EventLog(), Signal(), LoopClock()
+        algorithm, pace = config.algorithm, None
+        if algorithm.lease_policy == "just_in_time":
+            pace = JustInTime(
+                groups_per_step=algorithm.groups_per_step, max_staleness=algorithm.max_staleness
+            )
+        progress = RunProgress(
+            run_id, num_steps=config.run.steps, events=events, signal=signal, clock=clock
+        )
+        return cls(config, events, signal, clock, progress, pace)

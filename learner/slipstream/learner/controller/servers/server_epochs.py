@@ -1,0 +1,130 @@
+"""Every epoch with which a rollout server ever joined, with its tokens, in bounded memory.
+
+Pure: no clock, no I/O. Connected servers and the newest 1,000 that departed have a count each; the
+counts of all earlier epochs are one sum, and each of these epochs takes eight bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slipstream.learner.controller.servers.server_states import ServerKey
+
+# Largest number of departed epochs with a count of their own.
+MAX_APART = 1000
+
+
+@dataclass(slots=True)
+class EpochCount:
+    """Tokens of one epoch of one server, or of several that departed."""
+
+    # The engine's own count in its last report.
+    reported: int = 0
+    in_flight: int = 0
+    ended: int = 0
+    # Tokens of trajectories that the controller has.
+    received: int = 0
+    # Whether the server was lost: what it has not delivered will hardly come.
+    dead: bool = False
+
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens; a dead server may have delivered more than it reported."""
+        return max(self.reported, self.received) if self.dead else self.reported
+
+
+class ServerEpochs:
+    """Counts of tokens, by server and epoch.
+
+    Way of an epoch: `join`, then `depart`; after 1,000 later departures its count is added to the
+    sum of all earlier ones. Tokens that arrive later belong to that sum.
+    """
+
+    def __init__(self, *, max_apart: int = MAX_APART) -> None:
+        self._max_apart = max_apart
+        self.connected: dict[ServerKey, EpochCount] = {}
+        self._departed: dict[ServerKey, EpochCount] = {}
+        # Connected and departed servers, by epoch.
+        self._names: dict[int, ServerKey] = {}
+        self._folded = EpochCount(dead=True)
+        # Epochs whose counts are folded, in rising order.
+        self._earlier = array("Q")
+
+    def join(self, key: ServerKey) -> EpochCount:
+        """Adds a server that connects, if it is new; returns its count."""
+        count = self._departed.get(key) or self.connected.get(key)
+        if count is None:
+            count = self.connected[key] = EpochCount()
+            self._names[key.epoch] = key
+        return count
+
+    def depart(self, key: ServerKey) -> None:
+        """Notes that a server is not connected any more; an unknown one is ignored."""
+        count = self.connected.pop(key, None)
+        if count is None:
+            return
+        self._departed[key] = count
+        if len(self._departed) > self._max_apart:
+            self._fold(next(iter(self._departed)))
+
+    def all_died(self) -> None:
+        """Notes that no server of an earlier start of the controller is connected."""
+        for key in list(self.connected):
+            self.depart(key)
+        for count in self._departed.values():
+            count.dead = True
+
+    def take_over(self, earlier: ServerEpochs) -> None:
+        """Becomes `earlier`, whose servers are all dead; called before any server connects."""
+        earlier.all_died()
+        self._departed, self._names = earlier._departed, earlier._names
+        self._folded, self._earlier = earlier._folded, earlier._earlier
+
+    def count(self, key: ServerKey) -> EpochCount:
+        """The count in which the tokens of a server belong."""
+        return self.connected.get(key) or self._departed.get(key) or self._folded
+
+    def counts(self) -> Iterator[EpochCount]:
+        """All counts."""
+        yield from self.connected.values()
+        yield from self._departed.values()
+        yield self._folded
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens that all engines have generated, by their reports."""
+        return sum(count.generated for count in self.counts())
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the server joined with that epoch; names of folded epochs are not kept."""
+        if key in self.connected or key in self._departed:
+            return True
+        return (
+            isinstance(key, ServerKey)
+            and key.epoch not in self._names
+            and self._is_folded(key.epoch)
+        )
+
+    def was_given(self, epoch: int) -> bool:
+        """Whether a server joined with this epoch."""
+        return epoch in self._names or self._is_folded(epoch)
+
+    def server_of(self, epoch: int) -> ServerKey | None:
+        """The server that joined with an epoch; None where its name is not known."""
+        return self._names.get(epoch)
+
+    def _is_folded(self, epoch: int) -> bool:
+        place = bisect.bisect_left(self._earlier, epoch)
+        return place < len(self._earlier) and self._earlier[place] == epoch
+
+    def _fold(self, key: ServerKey) -> None:
+        count = self._departed.pop(key)
+        count.dead = True
+        self._folded.reported += count.generated
+        self._folded.received += count.received
+        if self._names.get(key.epoch) == key:
+            del self._names[key.epoch]
+        bisect.insort(self._earlier, key.epoch)

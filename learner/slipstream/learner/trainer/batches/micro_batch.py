@@ -1,0 +1,113 @@
+"""Packed sequences as tensors, which go to the device of a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The keys that the segments of a micro batch see: all tokens before them on their paths.
+
+    `cu_seqlens` of the micro batch are then the bounds of segments. The last keys of a segment are
+    its own tokens.
+    """
+
+    # int64 [keys]: the place in the micro batch of each key, segment by segment.
+    key_places: Tensor
+    # int32: the start of each segment's keys, and the end.
+    cu_seqlens: Tensor
+    max_seqlen: int
+    # The copies of token t among the keys are `copies[copy_bounds[t] : copy_bounds[t + 1]]`.
+    copies: Tensor
+    copy_bounds: Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
+        """Joins the places of each segment's keys in a micro batch of `num_tokens`."""
+        lengths = [len(keys) for keys in places]
+        joined = np.concatenate(places)
+        counts = np.bincount(joined, minlength=num_tokens)
+        return cls(
+            key_places=torch.from_numpy(joined),
+            cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+            max_seqlen=max(lengths),
+            copies=torch.from_numpy(joined.argsort(kind="stable")),
+            copy_bounds=torch.from_numpy(np.cumsum([0, *counts])),
+        )
+
+    def to(self, device: torch.device) -> Paths:
+        """Returns a copy on `device`, without waiting for the device."""
+        tensors: dict[str, Any] = {
+            name: to_device(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences; all tensors are [tokens] except `cu_seqlens`, `expert_ids` and `paths`."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
+    loss_weights: Tensor
+    advantages: Tensor
+    behavior_logprobs: Tensor
+    lags: Tensor
+    # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
+    sequence_ids: Tensor
+    # int32: the start of each sequence, and the end; filler is a last sequence without loss.
+    cu_seqlens: Tensor
+    max_seqlen: int
+    # Indices of the sequences, in order, without filler.
+    indices: tuple[int, ...]
+    # None without a reference model.
+    reference_logprobs: Tensor | None = None
+    # Both None without a critic.
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
+    # it predicts. The largest id of the type means "not known". None: no experts are known.
+    expert_ids: Tensor | None = None
+    # The keys that each sequence sees; None: those of its own tokens.
+    paths: Paths | None = None
+
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
+        tensors: dict[str, Any] = {
+            name: change(value)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "cu_seqlens"
+        }
+        return dataclasses.replace(self, **tensors)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Returns a copy on `device`, without waiting for the device."""
+        if device.type == "cpu":
+            return self
+        moved = self.map_tokens(lambda tensor: to_device(tensor, device))
+        return dataclasses.replace(
+            moved,
+            cu_seqlens=to_device(self.cu_seqlens, device),
+            paths=self.paths and self.paths.to(device),
+        )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy on `device`; pinned memory avoids a wait for the device's earlier work."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

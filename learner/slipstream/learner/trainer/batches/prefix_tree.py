@@ -1,0 +1,204 @@
+"""Common beginnings of sequences, computed once: pure functions.
+
+The members of a group begin with the same prompt, and branches of an episode with the same turns.
+A *bundle* is a set of sequences cut into segments: a segment that several sequences have in common
+stands in it once. Attention lets a segment see the segments on its path, from the first token on.
+
+Position i of a sequence predicts token i + 1, so a common segment ends one token before the
+sequences part: each of them keeps the last common token for its own prediction. A position that
+more than one sequence trains is never shared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.learner.trainer.batches.packing import TrainingSequence
+
+_MANY = 2**63
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Positions `start` to `end` of the sequence `index`, which may stand for other sequences too.
+
+    `parent` is the place in the bundle of the segment that ends at `start`; None at the beginning
+    of a sequence. Only the sequence `index` trains any of these positions.
+    """
+
+    index: int
+    start: int
+    end: int
+    parent: int | None = None
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+# Segments of one bundle; a parent comes before its children, so that the segments of each sequence
+# are in its order.
+Bundle = list[Segment]
+
+
+class Saved(NamedTuple):
+    """Work that sharing leaves out: tokens, and sums of squared lengths as in `num_squares`."""
+
+    tokens: int = 0
+    squares: int = 0
+
+
+def saved_by(
+    sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
+) -> Saved:
+    """Returns what bundles of all `members` save."""
+    lengths = [len(sequences[index]) for index in members]
+    return Saved(
+        sum(lengths) - sum(map(num_tokens, made)),
+        sum(length**2 for length in lengths) - sum(map(num_squares, made)),
+    )
+
+
+def num_tokens(bundle: Bundle) -> int:
+    """Returns the tokens that are computed for a bundle."""
+    return sum(map(len, bundle))
+
+
+def num_squares(bundle: Bundle) -> int:
+    """Returns twice the pairs of tokens that attend: l² for one sequence of l tokens."""
+    return sum(segment.end**2 - segment.start**2 for segment in bundle)
+
+
+def single(index: int, length: int) -> Bundle:
+    """Returns the bundle of one sequence that shares nothing."""
+    return [Segment(index, 0, length)]
+
+
+class Families:
+    """Sequences sorted so that those with a common beginning are neighbours.
+
+    A common beginning shorter than `min_shared` tokens is not shared. The same sequences give the
+    same bundles.
+    """
+
+    def __init__(
+        self, sequences: Sequence[TrainingSequence], members: Sequence[int], *, min_shared: int
+    ) -> None:
+        self._sequences = sequences
+        self._min_shared = min_shared
+        keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
+        order = sorted(members, key=lambda index: (keys[index], index))
+        neighbours = itertools.pairwise(sequences[index].token_ids for index in order)
+        common = [_MANY, *itertools.starmap(_common, neighbours)]
+        self._families = _Run(order, common[: len(order)]).cut(min_shared + 1)
+
+    @property
+    def share(self) -> bool:
+        """Whether any two sequences may share a beginning."""
+        return any(len(family.indices) > 1 for family in self._families)
+
+    def bundles(self, max_tokens: int) -> list[Bundle]:
+        """Returns bundles of all members, each of at most `max_tokens` or of one sequence."""
+        builder = _Builder(self._sequences, self._min_shared)
+        found: list[Bundle] = []
+        for family in self._families:
+            _add_fitting(found, builder, family, max_tokens)
+        return found
+
+
+def _add_fitting(found: list[Bundle], builder: _Builder, run: _Run, max_tokens: int) -> None:
+    """Adds one bundle of all sequences of `run`, or several if that one is too long."""
+    bundle = builder.build(run)
+    if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
+        found.append(bundle)
+        return
+    middle = len(run.indices) // 2
+    for half in (slice(None, middle), slice(middle, None)):
+        _add_fitting(found, builder, _Run(run.indices[half], run.common[half]), max_tokens)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Sequences in the order of their tokens; `common` counts those equal to the one before.
+
+    The first entry of `common` means nothing.
+    """
+
+    indices: list[int]
+    common: list[int]
+
+    def cut(self, least: int) -> list[_Run]:
+        """Returns the parts whose neighbours have at least `least` tokens in common."""
+        if not self.indices:
+            return []
+        cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]
+        bounds = itertools.pairwise([0, *cuts, len(self.indices)])
+        return [_Run(self.indices[one:end], self.common[one:end]) for one, end in bounds]
+
+    def without(self, leaving: Collection[int]) -> _Run:
+        """Returns the run without some sequences."""
+        indices, common, least = [], [], _MANY
+        for index, number in zip(self.indices, self.common, strict=True):
+            least = min(least, number)
+            if index not in leaving:
+                indices.append(index)
+                common.append(least)
+                least = _MANY
+        return _Run(indices, common)
+
+
+class _Builder:
+    """Cuts runs of sequences into segments."""
+
+    def __init__(self, sequences: Sequence[TrainingSequence], min_shared: int) -> None:
+        self._sequences = sequences
+        self._min_shared = min_shared
+
+    def build(self, run: _Run) -> Bundle:
+        """Returns the bundle of all sequences of a run."""
+        bundle: Bundle = []
+        self._add(bundle, run, 0, None)
+        return bundle
+
+    def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
+        """Adds the sequences of `run` from `start` on; the tokens up to there are the same."""
+        if len(run.indices) == 1:
+            (index,) = run.indices
+            bundle.append(Segment(index, start, len(self._sequences[index]), parent))
+            return
+        trained = self._trained(run, start)
+        end = min(min(run.common[1:]) - 1, trained[1][0])
+        if end - start >= self._min_shared:
+            bundle.append(Segment(trained[0][1], start, end, parent))
+            start, parent = end, len(bundle) - 1
+        parts = run.cut(start + self._min_shared + 1)
+        if len(parts) == 1:
+            # Several train the next positions: one of them shares with those that train none.
+            near = start + self._min_shared
+            rivals = [index for first, index in self._trained(run, start)[1:] if first < near]
+            parts = [run.without(rivals), *(_Run([index], [0]) for index in rivals)]
+        for part in parts:
+            self._add(bundle, part, start, parent)
+
+    def _trained(self, run: _Run, start: int) -> list[tuple[int, int]]:
+        """Returns the first position from `start` on that each sequence trains, and the sequence.
+
+        It is the length of a sequence that trains none. The earliest comes first.
+        """
+        found = []
+        for index in run.indices:
+            mask = self._sequences[index].loss_mask
+            places = np.flatnonzero(mask[start:])
+            found.append((start + int(places[0]) if len(places) else len(mask), index))
+        return sorted(found)
+
+
+def _common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
+    """Returns the number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length

@@ -1,0 +1,1 @@
+"""Agents: environments that call the model themselves, over HTTP, through vLLM's own API."""

@@ -1,0 +1,255 @@
+"""Answers HTTP requests of agents through an ASGI application, part by part.
+
+Consumes: a request. Produces: the parts of its answer. Waits for: the application. Unblocked by:
+its next message, or its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeAlias
+
+from slipstream.rollout_server.agents.limits import Refusal
+from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart, OpenCall
+from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.agents.replies import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
+from slipstream.rollout_server.agents.sampling_rule import (
+    SAMPLING_HEADER,
+    RefusedRequest,
+    Ruled,
+    rule,
+)
+
+log = logging.getLogger(__name__)
+
+Message: TypeAlias = MutableMapping[str, Any]
+Application: TypeAlias = Callable[..., Awaitable[None]]
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+
+COUNT_PATH = "/v1/messages/count_tokens"
+MODELS_PATH = "/v1/models"
+_JSON: Headers = (("content-type", "application/json"),)
+_RETRY: Headers = (("retry-after", "1"),)
+_BAD, _NOT_FOUND, _BROKEN, _BUSY = 400, 404, 500, 503
+# Bytes of a request for each token that its prompt may have, and for all the rest. To read a larger
+# one would hold up other episodes, only to find that it is too long.
+_BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
+# Largest part of an answer; a message that carries one must stay below 16 MiB.
+_MAX_PART = 4 << 20
+_AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
+
+
+class Answering:
+    """The HTTP API of agents, over an ASGI application that samples through a `Recorder`."""
+
+    def __init__(
+        self,
+        application: Application,
+        current: ContextVar[tuple[Recorder, OpenCall] | None],
+        *,
+        model: str,
+        has_tools: bool,
+    ) -> None:
+        """`current` tells the application its call; `has_tools`: it can read calls of tools."""
+        self._application = application
+        self._current = current
+        self._model = model
+        self._has_tools = has_tools
+
+    async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
+        """Returns the parts of the answer to a request, whose tokens `recorder` takes."""
+        path = http.path.partition("?")[0]
+        most = _OTHER_BYTES + _BYTES_PER_TOKEN * recorder.sampling.max_episode_tokens
+        if len(http.body) > most:
+            recorder.is_truncated = True
+            what = (
+                f"prompt is too long: the request has {len(http.body)} bytes; with "
+                f"sampling.max_episode_tokens = {recorder.sampling.max_episode_tokens} it may have "
+                f"{most}"
+            )
+            yield _error(path, Refusal(_BAD, "context_length_exceeded", what))
+        elif path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
+            try:
+                ruled = self._ruled(path, http.body, recorder)
+            except RefusedRequest as error:
+                yield _error(path, Refusal(_BAD, "invalid_request", str(error)))
+                return
+            async for part in self._reply(recorder, http, path, ruled):
+                yield part
+        elif path in (COUNT_PATH, MODELS_PATH):
+            body = self._with_model(http.body) if http.body else b""
+            exchange = _Exchange(http.method, path, body, asyncio.Event())
+            async for part in exchange.run(self._application, copy_context()):
+                yield part
+        else:
+            known = ", ".join((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH))
+            what = f"{http.method} {path} is no path of agents; there are {known}"
+            yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
+
+    async def _reply(
+        self, recorder: Recorder, http: HttpCall, path: str, ruled: Ruled
+    ) -> AsyncGenerator[HttpPart, None]:
+        opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
+        context = copy_context()
+        context.run(self._current.set, (recorder, opened))
+        extra: Headers = ((SAMPLING_HEADER, ruled.told),) if ruled.told else ()
+        body = json.dumps(ruled.body).encode()
+        exchange = _Exchange("POST", path, body, opened.hung_up, extra)
+        try:
+            async for part in exchange.run(self._application, context):
+                if opened.refusal is not None:
+                    yield _error(path, opened.refusal)
+                    return
+                opened.status = part.status or opened.status
+                opened.body += part.body
+                yield part
+        finally:
+            recorder.close(opened)
+
+    def _ruled(self, path: str, body: bytes, recorder: Recorder) -> Ruled:
+        try:
+            asked = json.loads(body)
+        except ValueError as error:
+            raise RefusedRequest(f"the body must be JSON: {error}") from None
+        if not isinstance(asked, dict):
+            raise RefusedRequest(f"the body must be an object, got {type(asked).__name__}")
+        ruled = rule(asked, recorder.sampling, auto=_AUTO.get(path, "auto"))
+        choice = ruled.body.get("tool_choice")
+        if ruled.body.get("tools") and not self._has_tools and choice not in _NO_TOOLS:
+            raise RefusedRequest(
+                "tools need rollout_server.tool_parser, the reader of the model's tool calls: set "
+                "it in the run's configuration"
+            )
+        ruled.body["model"] = self._model
+        return ruled
+
+    def _with_model(self, body: bytes) -> bytes:
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            return body
+        return json.dumps(asked | {"model": self._model}).encode() if asked else body
+
+
+_NO_TOOLS = ("none", {"type": "none"})
+
+
+class _Exchange:
+    """One request to an ASGI application, and the messages that it sends back."""
+
+    def __init__(
+        self, method: str, path: str, body: bytes, hung_up: asyncio.Event, extra: Headers = ()
+    ) -> None:
+        """`extra` are headers of the answer."""
+        self._scope = _scope(method, path)
+        self._body: bytes | None = body
+        self._hung_up = hung_up
+        self._start: Message | None = None
+        self._extra = extra
+        self._waiting = bytearray()
+        # Whether the application has sent the end of the answer.
+        self._is_whole = False
+        self._changed = asyncio.Event()
+
+    async def run(
+        self, application: Application, context: Context
+    ) -> AsyncGenerator[HttpPart, None]:
+        """Runs the application; what it sends while a part is read goes into the next part."""
+        loop = asyncio.get_running_loop()
+        call: Any = application(self._scope, self._receive, self._send)
+        work: asyncio.Task[None] = loop.create_task(call, context=context)
+        work.add_done_callback(lambda _: self._changed.set())
+        has_begun = False
+        try:
+            while not work.done() or self._waiting:
+                if not self._waiting:
+                    await self._changed.wait()
+                    self._changed.clear()
+                    continue
+                body = bytes(self._waiting[:_MAX_PART])
+                del self._waiting[:_MAX_PART]
+                is_last = self._is_whole and not self._waiting
+                yield self._part(body, is_first=not has_begun, is_last=is_last)
+                has_begun = True
+                if is_last:
+                    return
+        finally:
+            await _ended(work)
+        if has_begun:
+            yield HttpPart(b"", is_last=True)
+        elif self._start is not None:
+            yield self._part(b"", is_first=True, is_last=True)
+        else:
+            yield _error(self._scope["path"], Refusal(_BROKEN, "internal_error", "no answer"))
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._hung_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+        elif message["type"] == "http.response.body":
+            self._waiting += message.get("body", b"")
+            self._is_whole = not message.get("more_body", False)
+            self._changed.set()
+
+    def _part(self, body: bytes, *, is_first: bool, is_last: bool) -> HttpPart:
+        if not is_first:
+            return HttpPart(body, is_last)
+        assert self._start is not None, "an application starts its answer before the body"
+        status = int(self._start["status"])
+        headers = tuple((name.decode(), value.decode()) for name, value in self._start["headers"])
+        headers += self._extra + (_RETRY if status == _BUSY else ())
+        return HttpPart(body, is_last, status, headers)
+
+
+async def _ended(work: asyncio.Task[None]) -> None:
+    """Ends the application, if it has not ended; its error was answered with status 500."""
+    work.cancel()
+    try:
+        await work
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is not None and current.cancelling():
+            raise
+    except Exception:
+        log.exception("an agent's call ended with an error")
+
+
+def _scope(method: str, path: str) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+    }
+
+
+def _error(path: str, refusal: Refusal) -> HttpPart:
+    """Returns an error in the form that the clients of the API at `path` know."""
+    kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
+    if refusal.status >= _BROKEN:
+        kind = "api_error"
+    error: dict[str, object] = {"type": kind, "message": refusal.message}
+    if path.startswith(MESSAGES_PATH):
+        body: dict[str, object] = {"type": "error", "error": error}
+    else:
+        body = {"error": error | {"param": None, "code": refusal.code}}
+    headers = _JSON + (_RETRY if refusal.status == _BUSY else ())
+    return HttpPart(json.dumps(body).encode(), True, refusal.status, headers)

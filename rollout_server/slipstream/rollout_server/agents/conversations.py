@@ -1,0 +1,160 @@
+"""The conversations of one episode: a tree of messages, and a token sequence for each branch.
+
+A request that repeats a conversation with at least one more message continues it. The tokens of the
+conversation stay as they were sampled; only the messages behind it are tokenized.
+
+Life of a call: `find` -> `begin` -> the engine samples -> `finish`, then `remember` with the reply
+as the client saw it. A call that samples nothing leaves no trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.types import LogprobArray, VersionSpan
+from slipstream.rollout_server.agents.messages import MessageKey
+from slipstream.rollout_server.engine_interface import Generation
+
+
+@dataclass(eq=False)
+class Branch:
+    """One token sequence: context and sampled tokens in turns, as in a trajectory."""
+
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    run_lengths: list[int] = field(default_factory=list)
+    logprobs: list[LogprobArray] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    # Experts of consecutive tokens, from the first token on.
+    expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+    # Whether an open call continues the branch at its end.
+    is_taken: bool = False
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens whose experts are recorded."""
+        return sum(map(len, self.expert_ids))
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A finished reply: the branch that it belongs to, and the tokens up to its end."""
+
+    branch: Branch
+    end: int
+
+
+@dataclass(eq=False)
+class Call:
+    """An open call: the prompt for the engine, and where its tokens will be recorded."""
+
+    branch: Branch
+    # The tokens that the model reads; the last of them are the call's own.
+    prompt: list[int]
+    context: list[int]
+    is_append: bool
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Node:
+    """The state of a conversation after its first messages."""
+
+    children: dict[MessageKey, _Node] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A turn that a request continues, and the number of its messages up to there."""
+
+    turn: Turn
+    num_messages: int
+
+
+class Conversations:
+    """All branches of one episode."""
+
+    def __init__(self) -> None:
+        self.branches: list[Branch] = []
+        self.num_turns = 0
+        # Tokens of all branches.
+        self.num_tokens = 0
+        self._roots: dict[str, _Node] = {}
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled in all branches."""
+        return sum(sum(branch.run_lengths[1::2]) for branch in self.branches)
+
+    def find(self, settings: str, messages: Sequence[MessageKey], name: str) -> Found | None:
+        """Returns the longest conversation that `messages` continue, under the same settings.
+
+        Of turns with equal messages, one that can be appended to under `name` comes first.
+        """
+        node, found = self._roots.get(settings), None
+        for num_messages, key in enumerate(messages[:-1], start=1):
+            node = node.children.get(key) if node is not None else None
+            if node is None:
+                break
+            if node.turns:
+                free = (turn for turn in node.turns if _can_append(turn, name))
+                found = Found(next(free, node.turns[0]), num_messages)
+        return found
+
+    def begin(self, name: str, turn: Turn | None, context: list[int]) -> Call:
+        """Opens a call that reads `context` behind `turn`, or from the start where that is None."""
+        if turn is not None and _can_append(turn, name):
+            turn.branch.is_taken = True
+            prompt = turn.branch.token_ids + context
+            return Call(turn.branch, prompt, context, is_append=True)
+        if turn is not None:
+            context = turn.branch.token_ids[: turn.end] + context
+        return Call(Branch(name), context, context, is_append=False)
+
+    def finish(self, call: Call, generation: Generation | None) -> Turn | None:
+        """Records what a call sampled; None if it sampled nothing. Its branch is free again."""
+        assert not call.is_over, "a call ends once"
+        call.is_over = True
+        branch = call.branch
+        if call.is_append:
+            branch.is_taken = False
+        if generation is None or not len(generation.token_ids):
+            return None
+        tokens = generation.token_ids.tolist()
+        if not call.is_append:
+            self.branches.append(branch)
+        branch.token_ids += call.context
+        branch.token_ids += tokens
+        branch.run_lengths += [len(call.context), len(tokens)]
+        branch.logprobs.append(generation.logprobs)
+        branch.spans += generation.version_spans
+        if generation.expert_ids is not None:
+            branch.expert_ids.append(generation.expert_ids)
+        self.num_turns += 1
+        self.num_tokens += len(call.context) + len(tokens)
+        return Turn(branch, len(branch.token_ids))
+
+    def remember(
+        self,
+        turn: Turn,
+        settings: str,
+        messages: Sequence[MessageKey],
+        reply: Sequence[Sequence[MessageKey]],
+    ) -> None:
+        """Makes a turn known: `messages` of the request and the `reply`, each with all its keys."""
+        start = self._roots.setdefault(settings, _Node())
+        for path in itertools.product(*([(key,) for key in messages] + list(reply))):
+            node = start
+            for key in path:
+                node = node.children.setdefault(key, _Node())
+            node.turns.append(turn)
+
+
+def _can_append(turn: Turn, name: str) -> bool:
+    branch = turn.branch
+    return not branch.is_taken and branch.name == name and turn.end == len(branch.token_ids)

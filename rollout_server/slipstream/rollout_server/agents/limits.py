@@ -1,0 +1,73 @@
+"""The limits of an agent's episode, as pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.rollout_server.engine_interface import Sampling
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The error of a call beyond a limit: HTTP status, code and message, as clients know them."""
+
+    status: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a call may use: `new_tokens` of its reply. `reserved_tokens` count until it ends."""
+
+    new_tokens: int
+    reserved_tokens: int
+
+
+@dataclass(frozen=True)
+class Use:
+    """What an episode has used, and what its open calls may still use."""
+
+    tokens: int = 0
+    reserved_tokens: int = 0
+    turns: int = 0
+    branches: int = 0
+
+
+# The call must wait for another one, which may leave room.
+WAIT = None
+
+
+def room(
+    sampling: Sampling, use: Use, *, prompt: int, context: int, is_new: bool
+) -> Room | Refusal | None:
+    """Returns the room of a call, the error if there is none, or WAIT.
+
+    Its branch has `prompt` tokens with the call's own, `context` of them are not counted in `use`.
+    `is_new`: it begins a branch.
+    """
+    if use.turns >= sampling.max_turns:
+        limit = f"sampling.max_turns = {sampling.max_turns}"
+        return Refusal(400, "max_turns_exceeded", f"the episode has reached {limit}")
+    if is_new and use.branches >= sampling.max_branches:
+        limit = f"sampling.max_branches = {sampling.max_branches}"
+        return Refusal(400, "max_branches_exceeded", f"the episode has reached {limit}")
+    in_branch = sampling.max_episode_tokens - prompt
+    if in_branch < 1:
+        return _too_long(prompt, "sampling.max_episode_tokens", sampling.max_episode_tokens)
+    total = sampling.max_total_tokens or sampling.max_episode_tokens
+    ever = total - use.tokens - context
+    if ever < 1:
+        name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
+        return _too_long(use.tokens + context, f"sampling.{name}", total)
+    most = min(in_branch, sampling.max_reply_tokens)
+    new_tokens = min(most, ever - use.reserved_tokens)
+    # A reply is not cut short because of calls that may need less than they reserve.
+    if use.reserved_tokens and new_tokens < most:
+        return WAIT
+    return Room(new_tokens, context + new_tokens)
+
+
+def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
+    what = f"{num_tokens} tokens leave no room for a reply within {name} = {limit}"
+    return Refusal(400, "context_length_exceeded", f"prompt is too long: {what}")

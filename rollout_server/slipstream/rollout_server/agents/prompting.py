@@ -1,0 +1,157 @@
+"""Prompts of agents' requests: exact tokens where a request continues a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+from slipstream.rollout_server.agents.conversations import Found
+from slipstream.rollout_server.agents.messages import message_key
+from slipstream.rollout_server.agents.open_call import OpenCall
+from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import TokensInput, tokens_input
+from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
+
+# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
+CURRENT: ContextVar[tuple[Recorder, OpenCall] | None] = ContextVar("agent_call", default=None)
+
+_PLACEHOLDER = "slipstreamreplyplaceholder"
+# Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
+_INLINE_CHARACTERS = 20_000
+_CACHED_TEXTS = 256
+_CACHED_CHARACTERS = 1000
+# Characters that a token may stand for even where no entry of the vocabulary is as long.
+_LONG_TOKEN = 128
+
+# Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
+
+Message = Mapping[str, Any]
+
+
+class PromptRenderer:
+    """Stands in for vLLM's renderer where its API turns messages into a prompt.
+
+    The messages behind a known conversation are tokenized, the conversation itself is not.
+    """
+
+    def __init__(self, renderer: BaseRenderer) -> None:
+        self._inner = renderer
+        # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
+        tokenizer: Any = copy.deepcopy(renderer.get_tokenizer())
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._tokenizer = tokenizer
+        self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
+        self._short = lru_cache(_CACHED_TEXTS)(self._encode)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is vLLM's
+        return getattr(self._inner, name)
+
+    async def render_chat_async(
+        self,
+        conversations: Sequence[list[Message]],
+        chat_params: ChatParams,
+        tok_params: TokenizeParams | None = None,
+        **options: Any,  # noqa: ANN401 - vLLM's own
+    ) -> tuple[list[list[Message]], list[TokensInput]]:
+        """See vLLM; the prompt of the current call is that of its recorder."""
+        _check_text(conversations)
+        current = CURRENT.get()
+        if current is None:
+            rendered: tuple[list[list[Message]], list[TokensInput]]
+            rendered = await self._inner.render_chat_async(
+                conversations, chat_params, tok_params, **options
+            )
+            return rendered
+        (messages,) = conversations
+        recorder, opened = current
+        try:
+            prompt = await self._prompt(recorder, opened, messages, chat_params)
+        except LimitReached as error:
+            raise VLLMValidationError(str(error)) from error
+        return [messages], [tokens_input(prompt)]
+
+    async def _prompt(
+        self, recorder: Recorder, opened: OpenCall, messages: list[Message], params: ChatParams
+    ) -> list[int]:
+        values = params.chat_template_kwargs
+        settings = json.dumps(values, sort_keys=True, default=str)
+        found = recorder.find(opened, settings, [message_key(each) for each in messages])
+        # A request that has the model continue a message of the client's is tokenized as a whole.
+        if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
+            found = None
+        length = sum(len(each.get("content") or "") for each in messages)
+        render = self._render if length <= _INLINE_CHARACTERS else self._render_in_thread
+        most = recorder.sampling.max_episode_tokens * self._longest_token
+        context = await render(messages, params, found, most)
+        if context is None:
+            found = None
+            context = await render(messages, params, None, most)
+        assert context is not None
+        return await recorder.begin(opened, found.turn if found else None, context)
+
+    async def _render_in_thread(self, *arguments: Any) -> list[int] | None:  # noqa: ANN401
+        return await asyncio.to_thread(self._render_now, *arguments)
+
+    async def _render(self, *arguments: Any) -> list[int] | None:  # noqa: ANN401
+        return self._render_now(*arguments)
+
+    def _render_now(
+        self, messages: list[Message], params: ChatParams, found: Found | None, most: int
+    ) -> list[int] | None:
+        """Returns the tokens behind `found`; None: the template cannot continue it."""
+        if found is None:
+            return self._tokens(self._text(messages, params), most)
+        known = found.num_messages
+        reply = {"role": "assistant", "content": _PLACEHOLDER}
+        try:
+            text = self._text([*messages[: known - 1], reply, *messages[known:]], params)
+        except (VLLMValidationError, ValueError, TypeError):
+            # A template may want what a plain reply lacks, calls before their results, for one.
+            return None
+        if text.count(_PLACEHOLDER) != 1:
+            return None
+        tokens = self._tokens(text.partition(_PLACEHOLDER)[2], most)
+        last = found.turn.branch.token_ids[found.turn.end - 1]
+        return tokens[1:] if tokens[:1] == [last] else tokens
+
+    def _text(self, messages: list[Message], params: ChatParams) -> str:
+        _, prompt = self._inner.render_messages(messages, params)
+        if not isinstance(prompt.get("prompt"), str):
+            raise VLLMValidationError("this model's prompts are not text", parameter="model")
+        return str(prompt["prompt"])
+
+    def _tokens(self, text: str, most_characters: int) -> list[int]:
+        if len(text) > most_characters:
+            # Tokenizing it would only delay the answer that it is too long.
+            return [0] * (most_characters // self._longest_token + 1)
+        encode = self._short if len(text) <= _CACHED_CHARACTERS else self._encode
+        return list(encode(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # The template has written the special tokens already.
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_text(conversations: Sequence[list[Message]]) -> None:
+    """Raises VLLMValidationError for messages with anything but text."""
+    for message in (message for messages in conversations for message in messages):
+        content = message.get("content")
+        for part in () if content is None or isinstance(content, str) else content:
+            kind = part.get("type") if isinstance(part, Mapping) else "text"
+            if kind not in _TEXT_PARTS:
+                raise VLLMValidationError(
+                    f"messages of agents must be text, got a part of type {kind}",
+                    parameter="messages",
+                )

@@ -1,0 +1,246 @@
+"""The calls of one agent: their prompts, their samples, and the conversations that result.
+
+Consumes: requests of the agent, replies of the engine. Produces: the branches of an episode.
+Waits for: the engine; room within the limits of the episode. Unblocked by: the engine's answers,
+the end of another call, `hang_up`, `cancel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from slipstream.rollout_server.agents.conversations import Conversations, Found, Turn
+from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
+from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
+from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
+from slipstream.rollout_server.agents.replies import reply_of
+from slipstream.rollout_server.engine_interface import (
+    Engine,
+    EngineDied,
+    GenerationFailed,
+    Sampling,
+    TextOptions,
+    TextPart,
+)
+
+# Turns a reply in the form of the API at a path into chat messages.
+AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
+_OK = 200
+_Parts: TypeAlias = "asyncio.Queue[TextPart | GenerationFailed | EngineDied]"
+
+
+class LimitReached(Exception):
+    """A call is beyond a limit of its episode, or came after its end."""
+
+
+class Recorder:
+    """Everything that the calls of one episode share.
+
+    A call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`.
+    The end: `cancel` ends what is open; `settled` waits until every sample is recorded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        key: str,
+        sampling: Sampling,
+        *,
+        as_messages: AsMessages,
+        sampled: Callable[[int], None],
+    ) -> None:
+        """`key` names the episode; `sampled` is told the number of tokens of each generation."""
+        self.conversations = Conversations()
+        self.sampling = sampling
+        # Seconds with at least one reply under way.
+        self.generation_s = 0.0
+        self._num_sampling, self._since_s = 0, 0.0
+        # Whether a call was refused for a limit.
+        self.is_truncated = False
+        self._engine = engine
+        self._key = key
+        self._as_messages = as_messages
+        self._sampled = sampled
+        self._open: dict[int, OpenCall] = {}
+        # Calls whose replies the conversations do not know yet.
+        self._unread: list[OpenCall] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_cancelled = False
+        self._changed = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Calls that are not closed."""
+        return len(self._open)
+
+    def open(self, http: HttpCall, path: str, *, is_stream: bool) -> OpenCall:
+        """Opens a call for a reply."""
+        opened = OpenCall(http, f"{self._key}.{http.number}", path, is_stream)
+        self._open[http.number] = opened
+        return opened
+
+    def close(self, opened: OpenCall) -> None:
+        """Ends a call; a sample that nobody reads any more is ended."""
+        opened.is_answered = True
+        del self._open[opened.http.number]
+        if opened.sampling is None:
+            self._release(opened)
+        elif not opened.sampling.done():
+            self._hang_up(opened)
+
+    def hang_up(self, number: int) -> None:
+        """Ends a call whose client is gone, if it is open; what it has sampled is recorded."""
+        opened = self._open.get(number)
+        if opened is not None:
+            self._hang_up(opened)
+
+    def cancel(self) -> None:
+        """Ends all calls, and refuses later ones."""
+        self._is_cancelled = True
+        for opened in self._open.values():
+            self._hang_up(opened)
+
+    async def settled(self) -> None:
+        """Waits until no call is sampled any more."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def find(self, opened: OpenCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
+        """Returns the turn that a request continues, if any; see `Conversations.find`."""
+        self._read_replies()
+        opened.settings, opened.keys = settings, keys
+        return self.conversations.find(settings, keys, opened.http.branch)
+
+    async def begin(self, opened: OpenCall, turn: Turn | None, context: list[int]) -> list[int]:
+        """Returns the prompt of a call when there is room for its reply.
+
+        LimitReached if there never will be.
+        """
+        call = opened.call = self.conversations.begin(opened.http.branch, turn, context)
+        while True:
+            if self._is_cancelled or opened.hung_up.is_set():
+                self._release(opened)
+                raise LimitReached("the episode is over")
+            found = room(
+                self.sampling,
+                self._use(),
+                prompt=len(call.prompt),
+                context=len(call.context),
+                is_new=not call.is_append,
+            )
+            if isinstance(found, Room):
+                opened.room = found
+                return call.prompt
+            if isinstance(found, Refusal):
+                self.is_truncated = True
+                opened.refusal = found
+                self._release(opened)
+                raise LimitReached(found.message)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def sample(
+        self, opened: OpenCall, max_tokens: int, options: TextOptions
+    ) -> AsyncGenerator[TextPart, None]:
+        """Samples the reply to a call that has begun, and returns its parts.
+
+        GenerationFailed comes when the engine could not serve it. The reply is sampled and recorded
+        even if nobody reads it, until the call is closed.
+        """
+        assert opened.room is not None, "a call begins before it is sampled"
+        parts: _Parts = asyncio.Queue()
+        most = min(max_tokens, opened.room.new_tokens)
+        opened.sampling = self._start(self._sample(opened, most, options, parts))
+        self._unread.append(opened)
+        return _read(parts)
+
+    async def _sample(
+        self, opened: OpenCall, max_tokens: int, options: TextOptions, parts: _Parts
+    ) -> None:
+        call = opened.call
+        assert call is not None
+        if not self._num_sampling:
+            self._since_s = time.monotonic()
+        self._num_sampling += 1
+        try:
+            async for part in self._engine.stream(
+                opened.request_id,
+                call.prompt,
+                self.sampling,
+                max_tokens,
+                options=options,
+                experts_from=call.branch.num_routed,
+            ):
+                if part.generation is not None:
+                    self._sampled(len(part.generation.token_ids))
+                    opened.turn = self.conversations.finish(call, part.generation)
+                parts.put_nowait(part)
+        except (GenerationFailed, EngineDied) as error:
+            parts.put_nowait(error)
+        finally:
+            self._num_sampling -= 1
+            if not self._num_sampling:
+                self.generation_s += time.monotonic() - self._since_s
+            self._release(opened)
+
+    def _release(self, opened: OpenCall) -> None:
+        if opened.call is not None and not opened.call.is_over:
+            self.conversations.finish(opened.call, None)
+        self._changed.set()
+
+    def _hang_up(self, opened: OpenCall) -> None:
+        opened.hung_up.set()
+        self._changed.set()
+        if opened.sampling is not None and not opened.sampling.done():
+            self._start(self._engine.cancel(opened.request_id))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _use(self) -> Use:
+        """Returns what finished calls have used, and what those with room may still use."""
+        held = [
+            (opened.call, opened.room)
+            for opened in (*self._open.values(), *self._unread)
+            if opened.call is not None and opened.room is not None and not opened.call.is_over
+        ]
+        rooms = {id(call): (call, room) for call, room in held}.values()
+        return Use(
+            tokens=self.conversations.num_tokens,
+            reserved_tokens=sum(room.reserved_tokens for _, room in rooms),
+            turns=self.conversations.num_turns + len(rooms),
+            branches=len(self.conversations.branches)
+            + sum(not call.is_append for call, _ in rooms),
+        )
+
+    def _read_replies(self) -> None:
+        """Tells the conversations the replies that clients have got since the last call."""
+        waiting = []
+        for opened in self._unread:
+            is_over = opened.is_answered and opened.call is not None and opened.call.is_over
+            reply = None
+            if opened.turn is not None and opened.status == _OK and opened.body:
+                reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
+            if reply is not None and opened.turn is not None:
+                keys = reply_keys(self._as_messages(opened.path, reply))
+                self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
+                opened.body.clear()
+            elif not is_over:
+                waiting.append(opened)
+        self._unread = waiting
+
+
+async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:
+    while True:
+        part = await parts.get()
+        if isinstance(part, Exception):
+            raise part
+        yield part
+        if part.generation is not None:
+            return

@@ -1,0 +1,105 @@
+"""The calls of an agent in one episode, from its observation to its result.
+
+Consumes: calls of the agent. Produces: the answers, part by part. Waits for: calls, the model, the
+agent to take a part. Unblocked by: these, the environment's limit while no call is open, or the
+task's cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.agents.answering import Answering
+from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.episodes.calls import AgentEnd, EnvironmentSession
+from slipstream.v1 import environment_pb2, trajectory_pb2
+
+log = logging.getLogger(__name__)
+
+
+class AgentTalk:
+    """Serves one agent: `run` it once; when it returns, no call of the agent is open any more."""
+
+    def __init__(
+        self,
+        session: EnvironmentSession,
+        answering: Answering,
+        recorder: Recorder,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """`timeout_s`: how long the agent may take with no call open."""
+        self._session = session
+        self._answering = answering
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> AgentEnd:
+        """Answers calls until the agent returns its result; EnvironmentFailed where it does not."""
+        waiting = asyncio.ensure_future(self._session.next_call())
+        try:
+            while True:
+                limit_s = None if self._calls else self._timeout_s
+                done, _ = await asyncio.wait(
+                    {waiting, *self._calls.values()},
+                    timeout=limit_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not done:
+                    raise await self._session.examine(self._late())
+                self._forget_answered()
+                if not waiting.done():
+                    continue
+                message = waiting.result()
+                if isinstance(message, AgentEnd):
+                    return message
+                self._take(message)
+                waiting = asyncio.ensure_future(self._session.next_call())
+        finally:
+            self._recorder.cancel()
+            open_tasks = [waiting, *self._calls.values()]
+            for task in open_tasks:
+                task.cancel()
+            await asyncio.wait(open_tasks)
+            await self._recorder.settled()
+
+    def _late(self) -> EnvironmentFailed:
+        return EnvironmentFailed(
+            trajectory_pb2.FAILURE_KIND_TIMEOUT,
+            f"the agent neither called the model nor returned a result within "
+            f"{self._timeout_s:g} s, the environment's timeout_s",
+        )
+
+    def _take(self, message: environment_pb2.AgentCall) -> None:
+        if message.is_abandoned:
+            task = self._calls.get(message.call)
+            self._recorder.hang_up(message.call)
+            if task is not None:
+                task.cancel()
+            return
+        self._calls[message.call] = asyncio.ensure_future(self._answer(message))
+
+    def _forget_answered(self) -> None:
+        """Forgets calls that are over; raises what ended one of them."""
+        for number, task in list(self._calls.items()):
+            if task.done():
+                del self._calls[number]
+                if not task.cancelled():
+                    task.result()
+
+    async def _answer(self, message: environment_pb2.AgentCall) -> None:
+        http = HttpCall(message.call, message.method, message.path, message.body, message.branch)
+        async with contextlib.aclosing(self._answering.answer(self._recorder, http)) as parts:
+            async for part in parts:
+                try:
+                    await self._session.reply_part(message.call, part)
+                except EnvironmentFailed as error:
+                    if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
+                        raise
+                    log.warning("call %d of an agent is not read: %s", message.call, error)
+                    return

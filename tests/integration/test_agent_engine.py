@@ -1,0 +1,218 @@
+"""Agents on the real engine: parts of a reply, what is recorded, cancels, stops, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.protocol.types import PolicyVersion, VersionSpan  # noqa: E402
+from slipstream.rollout_server.agents.opening import Agents  # noqa: E402
+from slipstream.rollout_server.engine_interface import (  # noqa: E402
+    FinishReason,
+    Generation,
+    TextOptions,
+    TextPart,
+)
+from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config  # noqa: E402
+from support.fakes.chat_models import make_chat_model  # noqa: E402
+from support.rigs.engine_rig import Reference  # noqa: E402
+from support.rigs.started_engine import started_engine  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
+PROMPT = [1, 90, 91, 92]
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses at which this process and its children listen."""
+    here = psutil.Process()
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in (here, *here.children(recursive=True))
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def processes() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    folder = make_chat_model(tmp_path_factory.mktemp("model"))
+    config = agent_config(folder)
+    async with started_engine(config) as engine:
+        await engine.resume(PolicyVersion(0, 0))
+        before = processes(), listening()
+        agents = Agents(engine, config.rollout_server)
+        api = await agents.api()
+        yield SimpleNamespace(
+            engine=engine,
+            rig=AgentRig(SimpleEngine(engine), api),
+            before=before,
+            weights=load_file(folder / "model.safetensors"),
+            reference=Reference(folder),
+        )
+
+
+class SimpleEngine:
+    """The real engine, and what it sampled."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.samples: list[SimpleNamespace] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def stream(self, request_id, prompt, *arguments, **options) -> AsyncIterator[TextPart]:
+        async for part in self._engine.stream(request_id, prompt, *arguments, **options):
+            if (end := part.generation) is not None:
+                tokens, logprobs = end.token_ids.tolist(), end.logprobs.tolist()
+                self.samples.append(
+                    SimpleNamespace(prompt=list(prompt), tokens=tokens, logprobs=logprobs)
+                )
+            yield part
+
+
+async def parts_of(engine, name: str, sampling=ENDLESS, num_tokens: int = 70, **options):
+    """All parts of one reply to PROMPT, and the generation."""
+    parts = [
+        part
+        async for part in engine.stream(
+            name, PROMPT, sampling, num_tokens, options=TextOptions(**options)
+        )
+    ]
+    end: Generation = parts[-1].generation
+    assert all(part.generation is None for part in parts[:-1])
+    assert [token for part in parts for token in part.token_ids] == end.token_ids.tolist()
+    return parts, end
+
+
+async def test_the_application_adds_no_process_and_no_port(served) -> None:
+    assert (processes(), listening()) == served.before
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
+    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
+    whole = await served.engine.generate(f"whole{is_streamed}", PROMPT, greedy, 70)
+    parts, end = await parts_of(
+        served.engine, f"parts{is_streamed}", greedy, is_streamed=is_streamed
+    )
+    assert end.token_ids.tolist() == whole.token_ids.tolist()
+    assert np.abs(end.logprobs - whole.logprobs).max() < 1e-5
+    assert end.version_spans == whole.version_spans == (VersionSpan(70, PolicyVersion(0, 0)),)
+    assert end.finish_reason is FinishReason.LENGTH
+    # Chunks, not single tokens.
+    assert 3 <= len(parts) <= 8 if is_streamed else len(parts) == 1
+    expected = served.reference.logprobs(served.weights, PROMPT + end.token_ids.tolist())
+    sampled = dataclasses.replace(ENDLESS, temperature=1.0)
+    _, end = await parts_of(served.engine, f"t1{is_streamed}", sampled, is_streamed=is_streamed)
+    expected = served.reference.logprobs(served.weights, PROMPT + end.token_ids.tolist())
+    assert np.abs(expected[len(PROMPT) - 1 :] - end.logprobs).max() < 1e-3
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_more_logprobs_change_nothing_that_is_recorded(served, is_streamed) -> None:
+    parts, end = await parts_of(
+        served.engine, f"top{is_streamed}", is_streamed=is_streamed, num_logprobs=3, seed=4
+    )
+    _, plain = await parts_of(served.engine, f"none{is_streamed}", seed=4)
+    assert end.token_ids.tolist() == plain.token_ids.tolist()
+    assert np.abs(end.logprobs - plain.logprobs).max() < 1e-5
+    given = [part.top_logprobs[n] for part in parts for n in range(len(part.token_ids))]
+    assert [len(each) in (3, 4) for each in given] == [True] * 70
+    for token, value, each in zip(end.token_ids.tolist(), end.logprobs, given, strict=True):
+        assert abs(each[token].logprob - value) < 1e-5
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_stop_text_ends_a_reply_and_the_tokens_add_up(served, is_streamed) -> None:
+    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
+    _, endless = await parts_of(served.engine, f"endless{is_streamed}", greedy)
+    text = served.rig.engine._llm.get_tokenizer().decode(endless.token_ids.tolist())
+    stop = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
+    parts, end = await parts_of(
+        served.engine, f"stop{is_streamed}", greedy, is_streamed=is_streamed, stop=(stop,)
+    )
+    assert end.finish_reason is FinishReason.STOP
+    assert parts[-1].stop_reason == stop
+    assert "".join(part.text for part in parts) == text.split(stop)[0]
+    assert end.token_ids.tolist() == endless.token_ids.tolist()[: len(end.token_ids)]
+    use = served.engine.use()
+    assert (use.open_requests, use.generated_tokens) == (0, use.returned_tokens)
+
+
+async def test_a_cancelled_stream_returns_what_was_handed_out(served) -> None:
+    reading = served.engine.stream(
+        "cancelled", PROMPT, ENDLESS, 400, options=TextOptions(is_streamed=True)
+    )
+    first = await anext(reading)
+    await served.engine.cancel("cancelled")
+    rest = [part async for part in reading]
+    end = rest[-1].generation
+    assert end.finish_reason is FinishReason.CANCELLED
+    handed_out = [token for part in (first, *rest) for token in part.token_ids]
+    assert handed_out == end.token_ids.tolist()
+    assert sum(span.length for span in end.version_spans) == len(handed_out)
+    use = served.engine.use()
+    assert (use.open_requests, use.generated_tokens) == (0, use.returned_tokens)
+
+
+async def test_versions_in_the_middle_of_a_stream_are_recorded(served) -> None:
+    reading = served.engine.stream(
+        "versions", PROMPT, ENDLESS, 300, options=TextOptions(is_streamed=True)
+    )
+    parts = [await anext(reading)]
+    await served.engine.pause()
+    await served.engine.resume(PolicyVersion(0, 1))
+    parts += [part async for part in reading]
+    end = parts[-1].generation
+    assert [span.version.step for span in end.version_spans] == [0, 1]
+    assert len(end.token_ids) == 300
+    await served.engine.resume(PolicyVersion(0, 0))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) -> None:
+    rig = served.rig
+    rig.begin()
+    client = rig.openai()
+
+    async def talk(number: int) -> None:
+        messages: list[Any] = [{"role": "user", "content": f"task {number}"}]
+        for _ in range(3):
+            asked = {"model": "m", "messages": messages, "max_tokens": 40}
+            if stream:
+                text = ""
+                async for chunk in await client.chat.completions.create(**asked, stream=True):
+                    text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            else:
+                answer = await client.chat.completions.create(**asked)
+                text = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(talk(number) for number in range(8)))
+    rig.check()
+    assert rig.runs() == [3] * 8
+    for branch in rig.recorder.conversations.branches:
+        expected = served.reference.logprobs(served.weights, branch.token_ids)
+        flags = np.repeat(np.arange(len(branch.run_lengths)) % 2 == 1, branch.run_lengths)[1:]
+        assert np.abs(expected[flags] - np.concatenate(branch.logprobs)).max() < 1e-3

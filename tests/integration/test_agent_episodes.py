@@ -1,0 +1,237 @@
+"""Episodes of agents from lease to trajectory: real workers and SDKs, an engine with a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+
+from slipstream.protocol.types import (  # noqa: E402
+    Branch,
+    FailureKind,
+    PolicyVersion,
+    ServerId,
+    Status,
+    Trajectory,
+)
+from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
+from slipstream.rollout_server.episodes.workers import WorkerGateway  # noqa: E402
+from slipstream.rollout_server.service import RolloutServer  # noqa: E402
+from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
+from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
+from support.fakes.chat_models import make_chat_model  # noqa: E402
+from support.fakes.fake_fleet import Connection, FakeFleet  # noqa: E402
+from support.fakes.scripted_engine import ScriptedEngine  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SAMPLING = fleet_pb2.SamplingSettings(
+    temperature=1.0,
+    top_p=1.0,
+    max_reply_tokens=200,
+    max_turns=100,
+    max_episode_tokens=1500,
+    max_total_tokens=4000,
+    max_branches=8,
+)
+AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Leaving")
+
+
+@dataclass
+class Server:
+    """A server in this process whose controller is the test."""
+
+    fleet: FakeFleet
+    engine: ScriptedEngine
+    connection: Connection
+    leases: int = 0
+
+    async def run(
+        self, agent: str, *, members: int = 1, timeout_s: float = 20.0, max_attempts: int = 1
+    ) -> list[Trajectory]:
+        """The trajectories of a group, when all of them have come."""
+        group = self.lease(agent, members=members, timeout_s=timeout_s, max_attempts=max_attempts)
+        return await self.ended(group, members * max_attempts)
+
+    def lease(
+        self, agent: str, *, members: int = 1, timeout_s: float = 20.0, max_attempts: int = 1
+    ) -> str:
+        self.leases += 1
+        group = f"g{self.leases}"
+        self.connection.lease(
+            group,
+            f"{agent}Agent",
+            members=list(range(members)),
+            sampling=SAMPLING,
+            timeout_s=timeout_s,
+            max_attempts=max_attempts,
+        )
+        return group
+
+    async def ended(self, group: str, number: int = 1) -> list[Trajectory]:
+        def found() -> list[Trajectory]:
+            return [one for one in self.fleet.trajectories if one.group_id == group]
+
+        while len(found()) < number:
+            await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
+        return found()
+
+    async def check_ledger(self) -> None:
+        """The tokens that the engine counted are those of the trajectories."""
+        beat = await self.connection.wait_quiet()
+        recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
+        assert beat.generated_tokens == beat.ended_tokens == recorded
+        assert beat.in_flight_tokens == 0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False)
+    config = agent_config(folder)
+    engine = scripted_engine(config, script)
+    engine.version = None
+    engine.running.clear()
+    stop = asyncio.Event()
+    async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
+        logs = tmp_path_factory.mktemp("logs")
+        gateway = WorkerGateway(logs, log_bytes=1 << 20)
+        program = RolloutServer(
+            config, fleet.address, ServerId("s"), engine, Renderer(folder), gateway
+        )
+        task = asyncio.create_task(program.run(stop))
+        connection = await fleet.joined()
+        await connection.serve_version(1)
+        for agent in AGENTS:
+            spec = environment_pb2.EnvironmentSpec(
+                name=f"{agent}Agent",
+                reference=f"example_agents:{agent}Agent",
+                args_json="{}",
+                timeout_s=20.0,
+                num_workers=1,
+                search_path=str(Path(__file__).parents[1] / "support" / "fakes"),
+            )
+            connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec))
+        yield Server(fleet, engine, connection)
+        stop.set()
+        async with asyncio.timeout(30):
+            await task
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def ledger(server: Server) -> AsyncIterator[None]:
+    yield
+    server.engine.may_end.set()
+    await server.check_ledger()
+
+
+async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server) -> None:
+    server.engine.samples.clear()
+    (trajectory,) = await server.run("Tool")
+    assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"total": 3 + 4 + 5}
+    assert trajectory.num_turns == 5
+    assert trajectory.branches == (
+        Branch(6),
+        Branch(2, 0.5, "reviewer"),
+        Branch(2, 0.5, "reviewer"),
+    )
+    samples = {(tuple(sample.prompt), tuple(sample.tokens)) for sample in server.engine.samples}
+    recorded = set()
+    for sequence in trajectory.sequences():
+        tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
+        lengths = trajectory.run_lengths[sequence.runs]
+        for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
+            start, end = end + context, end + context + sampled
+            recorded.add((tuple(tokens[:start]), tuple(tokens[start:end])))
+    assert recorded == samples
+    assert trajectory.prompt_text.startswith("<|im_start|>system")
+    assert trajectory.version_spans[0].version == server.engine.version
+
+
+async def test_the_members_of_a_group_run_side_by_side(server) -> None:
+    found = await server.run("Tool", members=8)
+    assert [one.status for one in found] == [Status.COMPLETED] * 8
+    assert {len(one.branches) for one in found} == {3}
+
+
+async def test_an_agent_that_blocks_its_thread_is_served(server) -> None:
+    (trajectory,) = await server.run("Plain")
+    assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 3.0)
+
+
+async def test_an_agent_without_a_reply_of_the_model_has_failed(server) -> None:
+    (trajectory,) = await server.run("Silent")
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert "without any reply of the model" in trajectory.failure.message
+
+
+async def test_an_agent_that_hangs_fails_after_its_limit_and_says_where(server) -> None:
+    (trajectory,) = await server.run("Hanging", timeout_s=1.0)
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.TIMEOUT
+    assert "within 1 s, the environment's timeout_s" in trajectory.failure.message
+    assert "example_agents.py" in trajectory.failure.message
+    assert trajectory.num_sampled_tokens > 0
+
+
+async def test_time_in_open_calls_does_not_count_against_the_limit(server) -> None:
+    server.engine.may_end.clear()
+    group = server.lease("Plain", timeout_s=1.0)
+    await asyncio.sleep(2.0)
+    server.engine.may_end.set()
+    (trajectory,) = await server.ended(group)
+    assert trajectory.status is Status.COMPLETED
+
+
+async def test_an_agent_that_raises_fails_with_its_words(server) -> None:
+    first, second = await server.run("Raising", max_attempts=2)
+    assert (first.will_retry, second.will_retry) == (True, False)
+    assert "task 3 is bad" in second.failure.message
+
+
+async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward(server) -> None:
+    (trajectory,) = await server.run("Greedy")
+    assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED, 1.0)
+    assert all(
+        trajectory.token_ids[sequence.tokens].size <= SAMPLING.max_episode_tokens
+        for sequence in trajectory.sequences()
+    )
+
+
+async def test_calls_that_are_open_at_the_result_are_ended(server) -> None:
+    server.engine.may_end.set()
+    (trajectory,) = await server.run("Leaving")
+    assert trajectory.status is Status.COMPLETED
+    assert server.engine.num_open == 0
+
+
+async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(server) -> None:
+    server.engine.may_end.clear()
+    group = server.lease("Tool")
+    while not server.engine.num_open:
+        await asyncio.sleep(0.01)
+    server.connection.send(cancel=fleet_pb2.CancelLease(group_id=group))
+    (trajectory,) = await server.ended(group)
+    assert trajectory.status is Status.CANCELLED
+    assert server.engine.num_open == 0
+
+
+async def test_new_weights_in_the_middle_of_a_call_show_in_its_versions(server) -> None:
+    server.engine.may_end.clear()
+    group = server.lease("Plain")
+    while not server.engine.num_open:
+        await asyncio.sleep(0.01)
+    await server.connection.serve_version(2)
+    server.engine.may_end.set()
+    (trajectory,) = await server.ended(group)
+    assert trajectory.version_spans[-1].version == PolicyVersion(0, 2)
+    assert trajectory.status is Status.COMPLETED

@@ -1,0 +1,403 @@
+"""Agents with the real SDKs against vLLM's own application; the engine follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm")
+openai = pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+
+from support.fakes.agent_rig import SAMPLING, AgentRig, agent_rig, script  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+QUESTION = {"role": "user", "content": "hi"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AgentRig:
+    return await agent_rig(tmp_path_factory.mktemp("model"), script)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(shared: AgentRig) -> AsyncIterator[AgentRig]:
+    shared.begin()
+    yield shared
+    shared.engine.may_end.set()
+    shared.engine.fail_with = None
+    shared.recorder.cancel()
+    async with asyncio.timeout(20):
+        await shared.recorder.settled()
+    shared.check()
+
+
+async def chat(rig: AgentRig, messages: list, *, stream: bool = False, branch: str = "", **options):
+    """One call; returns the message as the SDK gives it, for `messages`."""
+    client = rig.openai(branch)
+    asked = {"model": "gpt-4o", "messages": messages, **options}
+    if not stream:
+        answer = await client.chat.completions.create(**asked)
+        return answer.choices[0].message.model_dump(exclude_none=True)
+    async with client.chat.completions.stream(**asked) as events:
+        async for _ in events:
+            pass
+        final = await events.get_final_completion()
+    message = final.choices[0].message.model_dump(exclude_none=True)
+    message.pop("parsed", None)
+    for call in message.get("tool_calls") or ():
+        call.pop("index", None)
+        call["function"].pop("parsed_arguments", None)
+    return message
+
+
+@pytest.mark.parametrize("streams", [(0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 1)])
+async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "call 1 2"}]
+    for stream in streams:
+        message = await chat(rig, messages, stream=bool(stream), tools=TOOLS)
+        messages.append(message)
+        calls = message.get("tool_calls") or []
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": f"call {n}"}
+            for n, call in enumerate(calls)
+        ]
+    assert [len(m.get("tool_calls") or []) for m in messages if m["role"] == "assistant"] == [
+        2,
+        1,
+        1,
+    ]
+    assert rig.runs() == [3]
+
+
+async def test_the_sync_sdk_in_a_thread_gets_the_same(rig) -> None:
+    message = await chat(rig, [QUESTION], temperature=0.2, n=1)
+    assert message["content"].startswith("You said 'hi'")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> None:
+    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    client = rig.anthropic()
+    messages = [{"role": "user", "content": "call 4"}]
+    for turn in range(3):
+        asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, "tools": tools}
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                final = await events.get_final_message()
+        else:
+            final = await client.messages.create(**asked)
+        blocks = [block.model_dump(exclude_none=True) for block in final.content]
+        for block in blocks:
+            block.pop("parsed_output", None)
+        (use,) = [block for block in blocks if block["type"] == "tool_use"]
+        assert use["input"] == {"a": 4 + turn}
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": f"call {5 + turn}"}
+        messages += [
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [result]},
+        ]
+    assert rig.runs() == [3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    client = rig.openai()
+    items: list = [{"role": "user", "content": "call 4"}]
+    for turn in range(3):
+        asked = {"model": "gpt-5", "instructions": "Be short.", "input": items, "tools": tools}
+        if stream:
+            async with client.responses.stream(**asked) as events:
+                final = await events.get_final_response()
+        else:
+            final = await client.responses.create(**asked)
+        (call,) = [item for item in final.output if item.type == "function_call"]
+        assert json.loads(call.arguments) == {"a": 4 + turn}
+        items += [item.model_dump(exclude_none=True) for item in final.output]
+        for item in items:
+            for part in ("parsed_arguments",):
+                item.pop(part, None)
+        items.append(
+            {"type": "function_call_output", "call_id": call.call_id, "output": f"call {5 + turn}"}
+        )
+    assert rig.runs() == [3]
+
+
+async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
+    first = await chat(rig, [QUESTION])
+    rig.engine.may_end.clear()
+    calls = [
+        asyncio.create_task(
+            chat(rig, [QUESTION, first, {"role": "user", "content": f"w{n}"}], stream=n % 2 == 0)
+        )
+        for n in range(6)
+    ]
+    while rig.engine.num_open < 6:
+        await asyncio.sleep(0.001)
+    rig.engine.may_end.set()
+    for n, message in enumerate(await asyncio.gather(*calls)):
+        assert f"'w{n}'" in message["content"]
+    assert sorted(rig.runs()) == [1, 1, 1, 1, 1, 2]
+    # Each of them begins with the first reply's tokens.
+    first_branch = max(rig.recorder.conversations.branches, key=lambda b: len(b.run_lengths))
+    known = first_branch.token_ids[: sum(first_branch.run_lengths[:2])]
+    assert all(b.token_ids[: len(known)] == known for b in rig.recorder.conversations.branches)
+
+
+async def test_a_history_that_was_edited_or_compacted_begins_a_branch(rig) -> None:
+    first = await chat(rig, [QUESTION])
+    second = [QUESTION, first, {"role": "user", "content": "more"}]
+    await chat(rig, second)
+    edited = [QUESTION, first | {"content": "No."}, {"role": "user", "content": "more"}]
+    await chat(rig, edited)
+    await chat(rig, [{"role": "user", "content": "In short: hi. Go on."}])
+    assert rig.runs() == [2, 1, 1]
+
+
+async def test_an_earlier_turn_can_be_tried_again(rig) -> None:
+    first = await chat(rig, [QUESTION])
+    for text in ("one", "two"):
+        await chat(rig, [QUESTION, first, {"role": "user", "content": text}])
+    assert rig.runs() == [2, 1]
+
+
+async def test_the_name_of_an_endpoint_names_its_branches(rig) -> None:
+    await chat(rig, [QUESTION])
+    await chat(rig, [QUESTION], branch="reviewer")
+    assert [branch.name for branch in rig.recorder.conversations.branches] == ["", "reviewer"]
+
+
+async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
+    answer = await rig.openai().chat.completions.with_raw_response.create(
+        model="gpt-4o",
+        messages=[QUESTION],
+        temperature=0.2,
+        presence_penalty=1.0,
+        response_format={"type": "json_object"},
+        stop=["said"],
+        seed=5,
+        max_tokens=300,
+    )
+    told = answer.headers["x-slipstream-sampling"]
+    assert told == (
+        "presence_penalty=0 (asked 1); temperature=1 (asked 0.2); response_format=none (asked)"
+    )
+    (sample,) = rig.engine.samples
+    assert sample.sampling == SAMPLING
+    assert (sample.max_tokens, sample.options.stop, sample.options.seed) == (300, ("said",), 5)
+
+
+async def test_a_request_for_a_longer_reply_gets_the_runs_limit(rig) -> None:
+    await chat(rig, [QUESTION], max_completion_tokens=100_000)
+    assert rig.engine.samples[0].max_tokens == SAMPLING.max_reply_tokens
+
+
+async def test_a_reply_at_a_length_ends_so_and_can_be_continued(rig) -> None:
+    answer = await rig.openai().chat.completions.create(
+        model="m", messages=[QUESTION], max_tokens=5
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 5
+    message = answer.choices[0].message.model_dump(exclude_none=True)
+    await chat(rig, [QUESTION, message, {"role": "user", "content": "go on"}])
+    (branch,) = rig.recorder.conversations.branches
+    text = rig.engine.tokenizer.decode(branch.token_ids)
+    assert "You s<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n" in text
+
+
+@pytest.mark.parametrize("kind", ["chat", "anthropic", "responses"])
+async def test_a_prompt_beyond_the_limit_is_the_error_that_clients_know(rig, kind) -> None:
+    import anthropic
+
+    long = "x" * 4000
+    messages = [{"role": "user", "content": long}]
+    with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as caught:
+        if kind == "chat":
+            await chat(rig, messages, stream=True)
+        elif kind == "anthropic":
+            await rig.anthropic().messages.create(model="c", max_tokens=9, messages=messages)
+        else:
+            await rig.openai().responses.create(model="m", input=long)
+    if kind != "anthropic":
+        assert caught.value.code == "context_length_exceeded"
+    assert "prompt is too long" in str(caught.value)
+    assert "sampling.max_episode_tokens = 3000" in str(caught.value)
+    assert rig.recorder.is_truncated
+
+
+@pytest.mark.parametrize("length", [150_000, 5_000_000])
+async def test_a_text_far_beyond_the_limit_is_refused_before_it_is_read(rig, length) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(rig, [{"role": "user", "content": "x" * length}])
+    assert caught.value.code == "context_length_exceeded"
+    assert "sampling.max_episode_tokens = 3000" in str(caught.value)
+    assert rig.recorder.is_truncated
+
+
+async def test_a_long_text_is_rendered_beside_the_event_loop(rig) -> None:
+    rig.begin(dataclasses.replace(SAMPLING, max_episode_tokens=50_000, max_total_tokens=99_999))
+    first = await chat(rig, [QUESTION])
+    await chat(rig, [QUESTION, first, {"role": "user", "content": "word " * 8000}])
+    assert rig.runs() == [2]
+
+
+async def test_calls_beyond_the_number_of_turns_and_branches_are_refused(rig) -> None:
+    rig.begin(dataclasses.replace(SAMPLING, max_turns=3, max_branches=2))
+    for _ in range(2):
+        await chat(rig, [QUESTION])
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(rig, [QUESTION])
+    assert caught.value.code == "max_branches_exceeded"
+    rig.begin(dataclasses.replace(SAMPLING, max_turns=1))
+    await chat(rig, [QUESTION])
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(rig, [QUESTION])
+    assert caught.value.code == "max_turns_exceeded"
+
+
+async def test_calls_that_may_not_fit_together_run_one_after_the_other(rig) -> None:
+    rig.begin(dataclasses.replace(SAMPLING, max_total_tokens=3000, max_reply_tokens=1400))
+    rig.engine.most_open = 0
+    await asyncio.gather(*(chat(rig, [QUESTION]) for _ in range(5)))
+    assert rig.engine.most_open == 2
+    assert rig.runs() == [1] * 5
+    assert not rig.recorder.is_truncated
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_of_the_engine_is_503_and_says_when_to_come_again(rig, stream) -> None:
+    rig.engine.fail_with = "the engine abandoned it"
+    async with rig.http() as client:
+        answer = await client.post(
+            "/v1/chat/completions",
+            json={"model": "m", "messages": [QUESTION], "stream": stream},
+        )
+    if stream:
+        # The stream had begun.
+        assert '"code":503' in answer.text.replace(" ", "")
+    else:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "the engine abandoned it" in answer.json()["error"]["message"]
+    rig.engine.fail_with = None
+    assert (await chat(rig, [QUESTION]))["content"]
+    assert rig.runs() == [1]
+
+
+async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(rig) -> None:
+    rig.engine.may_end.clear()
+    stream = await rig.openai().chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "long " * 20}], stream=True
+    )
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.close()
+    await rig.recorder.settled()
+    (sample,) = rig.engine.samples
+    assert 0 < len(sample.tokens) < 100
+    assert rig.engine.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "the body must be JSON"),
+        (b"[]", "the body must be an object, got list"),
+        (b'{"messages": [], "n": 3}', "n must be 1, got 3"),
+        (b'{"messages": 7}', ""),
+        (b'{"messages": []}', ""),
+        (b'{"messages": [{"role": "user", "content": "a"}], "prompt": 1, "echo": true}', None),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url", '
+         b'"image_url": {"url": "http://127.0.0.1/x.png"}}]}]}',
+         "messages of agents must be text, got a part of type image_url"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"}',
+         "template"),
+    ],
+)  # fmt: skip
+async def test_a_request_that_cannot_be_served_is_400(rig, body, said) -> None:
+    async with rig.http() as client:
+        answer = await client.post("/v1/chat/completions", content=body)
+    if said is None:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]["message"]
+        assert rig.runs() == []
+
+
+async def test_the_server_fetches_nothing_that_a_request_names(rig) -> None:
+    fetched = asyncio.Event()
+    server = await asyncio.start_server(lambda *_: fetched.set(), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/picture.png"
+    picture = {"type": "image", "source": {"type": "url", "url": url}}
+    messages = [{"role": "user", "content": [picture]}]
+    async with rig.http() as client:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            body = {"model": "m", "max_tokens": 5, "messages": messages}
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "messages of agents must be text" in answer.text
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+        answer = await client.post("/v1/responses", json={"input": items})
+        assert answer.status_code == 400
+    server.close()
+    assert not fetched.is_set()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions/batch"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("GET", "/v1/chat/completions"),
+        ("GET", "/metrics"),
+        ("POST", "/tokenize"),
+    ],
+)
+async def test_other_paths_do_not_exist(rig, method, path) -> None:
+    async with rig.http() as client:
+        answer = await client.request(method, path, json={})
+    assert answer.status_code == 404
+    assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:
+    models = await rig.openai().models.list()
+    assert [model.id for model in models.data] == ["policy"]
+    counted = await rig.anthropic().messages.count_tokens(model="claude", messages=[QUESTION])
+    await rig.anthropic().messages.create(model="claude", max_tokens=9, messages=[QUESTION])
+    assert counted.input_tokens == len(rig.engine.samples[0].prompt)
+    assert rig.runs() == [1]
+
+
+async def test_logprobs_are_those_of_the_engine_where_it_gives_them(rig) -> None:
+    async with rig.http() as client:
+        await client.post(
+            "/v1/chat/completions",
+            json={"model": "m", "messages": [QUESTION], "logprobs": True, "top_logprobs": 2},
+        )
+    assert rig.engine.samples[0].options.num_logprobs == 2
+
+
+async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
+    rig.recorder.cancel()
+    with pytest.raises(openai.APIStatusError):
+        await chat(rig, [QUESTION])
+    assert rig.runs() == []

@@ -1,0 +1,152 @@
+"""Agents in a run with all parts: hosted, any program, served from here, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+
+from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from support.fakes import letter_agents  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    command,
+    connection,
+    summary_of,
+    until_status,
+    until_step,
+    write_config,
+)
+
+pytestmark = [pytest.mark.timeout(420), pytest.mark.usefixtures("nothing_survives")]
+
+RUN_LIMIT_S = 360.0
+SIZES = {
+    "evaluations": [],
+    "algorithm__group_size": 4,
+    "algorithm__groups_per_step": 6,
+    "sampling__max_turns": 8,
+    "sampling__max_episode_tokens": 64,
+    "rollout_server__max_episodes": 64,
+}
+# A program that calls the model once, and whose score another program gives.
+PROGRAM = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "any", "messages": [{"role": "user", "content": sys.argv[1]}]})
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, body.encode(), key)) as answer:
+    reply = json.load(answer)["choices"][0]["message"]["content"]
+open("reply.txt", "w").write(reply)
+"""
+SCORE = "import sys; print(open('reply.txt').read().split()[:1] == [sys.argv[1]] and 1 or 0)"
+# Class -> what the cause of its failures says.
+BROKEN = {
+    "Raising": "KeyError",
+    "Hanging": "neither called the model nor returned a result within 3 s",
+    "HangingPlainly": "neither called the model nor returned a result within 3 s",
+    "Blocking": "within 3 s",
+    "Exiting": "worker exited with code 3",
+}
+
+
+def agents_folder(folder: Path) -> Path:
+    shutil.copy(letter_agents.__file__, folder / "user_agents.py")
+    return folder
+
+
+def trajectories(run: Path) -> list:
+    return [
+        trajectory
+        for record in read_records(run / "journal")
+        if record["kind"] == "batch"
+        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
+    ]
+
+
+def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
+    return {entry.name: entry for entry in status.environments}
+
+
+async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: Path) -> None:
+    asks = [sys.executable, "-c", PROGRAM, "{letters}"]
+    score = [sys.executable, "-c", SCORE, "{first}"]
+    tasks = [{"letters": "b a c", "first": "a"}, {"letters": "d f e", "first": "d"}]
+    entries = [
+        {"name": "smallest", "reference": "user_agents:Smallest", "timeout_s": 20.0},
+        {"name": "plainly", "reference": "user_agents:Plainly", "timeout_s": 20.0},
+        {
+            "name": "program",
+            "reference": "slipstream.client.builtin.command:Command",
+            "args": {"command": asks, "tasks": tasks, "score_command": score},
+            "timeout_s": 60.0,
+            "weight": 0.5,
+        },
+    ]
+    config = write_config(
+        agents_folder(tmp_path), tiny_model, run__steps=12, environments=entries, **SIZES
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 1, limit_s=RUN_LIMIT_S)
+            served = letter_agents.Smallest(length=2)
+            await client.serve(served, name="served", weight=4.0, timeout_s=20.0)
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 12
+    assert summary["ledger"]["failed"] == 0
+    check_ledger(summary)
+    found = trajectories(tmp_path / "run")
+    assert {t.environment for t in found} == {"smallest", "plainly", "program", "served"}
+    # The second call of an episode continues the tokens of the first one.
+    twice = [t for t in found if t.metrics.get("attempts") == 2.0]
+    assert twice
+    assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
+    rows = [json.loads(x) for x in (tmp_path / "run" / "trajectories.jsonl").open()]
+    assert {len(row["turns"]) for row in rows if row["environment"] == "program"} <= {1}
+
+
+@pytest.mark.slow
+async def test_broken_agents_are_suspended_and_the_rest_trains_to_the_end(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    names = ("Smallest", "Forgetting", *BROKEN)
+    entries = [
+        {"name": name.lower(), "reference": f"user_agents:{name}", "timeout_s": 3.0}
+        for name in names
+    ]
+    config = write_config(
+        agents_folder(tmp_path),
+        tiny_model,
+        run__steps=40,
+        environments=entries,
+        controller__max_failed_groups=2,
+        controller__max_attempts=2,
+        sampling__max_branches=16,
+        **SIZES,
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+
+            def all_suspended(status: RunStatus) -> bool:
+                entries = by_name(status)
+                return all(entries[name.lower()].state == "suspended" for name in BROKEN)
+
+            status = await until_status(client, all_suspended, limit_s=RUN_LIMIT_S)
+            for name, cause in BROKEN.items():
+                assert cause in by_name(status)[name.lower()].cause
+            assert by_name(status)["smallest"].state == "ready"
+            assert by_name(status)["forgetting"].state == "ready"
+            await client.stop("all is seen")
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    check_ledger(summary_of(tmp_path / "run"))
+    trained = {t.environment for t in trajectories(tmp_path / "run")}
+    assert trained <= {"smallest", "forgetting"}

@@ -1,0 +1,199 @@
+"""The HTTP API of agents over a scripted engine, and clients of the SDKs for it; no network."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.opening import AgentApi, Agents
+from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.engine_interface import Sampling
+
+from support.fakes.chat_models import make_chat_model
+from support.fakes.scripted_engine import ScriptedEngine
+from support.rigs.started_engine import become_a_server
+
+SAMPLING = Sampling(1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+
+
+def script(prompt: str) -> str:
+    """Replies by the last message: tool calls as asked for, or its text again with its length."""
+    last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
+    if last.startswith("call"):
+        return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
+    return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
+
+
+def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: object) -> Config:
+    """The settings of a run with the model of `folder`."""
+    table = {
+        "run": {"name": "agents", "steps": 1},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "learner": {"micro_batch_tokens": max(max_tokens, 4096)},
+        "sampling": {"max_reply_tokens": 400, "max_episode_tokens": max_tokens, "max_turns": 100},
+        "rollout_server": {
+            "max_episodes": 16,
+            "threads": 1,
+            "enforce_eager": True,
+            "tool_parser": "hermes",
+            **rollout_server,
+        },
+    }
+    return parse_config(table, source="test")
+
+
+def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEngine:
+    """A scripted engine with the parts of vLLM that its application needs."""
+    become_a_server(config)
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.inference.vllm_requests import VllmParts
+    from vllm.renderers import renderer_from_config
+
+    settings = engine_config(config, 1)
+    renderer = renderer_from_config(settings)
+    engine = ScriptedEngine(renderer.get_tokenizer(), script)
+    engine.vllm_parts = VllmParts(settings, renderer)
+    return engine
+
+
+@dataclass
+class AgentRig:
+    """One server's API; `begin` starts an episode, whose clients call it."""
+
+    engine: Any
+    api: AgentApi
+    recorder: Recorder = field(init=False)
+    sampled_tokens: int = 0
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self, sampling: Sampling = SAMPLING) -> Recorder:
+        """Starts another episode."""
+        self._number += 1
+        self.sampled_tokens = 0
+        self.engine.samples.clear()
+
+        def sampled(number: int) -> None:
+            self.sampled_tokens += number
+
+        self.recorder = Recorder(
+            self.engine,
+            f"episode-{self._number}",
+            sampling,
+            as_messages=self.api.as_messages,
+            sampled=sampled,
+        )
+        return self.recorder
+
+    def http(self, branch: str = "") -> httpx2.AsyncClient:
+        """A client of the endpoint of this name."""
+        return httpx2.AsyncClient(transport=_Transport(self, branch), base_url="http://agent")
+
+    def openai(self, branch: str = "", **options: Any) -> Any:
+        import openai
+
+        return openai.AsyncOpenAI(
+            base_url="http://agent/v1",
+            api_key="key",
+            http_client=self.http(branch),
+            max_retries=0,
+            **options,
+        )
+
+    def anthropic(self, branch: str = "") -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(
+            base_url="http://agent", api_key="key", http_client=self.http(branch), max_retries=0
+        )
+
+    def check(self) -> None:
+        """Every token that the engine sampled is recorded once, behind the prompt that it read."""
+        recorded = []
+        for branch in self.recorder.conversations.branches:
+            assert len(branch.run_lengths) % 2 == 0
+            assert sum(branch.run_lengths) == len(branch.token_ids)
+            end, logprobs = 0, [value for part in branch.logprobs for value in part.tolist()]
+            for context, sampled in zip(
+                branch.run_lengths[::2], branch.run_lengths[1::2], strict=True
+            ):
+                start, end = end + context, end + context + sampled
+                values = [round(value, 6) for value in logprobs[:sampled]]
+                del logprobs[:sampled]
+                recorded.append((branch.token_ids[:start], branch.token_ids[start:end], values))
+            assert not logprobs
+        theirs = [
+            (sample.prompt, sample.tokens, [round(value, 6) for value in sample.logprobs])
+            for sample in self.engine.samples
+            if sample.tokens
+        ]
+        assert sorted(recorded, key=str) == sorted(theirs, key=str)
+        assert self.sampled_tokens == sum(len(tokens) for _, tokens, _ in theirs)
+        assert self.recorder.num_open == 0
+
+    def runs(self) -> list[int]:
+        """The number of replies in each branch."""
+        return [len(branch.run_lengths) // 2 for branch in self.recorder.conversations.branches]
+
+
+class _Transport(httpx2.AsyncBaseTransport):
+    """Hands requests to the recorder of the rig's episode."""
+
+    numbers = 0
+
+    def __init__(self, rig: AgentRig, branch: str) -> None:
+        self._rig = rig
+        self._branch = branch
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        _Transport.numbers += 1
+        body = await request.aread()
+        path = request.url.raw_path.decode()
+        call = HttpCall(_Transport.numbers, request.method, path, body, self._branch)
+        parts = self._rig.api.answering.answer(self._rig.recorder, call)
+        first = await anext(parts)
+
+        async def rest() -> AsyncIterator[bytes]:
+            async with contextlib.aclosing(parts):
+                yield first.body
+                if not first.is_last:
+                    async for part in parts:
+                        yield part.body
+
+        headers = [(name, value) for name, value in first.headers if name != "content-length"]
+        return httpx2.Response(first.status, headers=headers, stream=_Stream(rest()))
+
+
+class _Stream(httpx2.AsyncByteStream):
+    def __init__(self, parts: AsyncIterator[bytes]) -> None:
+        self._parts = parts
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._parts:
+            yield part
+
+    async def aclose(self) -> None:
+        await self._parts.aclose()
+
+
+async def agent_rig(
+    folder: Path, script: Callable[[str], str], *, max_tokens: int = 3000, **rollout_server: object
+):
+    """The rig of a tiny chat model without weights; `max_tokens` bounds each branch."""
+    model = make_chat_model(folder, with_weights=False, max_length=max(max_tokens, 4096))
+    config = agent_config(model, max_tokens=max_tokens, **rollout_server)
+    engine = scripted_engine(config, script)
+    return AgentRig(engine, await Agents(engine, config.rollout_server).api())

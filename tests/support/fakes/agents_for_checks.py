@@ -1,0 +1,57 @@
+"""Agents that call the model, or do not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+
+from slipstream.client import AgentEnvironment
+
+
+class Calls(AgentEnvironment[str]):
+    """Calls the model once."""
+
+    def tasks(self):
+        return ["one", "two"]
+
+    def run(self, task, endpoint):
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        url = f"{endpoint.base_url}/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, b"{}", headers)) as answer:
+            return float(answer.status == 200)
+
+
+class CallsNobody(Calls):
+    """Returns at once."""
+
+    def run(self, task, endpoint):
+        return 1.0
+
+
+class Imports(Calls):
+    """Needs a package that is not there."""
+
+    def run(self, task, endpoint):
+        import no_such_package  # noqa: F401
+
+
+class Waits(Calls):
+    """Awaits what does not come."""
+
+    async def run(self, task, endpoint):
+        await asyncio.Event().wait()
+
+
+class Sleeps(Calls):
+    """Sleeps in its thread."""
+
+    def run(self, task, endpoint):
+        time.sleep(3600)
+
+
+class Blocks(Calls):
+    """Holds its whole process up."""
+
+    async def run(self, task, endpoint):
+        time.sleep(3600)

@@ -1,0 +1,112 @@
+"""Agents for tests: each is an environment that calls the model through a real SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+
+
+class _Agent(AgentEnvironment[int]):
+    def tasks(self) -> list[int]:
+        return list(range(10))
+
+
+def client(endpoint: Endpoint) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+async def ask(endpoint: Endpoint, messages: list[Any], **options: Any) -> Any:
+    async with client(endpoint) as api:
+        answer = await api.chat.completions.create(model="any", messages=messages, **options)
+    return answer.choices[0].message
+
+
+class ToolAgent(_Agent):
+    """Calls tools in three turns, asks a reviewer twice at once, and returns its counts."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
+        messages: list[Any] = [{"role": "user", "content": f"call {task}"}]
+        total = 0
+        for turn in range(3):
+            message = await ask(endpoint, messages, tools=TOOLS)
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                total += json.loads(call.function.arguments)["a"]
+                content = f"call {task + turn + 1}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        review = [{"role": "user", "content": "Is it right?"}]
+        reviewer = endpoint.branch("reviewer")
+        await asyncio.gather(ask(reviewer, review), ask(reviewer, review))
+        return AgentOutcome(reward=1.0, metrics={"total": total}, shares={"reviewer": 0.5})
+
+
+class PlainAgent(_Agent):
+    """Blocks its own thread in a call of the synchronous SDK."""
+
+    def run(self, task: int, endpoint: Endpoint) -> float:
+        with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as api:
+            api.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": str(task)}]
+            )
+        return float(task)
+
+
+class SilentAgent(_Agent):
+    """Never calls the model."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        return 1.0
+
+
+class HangingAgent(_Agent):
+    """Hangs after its first call."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        await ask(endpoint, [{"role": "user", "content": "hi"}])
+        await asyncio.Event().wait()
+        return 1.0
+
+
+class RaisingAgent(_Agent):
+    """Raises after its first call."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        await ask(endpoint, [{"role": "user", "content": "hi"}])
+        raise ValueError(f"task {task} is bad")
+
+
+class GreedyAgent(_Agent):
+    """Calls until a limit stops it, and returns a reward all the same."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        try:
+            while True:
+                message = await ask(endpoint, messages)
+                messages += [message.model_dump(exclude_none=True), messages[0]]
+        except openai.BadRequestError as error:
+            return float(error.code == "context_length_exceeded")
+
+
+class LeavingAgent(_Agent):
+    """Returns while a call is open."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> float:
+        await ask(endpoint, [{"role": "user", "content": "hi"}])
+        self.left = asyncio.create_task(ask(endpoint, [{"role": "user", "content": "long " * 20}]))
+        await asyncio.sleep(0.2)
+        return 1.0

@@ -1,0 +1,114 @@
+"""Agents for whole runs with the tiny model, whose words are letters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import string
+import threading
+import time
+
+import openai
+from slipstream.client import AgentEnvironment, AgentOutcome
+
+
+class Smallest(AgentEnvironment[list[str]]):
+    """The model may try twice to name the first of some letters in the alphabet."""
+
+    def __init__(self, length: int = 3, num_tasks: int = 100) -> None:
+        generator = random.Random(0)
+        letters = string.ascii_lowercase[:12]
+        self._tasks = [generator.sample(letters, length) for _ in range(num_tasks)]
+        self._client = openai.AsyncOpenAI(api_key="of no episode", max_retries=0)
+
+    def tasks(self):
+        return self._tasks
+
+    async def run(self, task, endpoint):
+        client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        messages = [{"role": "user", "content": " ".join(task)}]
+        for attempt in (1, 2):
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            reply = answer.choices[0].message
+            if (reply.content or "").split()[:1] == [min(task)]:
+                return AgentOutcome(1 / attempt, {"attempts": attempt})
+            messages += [reply, {"role": "user", "content": " ".join(task)}]
+        return AgentOutcome(0.0, {"attempts": 2})
+
+
+class Plainly(Smallest):
+    """Does the same in a thread, and streams."""
+
+    def __init__(self, length: int = 3, num_tasks: int = 100) -> None:
+        super().__init__(length, num_tasks)
+        self._sync = openai.OpenAI(api_key="of no episode", max_retries=0)
+
+    def run(self, task, endpoint):
+        client = self._sync.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        messages = [{"role": "user", "content": " ".join(task)}]
+        with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
+            said = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        return float("".join(said).split()[:1] == [min(task)])
+
+
+class Raising(Smallest):
+    """Raises after its first call."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        raise KeyError(task[0])
+
+
+class Hanging(Smallest):
+    """Awaits for ever."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        await asyncio.Event().wait()
+
+
+class HangingPlainly(Smallest):
+    """Sleeps for ever in its thread."""
+
+    def run(self, task, endpoint):
+        while True:
+            time.sleep(0.05)
+
+
+class Blocking(Smallest):
+    """Holds its whole process up."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        time.sleep(3600)
+
+
+class Exiting(Smallest):
+    """Takes its process down."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        os._exit(3)
+
+
+class Forgetting(Smallest):
+    """Floods its endpoint from threads that it forgets; its result is fine."""
+
+    async def run(self, task, endpoint):
+        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+        body = [{"role": "user", "content": " ".join(task)}]
+
+        def ask() -> None:
+            while True:
+                try:
+                    client.chat.completions.create(model="any", messages=body)
+                except openai.AuthenticationError:
+                    return
+                except openai.OpenAIError:
+                    time.sleep(0.01)
+
+        outcome = await super().run(task, endpoint)
+        for _ in range(4):
+            threading.Thread(target=ask, daemon=True).start()
+        return outcome

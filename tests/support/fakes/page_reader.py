@@ -1,0 +1,123 @@
+"""A reader of a page: saves its files and carries out its commands, in their order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slipstream.client.launch.preflight import free_port
+
+from support.rigs.run_processes import PROGRAM
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"Save this as `([\w.]+)`")
+# The reader has a clone; the test has an environment and a model.
+NOT_HERE = ("make ", ". ")
+LIMIT_S = 600
+
+
+class Reader:
+    """Goes through `page` in `folder`; `steps` in the place of as many as it asks for.
+
+    `meanwhile`: commands of the page that are given while its run goes on.
+    """
+
+    def __init__(
+        self, page: Path, folder: Path, steps: int, *, meanwhile: Sequence[str] = ()
+    ) -> None:
+        self.page = page
+        self.folder = folder
+        self.meanwhile = meanwhile
+        self.steps = steps
+        self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        path = f"{PROGRAM.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environ = os.environ | {"PATH": path}
+        self.outputs: dict[str, str] = {}
+
+    def go(self) -> None:
+        """Saves each file, and carries out each command."""
+        # What is done while the run goes on may need a file that stands further down.
+        assert set(self.meanwhile) <= {*self._commands()}
+        for command in self._commands():
+            if command.startswith("slipstream run "):
+                self._watch_run(command)
+            elif command == "slipstream dashboard":
+                self._open_dashboard()
+            elif command not in self.meanwhile:
+                self._carry_out(command)
+
+    def _commands(self) -> Iterator[str]:
+        text, end = self.page.read_text(), 0
+        for block in BLOCK.finditer(text):
+            names = FILE.findall(text[end : block.start()])
+            end = block.end()
+            if names:
+                (self.folder / names[-1]).write_text(self._adapted(block[2]))
+            elif block[1] == "":
+                yield from (
+                    self._adapted(line)
+                    for line in block[2].splitlines()
+                    if not line.startswith(NOT_HERE)
+                )
+
+    def _adapted(self, text: str) -> str:
+        text = re.sub(r"^steps = \d+$", f"steps = {self.steps}", text, flags=re.MULTILINE)
+        text = text.replace("127.0.0.1:7070", self.address)
+        if self.steps < 100:
+            text = text.replace("--step 100", f"--step {self.steps}")
+        return text.replace(
+            "[algorithm]", f'[controller]\naddress = "{self.address}"\n\n[algorithm]'
+        )
+
+    def _carry_out(self, command: str) -> None:
+        done = subprocess.run(
+            ["bash", "-ec", command],
+            cwd=self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        self.outputs[command] = done.stdout
+
+    def _watch_run(self, command: str) -> None:
+        """Runs to the end; meanwhile the second terminal asks how it goes."""
+        shown = self.folder / "shown"
+        with shown.open("w") as file:
+            run = subprocess.Popen(
+                command.split(), cwd=self.folder, env=self.environ, stdout=file, stderr=file
+            )
+            try:
+                ends_s = time.monotonic() + LIMIT_S
+                while "step   1/" not in (text := shown.read_text()) and "step 1/" not in text:
+                    assert run.poll() is None and time.monotonic() < ends_s, text
+                    time.sleep(0.05)
+                for asked in self.meanwhile:
+                    is_ours = asked.startswith("slipstream ")
+                    self._carry_out(f"{asked} --controller {self.address}" if is_ours else asked)
+                assert run.wait(LIMIT_S) == 0, shown.read_text()
+            finally:
+                run.kill()
+                run.wait()
+        self.outputs[command] = shown.read_text()
+
+    def _open_dashboard(self) -> None:
+        page = subprocess.Popen(
+            ["slipstream", "dashboard", "--port", "0"],
+            cwd=self.folder,
+            env=self.environ | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert page.stdout is not None
+            assert "http://127.0.0.1:" in page.stdout.readline()
+        finally:
+            page.terminate()
+            page.communicate(timeout=60)

@@ -1,0 +1,161 @@
+"""A rollout server's half of an agent's episodes, with scripted replies in place of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from slipstream.client.serving import EpisodeHost
+from slipstream.v1 import environment_pb2 as pb
+
+LIMIT_S = 60.0
+
+# What answers a call: yields the parts of the reply.
+Handler = Callable[[pb.AgentCall], AsyncIterator[pb.ReplyPart]]
+
+
+@dataclass
+class Episode:
+    """One episode as the server sees it; `run` plays it to its end."""
+
+    host: EpisodeHost
+    handler: Handler
+    key: str = "a"
+    task_index: int = 0
+    calls: list[pb.AgentCall] = field(default_factory=list)
+    abandoned: list[int] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    async def command(self, **command: object) -> pb.WorkerMessage:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.host.answer(pb.WorkerCommand(**command))
+
+    async def reset(self, seed: int = 0) -> pb.Observation:
+        command = pb.ResetCommand(episode_key=self.key, task_index=self.task_index, seed=seed)
+        answer = await self.command(reset=command)
+        assert not answer.HasField("failure"), answer.failure.message
+        return answer.observation
+
+    async def close(self) -> None:
+        answer = await self.command(close=pb.CloseCommand(episode_key=self.key))
+        assert not answer.HasField("failure"), answer.failure.message
+
+    async def next(self) -> pb.WorkerMessage:
+        return await self.command(next_call=pb.NextCallCommand(episode_key=self.key))
+
+    async def run(self) -> pb.WorkerMessage:
+        """Resets, answers all calls side by side, closes; returns the result or the failure."""
+        assert (await self.reset()).is_agent
+        replies: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                answer = await self.next()
+                if not answer.HasField("agent_call"):
+                    return answer
+                call = answer.agent_call
+                if call.is_abandoned:
+                    self.abandoned.append(call.call)
+                    replies[call.call].cancel()
+                    continue
+                self.calls.append(call)
+                replies[call.call] = asyncio.create_task(self.reply(call))
+        finally:
+            for reply in replies.values():
+                reply.cancel()
+            await asyncio.gather(*replies.values(), return_exceptions=True)
+            await self.close()
+
+    async def reply(self, call: pb.AgentCall) -> None:
+        async for part in self.handler(call):
+            part.call, part.episode_key = call.call, self.key
+            await self.command(reply_part=part)
+
+
+def as_json(body: object, status: int = 200, **headers: str) -> pb.ReplyPart:
+    """A whole reply."""
+    fields = {"content-type": "application/json"} | headers
+    return pb.ReplyPart(
+        status=status,
+        headers=[pb.HttpHeader(name=name, value=value) for name, value in fields.items()],
+        body=json.dumps(body).encode(),
+        is_last=True,
+    )
+
+
+def event(data: object, *, name: str = "", first: bool = False, last: bool = False) -> pb.ReplyPart:
+    """One part of a streamed reply: one server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    lines = [f"event: {name}"] if name else []
+    part = pb.ReplyPart(body="\n".join([*lines, f"data: {text}", "", ""]).encode(), is_last=last)
+    if first:
+        part.status = 200
+        part.headers.add(name="content-type", value="text/event-stream; charset=utf-8")
+    return part
+
+
+def chat_reply(text: str) -> dict[str, object]:
+    """A chat completion."""
+    message = {"role": "assistant", "content": text}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "policy",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+
+
+def chat_chunk(text: str, finish: str | None = None) -> dict[str, object]:
+    """A chunk of a streamed chat completion."""
+    choice = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "policy",
+        "choices": [choice],
+    }
+
+
+def message_reply(text: str) -> dict[str, object]:
+    """A message of Anthropic's API."""
+    return {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": [{"type": "text", "text": text}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 3, "output_tokens": 2},
+    }
+
+
+def answers(reply: Callable[[str], str]) -> Handler:
+    """A handler that answers chat completions and messages by `reply` of the last text."""
+
+    async def handle(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
+        asked = json.loads(call.body)
+        text = reply(asked["messages"][-1]["content"])
+        if call.path == "/v1/messages":
+            yield as_json(message_reply(text))
+        elif not asked.get("stream"):
+            yield as_json(chat_reply(text))
+        else:
+            words = text.split(" ")
+            for index, word in enumerate(words):
+                space = " " if index else ""
+                yield event(chat_chunk(space + word), first=index == 0)
+            yield event(chat_chunk("", "stop"))
+            yield event("[DONE]", last=True)
+
+    return handle
+
+
+async def never(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
+    """A handler that gives no reply."""
+    await asyncio.Event().wait()
+    yield pb.ReplyPart()

@@ -1,0 +1,134 @@
+"""Readers of the results that a run leaves, to be fuzzed: rows, curves, episodes, trackers' ids."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+
+# Not within the time of a reading.
+import matplotlib.figure  # noqa: F401
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.reporting.curves import draw_curves
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.reporting.rows import COLUMNS
+from slipstream.learner.controller.reporting.run_facts import Ending
+from slipstream.learner.controller.reporting.trackers.opening import RunIds
+from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.v1 import status_pb2
+
+from support.rigs.fuzz_files import changed_table, config_of, dashboard, file_reader
+from support.rigs.fuzz_readers import Reader
+
+# Numbers of a step of which the controller adds up, counts or compares something.
+OTHER_COLUMNS = (
+    *("logprob_gap_tokens", "logprob_gap_mean", "logprob_gap_max", "servers_serving"),
+    *("training_s", "waiting_s", "publish_s", "export_s", "model_flops", "trainer_rss_bytes"),
+    *("e/equal_rewards_fraction", "e/reward"),
+)
+
+
+def json_lines(*tables: dict) -> bytes:
+    """A file with a line for each."""
+    return b"".join(json.dumps(table).encode() + b"\n" for table in tables)
+
+
+def _lines(honest: bytes, draw: random.Random) -> bytes:
+    """JSON lines, one or two of which have other values, are gone, or are there twice."""
+    lines = honest.splitlines()
+    for _ in range(draw.choice((1, 2))):
+        number = draw.randrange(len(lines))
+        match draw.randrange(6):
+            case 0 if len(lines) > 1:
+                del lines[number]
+            case 1:
+                lines.insert(draw.randrange(len(lines) + 1), lines[number])
+            case _ if lines[number].startswith(b"{"):
+                lines[number] = changed_table(lines[number], draw)
+    return b"\n".join(lines) + b"\n" * (draw.random() < 0.8)
+
+
+def _recorded(path: Path) -> object:
+    """What a controller makes of the results of the start before, up to its own summary."""
+    config, events, history = config_of(path.parents[1]), EventLog(), RunHistory()
+    recorder = RunRecorder(path.parent, config, Trackers({}, events.add), None, events)
+    recorder.restore(history)
+    recorder.look({})
+    assert recorder.has_row(1) in (True, False)
+    summary = recorder.summary(
+        ledger=status_pb2.Ledger(),
+        filtered_groups=0,
+        set_aside_batches=0,
+        evaluations=[],
+        publish={},
+        weight_digest="",
+        trainer_ranks=1,
+        ending=Ending("finished", "x", solved=False, suspended_environments={}),
+    )
+    # What others read of it has neither NaN nor infinity.
+    json.dumps(summary, allow_nan=False)
+    recorder.close()
+    assert all("\n" not in event.text for event in events._events)
+    # To draw takes as long as to read a hundred files.
+    metrics = path.with_name("metrics.jsonl")
+    if metrics.is_file() and zlib.crc32(metrics.read_bytes()) % 32 == 0:
+        assert draw_curves("x", metrics, [])[1:4] in (b"PNG", b"")
+    return summary
+
+
+def _tracked(path: Path) -> object:
+    """The ids under which trackers go on, and what the next start finds."""
+    told: list[str] = []
+    ids = RunIds(path.parent, told.append)
+    found = [ids.get(name) for name in ("wandb", "mlflow")]
+    assert all(each.replace("-", "").replace("_", "").isalnum() for each in found if each)
+    ids.keep("wandb", found[0] or "new")
+    assert RunIds(path.parent, told.append).get("wandb") == (found[0] or "new")
+    assert all("\n" not in line for line in told)
+    return found
+
+
+def result_readers() -> list[Reader]:
+    """Readers of files that decide nothing: whatever they hold, a run goes on."""
+    sampled = {
+        "step": 1,
+        "trajectory_id": "g000001.0.0.7",
+        "environment": "e",
+        "task_index": 3,
+        "prompt": "a",
+        "reply": "b",
+        "reward": 0.5,
+        "status": "completed",
+        "sampled_tokens": 5,
+        "versions": [[5, "0"]],
+        "metrics": {"right": 1.0},
+    }
+    numbers = dict.fromkeys((*COLUMNS, *OTHER_COLUMNS), 1.0)
+    rows = [{**numbers, "step": float(step), "wall_s": 2.0 + step} for step in range(1, 14)]
+    rows.insert(3, {"evaluation_step": 3, "wall_s": 5.0, "num_episodes": 2, "reward_heldout": 0.5})
+    episodes = json_lines(sampled, sampled | {"step": 2})
+    return [
+        Reader(
+            "dashboard trajectories.jsonl",
+            (episodes,),
+            file_reader("trajectories.jsonl", dashboard),
+            (),
+            _lines,
+        ),
+        *(
+            Reader(f"results {name}", (text,), file_reader(name, _recorded), (), _lines)
+            for name, text in (
+                ("metrics.jsonl", json_lines(*rows)),
+                ("trajectories.jsonl", episodes),
+            )
+        ),
+        Reader(
+            "tracking.json",
+            (b'{"wandb": "ab", "mlflow": "cd"}\n',),
+            file_reader("tracking.json", _tracked),
+            (),
+            changed_table,
+        ),
+    ]

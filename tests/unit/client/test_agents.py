@@ -1,0 +1,547 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
+from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
+from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
+from slipstream.client.serving import EpisodeHost
+from slipstream.client.witness import CallWitness
+from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+from support.fakes.scripted_server import (
+    Episode,
+    answers,
+    as_json,
+    chat_chunk,
+    chat_reply,
+    event,
+    never,
+)
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+
+ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+LIMIT_S = 60.0
+
+
+class Agent(AgentEnvironment[str]):
+    """The tasks of all agents here."""
+
+    def tasks(self) -> list[str]:
+        return ["one", "two", "three"]
+
+
+def chat(endpoint: Endpoint) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+async def say(client: openai.AsyncOpenAI, text: str) -> str:
+    messages = [{"role": "user", "content": text}]
+    reply = await client.chat.completions.create(model="policy", messages=messages)
+    return reply.choices[0].message.content
+
+
+async def played(agent: Agent, handler=None, **episode: object) -> tuple[Episode, pb.WorkerMessage]:
+    host = EpisodeHost(agent)
+    play = Episode(host, handler or answers(str.upper), **episode)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            return play, await play.run()
+    finally:
+        await host.close_all()
+
+
+def request(url: str, key: str, body: bytes = b"{}", **headers: str) -> tuple[int, dict, bytes]:
+    asked = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}", **headers})
+    try:
+        with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> None:
+    class Asks(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                replies = [await say(client, word) for word in (task, "again")]
+            return AgentOutcome(
+                reward=float(replies == ["TWO", "AGAIN"]),
+                metrics={"turns": len(replies)},
+                shares={"reviewer": 0.5},
+            )
+
+    play, answer = await played(Asks(), task_index=1)
+    result = answer.agent_result
+    assert result.reward == 1.0
+    assert dict(result.metrics) == {"turns": 2.0}
+    assert dict(result.shares) == {"reviewer": 0.5}
+    assert [call.call for call in play.calls] == [1, 2]
+    first = play.calls[0]
+    assert (first.method, first.path, first.branch) == ("POST", "/v1/chat/completions", "")
+    assert json.loads(first.body)["messages"] == [{"role": "user", "content": "two"}]
+    names = {header.name for header in first.headers}
+    assert "content-type" in names
+    assert not names & {"authorization", "x-api-key", "cookie"}
+
+
+async def test_a_plain_agent_blocks_in_a_thread_of_its_own() -> None:
+    class Blocks(Agent):
+        def run(self, task, endpoint):
+            with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+                messages = [{"role": "user", "content": task}]
+                reply = client.chat.completions.create(model="m", messages=messages)
+            assert threading.current_thread() is not threading.main_thread()
+            return reply.choices[0].message.content == "ONE"
+
+    _, answer = await played(Blocks())
+    assert answer.agent_result.reward == 1.0
+
+
+async def test_anthropics_client_finds_the_endpoint_too() -> None:
+    class Asks(Agent):
+        async def run(self, task, endpoint):
+            async with anthropic.AsyncAnthropic(
+                base_url=endpoint.anthropic_url, api_key=endpoint.api_key
+            ) as client:
+                messages = [{"role": "user", "content": task}]
+                reply = await client.messages.create(model="m", max_tokens=9, messages=messages)
+            return float(reply.content[0].text == "ONE")
+
+    play, answer = await played(Asks())
+    assert answer.agent_result.reward == 1.0
+    assert play.calls[0].path == "/v1/messages"
+    assert "anthropic-version" in {header.name for header in play.calls[0].headers}
+
+
+async def test_parts_of_a_streamed_reply_pass_as_they_come() -> None:
+    went_on = asyncio.Event()
+
+    class Streams(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                messages = [{"role": "user", "content": task}]
+                stream = await client.chat.completions.create(
+                    model="m", messages=messages, stream=True
+                )
+                words = []
+                async for chunk in stream:
+                    words.append(chunk.choices[0].delta.content)
+                    # The server sends the second part only now.
+                    went_on.set()
+            return float("".join(words) == "a b")
+
+    async def halting(call):
+        yield event(chat_chunk("a"), first=True)
+        await went_on.wait()
+        yield event(chat_chunk(" b"))
+        yield event(chat_chunk("", "stop"))
+        yield event("[DONE]", last=True)
+
+    _, answer = await played(Streams(), halting)
+    assert answer.agent_result.reward == 1.0
+
+
+async def test_branches_carry_their_names() -> None:
+    class Two(Agent):
+        async def run(self, task, endpoint):
+            reviewer = endpoint.branch("reviewer")
+            for each in (endpoint, reviewer, reviewer.branch("a:b+c")):
+                async with chat(each) as client:
+                    await say(client, task)
+            return 0.0
+
+    play, _ = await played(Two())
+    assert [(call.branch, call.path) for call in play.calls] == [
+        ("", "/v1/chat/completions"),
+        ("reviewer", "/v1/chat/completions"),
+        ("a:b+c", "/v1/chat/completions"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 65, "ä"])
+def test_a_branch_has_a_plain_name(name: str) -> None:
+    with pytest.raises(ValueError, match="a branch has 1 to 64 letters"):
+        Endpoint("http://127.0.0.1:1/t", "k").branch(name)
+
+
+async def test_many_episodes_at_once_do_not_see_each_other() -> None:
+    class Counts(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                said = await asyncio.gather(*(say(client, f"{self.seed}-{i}") for i in range(3)))
+            return float(sorted(said) == [f"{self.seed}-{i}" for i in range(3)])
+
+    host = EpisodeHost(Counts())
+
+    async def play(seed: int) -> float:
+        episode = Episode(host, answers(str), key=f"e{seed}")
+        command = pb.ResetCommand(episode_key=episode.key, seed=seed)
+        await episode.command(reset=command)
+        replies = []
+        while (answer := await episode.next()).HasField("agent_call"):
+            assert json.loads(answer.agent_call.body)["messages"][0]["content"].startswith(
+                f"{seed}-"
+            )
+            replies.append(asyncio.create_task(episode.reply(answer.agent_call)))
+        await asyncio.gather(*replies)
+        await episode.close()
+        return answer.agent_result.reward
+
+    assert await asyncio.gather(*map(play, range(20))) == [1.0] * 20
+    await host.close_all()
+
+
+async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None:
+    seen: dict[str, int] = {}
+    kept: list[Endpoint] = []
+
+    class Tries(Agent):
+        def run(self, task, endpoint):
+            kept.append(endpoint)
+            url = f"{endpoint.base_url}/chat/completions"
+            seen["right"] = request(url, endpoint.api_key)[0]
+            seen["wrong"] = request(url, "sk-slipstream-guess")[0]
+            seen["none"] = request(url, "")[0]
+            other = endpoint.anthropic_url.rpartition("/")[0] + "/guess/v1/models"
+            seen["path"] = request(other, endpoint.api_key)[0]
+            seen["outside"] = request(f"{endpoint.anthropic_url}/admin", endpoint.api_key)[0]
+            seen["branch"] = request(f"{endpoint.anthropic_url}/b/a%20b/v1/x", endpoint.api_key)[0]
+            return 0.0
+
+    async def fine(call):
+        yield as_json(chat_reply("x"))
+
+    host = EpisodeHost(Tries())
+    episode = Episode(host, fine)
+    assert (await episode.run()).agent_result.reward == 0.0
+    assert seen == {
+        "right": 200, "wrong": 401, "none": 401, "path": 401, "outside": 404, "branch": 404,
+    }  # fmt: skip
+    url = f"{kept[0].base_url}/chat/completions"
+    status, _, body = await asyncio.to_thread(request, url, kept[0].api_key)
+    assert status == 401
+    error = json.loads(body)
+    assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+    assert len(episode.calls) == 1
+    await host.close_all()
+
+
+async def test_a_body_that_is_too_large_is_refused_as_clients_know_it() -> None:
+    class Huge(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                try:
+                    await say(client, "x" * MAX_BODY_BYTES)
+                except openai.APIStatusError as error:
+                    return float(error.status_code == 413 and error.type == "request_too_large")
+            return 0.0
+
+    class HugeChunks(Agent):
+        async def run(self, task, endpoint):
+            async def body():
+                for _ in range(9):
+                    yield b"x" * (1 << 20)
+
+            async with chat(endpoint) as client:
+                answer = await client._client.post(
+                    f"{endpoint.base_url}/responses",
+                    content=body(),
+                    headers={"authorization": f"Bearer {endpoint.api_key}"},
+                )
+                assert await say(client, "x") == "X"
+            return float(answer.status_code == 413)
+
+    for agent in (Huge(), HugeChunks()):
+        _, answer = await played(agent)
+        assert answer.agent_result.reward == 1.0
+
+
+async def test_a_flood_of_calls_is_held_back() -> None:
+    released = asyncio.Event()
+
+    class Floods(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                calls = [asyncio.create_task(say(client, "x")) for _ in range(MAX_OPEN_CALLS)]
+                while len(play.calls) < MAX_OPEN_CALLS:
+                    await asyncio.sleep(0.005)
+                with pytest.raises(openai.RateLimitError) as refused:
+                    await say(client, "one more")
+                assert refused.value.response.headers["retry-after"] == "1"
+                released.set()
+                await asyncio.gather(*calls)
+                assert await say(client, "x") == "X"
+            return 1.0
+
+    async def held(call):
+        await released.wait()
+        async for part in answers(str.upper)(call):
+            yield part
+
+    host = EpisodeHost(Floods())
+    play = Episode(host, held)
+    answer = await play.run()
+    assert answer.agent_result.reward == 1.0, answer
+    assert len(play.calls) == MAX_OPEN_CALLS + 1
+    await host.close_all()
+
+
+async def test_the_server_is_told_of_a_client_that_hangs_up() -> None:
+    class Impatient(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                with pytest.raises(openai.APITimeoutError):
+                    await say(client.with_options(timeout=0.2), "x")
+            while not play.abandoned:
+                await asyncio.sleep(0.005)
+            return 1.0
+
+    host = EpisodeHost(Impatient())
+    play = Episode(host, never)
+    assert (await play.run()).agent_result.reward == 1.0
+    assert play.abandoned == [1]
+    await host.close_all()
+
+
+async def test_an_agent_that_returns_with_open_calls_ends_them() -> None:
+    class Leaves(Agent):
+        async def run(self, task, endpoint):
+            async def ask() -> None:
+                async with chat(endpoint) as client:
+                    with pytest.raises(openai.AuthenticationError):
+                        await say(client, "x")
+
+            lefts.append(asyncio.create_task(ask()))
+            while not play.calls:
+                await asyncio.sleep(0.005)
+            return 0.5
+
+    lefts: list[asyncio.Task[None]] = []
+    host = EpisodeHost(Leaves())
+    play = Episode(host, never)
+    assert (await play.run()).agent_result.reward == 0.5
+    await asyncio.wait_for(lefts[0], LIMIT_S)
+    await host.close_all()
+
+
+class Raises(Agent):
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    async def run(self, task, endpoint):
+        match self._kind:
+            case "raise":
+                raise KeyError("x")
+            case "exit":
+                raise SystemExit(3)
+            case "cancel":
+                raise asyncio.CancelledError
+            case "none":
+                return None
+            case "nan":
+                return float("nan")
+            case "share":
+                return AgentOutcome(1.0, shares={"a/b": 1.0})
+            case _:
+                async with chat(endpoint) as client:
+                    return float(await say(client, task))
+
+
+class RaisesPlainly(Raises):
+    def run(self, task, endpoint):
+        match self._kind:
+            case "raise":
+                raise KeyError("x")
+            case "exit":
+                raise SystemExit(3)
+            case _:
+                raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("agent", "cause"),
+    [
+        (Raises("raise"), "KeyError: 'x' (test_agents.py:"),
+        (Raises("exit"), "SystemExit: 3 (test_agents.py:"),
+        (Raises("cancel"), "CancelledError (test_agents.py:"),
+        (Raises("none"), "run() must return a number or an AgentOutcome, got None"),
+        (Raises("nan"), "the reward must be a finite number, got nan"),
+        (Raises("share"), "shares are of branches, with names of 1 to 64"),
+        (Raises("refused"), "BadRequestError: Error code: 400"),
+        (RaisesPlainly("raise"), "KeyError: 'x' (test_agents.py:"),
+        (RaisesPlainly("exit"), "SystemExit: 3 (test_agents.py:"),
+        (RaisesPlainly("stop"), "RuntimeError: coroutine raised StopIteration"),
+        (Agent(), "NotImplementedError: Agent must define run()"),
+    ],
+)
+async def test_a_run_that_goes_wrong_fails_its_episode_alone(agent: Agent, cause: str) -> None:
+    async def refuse(call):
+        yield as_json({"error": {"message": "no", "type": "invalid_request_error"}}, 400)
+
+    _, answer = await played(agent, refuse)
+    assert answer.failure.kind == ENVIRONMENT
+    assert answer.failure.message.startswith(cause)
+    assert "\n" not in answer.failure.message
+
+
+async def test_an_error_of_a_library_is_placed_in_the_agents_code() -> None:
+    async def refuse(call):
+        yield as_json({"error": {"message": "no"}}, 400)
+
+    _, answer = await played(Raises("refused"), refuse)
+    assert answer.failure.message.endswith(" in say)")
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
+    ended: list[str] = []
+
+    class Waits(Agent):
+        async def run(self, task, endpoint):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("run")
+
+        async def close(self) -> None:
+            ended.append("close")
+
+    class Spins(Waits):
+        def run(self, task, endpoint):
+            try:
+                while True:
+                    time.sleep(0.001)
+            finally:
+                ended.append("run")
+
+    host = EpisodeHost(Spins() if is_plain else Waits())
+    episode = Episode(host, never)
+    await episode.reset()
+    waiting = asyncio.create_task(episode.next())
+    async with asyncio.timeout(LIMIT_S):
+        while not (place := await asked(episode)):
+            await asyncio.sleep(0.005)
+    assert place.startswith("test_agents.py:")
+    await episode.close()
+    assert (await waiting).failure.message == "the episode was closed"
+    assert ended == ["run", "close"]
+    await host.close_all()
+
+
+async def asked(episode: Episode) -> str:
+    return (await episode.command(ping=pb.PingCommand(episode_key=episode.key))).pong.place
+
+
+async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> None:
+    seen: dict[str, tuple[str, ...]] = {}
+    record = os.memfd_create("calls")
+
+    class Looks(Agent):
+        async def run(self, task, endpoint):
+            seen["before"] = CallRecord.read(record).running
+            async with chat(endpoint) as client:
+                await say(client, task)
+            seen["after"] = CallRecord.read(record).running
+            return 0.0
+
+    async def look(call):
+        seen["waiting"] = CallRecord.read(record).running
+        yield as_json(chat_reply("x"))
+
+    host = EpisodeHost(Looks(), witness=CallWitness(record))
+    assert (await Episode(host, look).run()).HasField("agent_result")
+    assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
+    assert CallRecord.read(record).running == ()
+    await host.close_all()
+
+
+async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -> None:
+    gateway = Gateway()
+    url = gateway.open(CallExchange(on_waiting=lambda _: None)).anthropic_url
+    port = int(url.split(":")[2].partition("/")[0])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(LIMIT_S):
+        while not gateway._server.server_state.connections:
+            await asyncio.sleep(0.005)
+    (connection,) = gateway._server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
+    await writer.wait_closed()
+    await gateway.close()
+
+
+async def test_runs_that_do_not_end_are_named_and_bounded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    released = threading.Event()
+
+    class Stays(Agent):
+        def run(self, task, endpoint):
+            while not released.is_set():
+                try:
+                    released.wait(0.01)
+                except SystemExit:
+                    continue
+
+    episodes = AgentEpisodes(end_limit_s=0.2, max_left_runs=2)
+
+    def opened() -> AgentEpisode:
+        return episodes.open(Stays(), "one", on_busy=lambda *_: None)
+
+    for key in ("a", "b"):
+        episode = opened()
+        waiting = asyncio.create_task(episode.next())
+        while not episode.place():
+            await asyncio.sleep(0.005)
+        await episodes.end(episode, key)
+        waiting.cancel()
+        told = capsys.readouterr().err
+        assert told.startswith(f"the run of episode {key} did not end within 0.2 s (test_agents.py")
+    with pytest.raises(EnvironmentFailed, match="2 runs go on after the end of their episodes"):
+        opened()
+    released.set()
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                episode = opened()
+            except EnvironmentFailed:
+                await asyncio.sleep(0.005)
+            else:
+                break
+    await episodes.end(episode, "c")
+    await episodes.close()
+
+
+async def test_commands_that_do_not_fit_are_refused() -> None:
+    class Returns(Agent):
+        async def run(self, task, endpoint):
+            return 1.0
+
+    host = EpisodeHost(Returns())
+    episode = Episode(host, never)
+    assert (await episode.next()).failure.message == "episode a is not open"
+    await episode.reset()
+    # A part for a call that is over takes nothing and is answered.
+    assert (await episode.command(reply_part=pb.ReplyPart(episode_key="a", call=7))).HasField(
+        "pong"
+    )
+    assert (await episode.command(reply_part=pb.ReplyPart(episode_key="b", call=7))).HasField(
+        "pong"
+    )
+    await episode.close()
+    await host.close_all()

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.protocol.types import ServerId, TrajectoryId
+from slipstream.v1 import fleet_pb2
+
+
+def key_of(epoch: int, name: str = "a") -> ServerKey:
+    return ServerKey(ServerId(name), epoch)
+
+
+def departed(num_epochs: int, *, max_apart: int = 4, drained: bool = False) -> ServerEpochs:
+    """Epochs 1, 2, ... that each reported 100 tokens, delivered 60 and departed."""
+    epochs = ServerEpochs(max_apart=max_apart)
+    for epoch in range(1, num_epochs + 1):
+        count = epochs.join(key_of(epoch))
+        count.reported, count.ended, count.received = 100, 100, 60
+        count.dead = not drained
+        epochs.depart(key_of(epoch))
+    return epochs
+
+
+def test_the_newest_departed_epochs_have_counts_of_their_own():
+    epochs = departed(10)
+    assert [epochs.count(key_of(n)).received for n in range(7, 11)] == [60] * 4
+    # The six before share one.
+    assert epochs.count(key_of(1)).received == epochs.count(key_of(6)).received == 360
+    assert len(list(epochs.counts())) == 5
+
+
+def test_every_epoch_is_known_however_long_ago_it_joined():
+    epochs = departed(5000)
+    assert all(epochs.was_given(n) for n in range(1, 5001))
+    assert not epochs.was_given(0)
+    assert not epochs.was_given(5001)
+    assert key_of(1) in epochs
+    assert key_of(5000) in epochs
+    assert key_of(5000, "b") not in epochs
+    assert key_of(5001) not in epochs
+    assert epochs.server_of(5000) == key_of(5000)
+    assert epochs.server_of(1) is None
+
+
+def test_what_arrives_late_is_not_lost_any_more():
+    ledger = TokenLedger(departed(10))
+    assert (ledger.snapshot().generated, ledger.snapshot().lost) == (1000, 400)
+    for number in (1, 10):
+        assert ledger.receive(key_of(number), TrajectoryId(f"late {number}"), 40)
+    now = ledger.snapshot()
+    assert (now.generated, now.lost, now.queued, now.difference) == (1000, 320, 680, 0)
+
+
+def test_what_a_server_that_left_in_order_has_sent_is_queued_until_it_is_long_gone():
+    ledger = TokenLedger(departed(4, drained=True))
+    assert (ledger.snapshot().queued, ledger.snapshot().lost) == (400, 0)
+    ledger = TokenLedger(departed(5, drained=True))
+    assert (ledger.snapshot().queued, ledger.snapshot().lost) == (460, 40)
+    assert ledger.snapshot().difference == 0
+
+
+def test_only_connected_servers_are_journaled_at_a_step():
+    epochs = departed(10, drained=True)
+    epochs.join(key_of(11)).reported = 5
+    assert TokenLedger(epochs).generated_by_server() == [("a", 11, 5)]
+
+
+def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> list[dict]:
+    """The journal of a random run with 3,000 servers; `marked` as departures are marked now."""
+    draw = random.Random(3)
+    records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
+    mark = {"departed": True} if marked else {}
+    for epoch in range(1, 3001):
+        key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
+        # Known by its lease before anything else.
+        records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
+        reported = ended + draw.randrange(9)
+        ledger.report(key, fleet_pb2.ServerReport(generated_tokens=reported, ended_tokens=ended))
+        late = key_of(max(1, epoch - draw.choice((0, 0, 1, 1500))))
+        late = key_of(late.epoch, f"s{late.epoch % 30}")
+        name = TrajectoryId(f"g{epoch:06d}.0.0.{late.epoch:x}")
+        assert ledger.receive(late, name, ended)
+        ledger.end(End.FAILED, ended)
+        end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
+        records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
+        entries = [list(entry) for entry in ledger.generated_by(key)]
+        records.append({"kind": "servers", "generated": entries, **mark})
+        ledger.die(key)
+        epochs.depart(key)
+    return records
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_resume_counts_what_the_controller_counted(marked: bool):
+    epochs = ServerEpochs()
+    ledger = TokenLedger(epochs)
+    history = read_history(records_of(ledger, epochs, marked=marked))
+    # A journal without marks is folded when it has been read.
+    assert len(list(history.servers.counts())) == (1001 if marked else 3001)
+    resumed = TokenLedger(ServerEpochs())
+    resumed.restore(history)
+    before, after = ledger.snapshot(), resumed.snapshot()
+    assert before.difference == after.difference == 0
+    assert (after.failed, after.queued) == (before.failed, 0)
+    assert len(list(resumed._epochs.counts())) == 1001
+    if marked:
+        assert (after.generated, after.lost) == (before.generated, before.lost)

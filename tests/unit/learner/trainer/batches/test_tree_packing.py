@@ -1,0 +1,93 @@
+"""Micro batches in which sequences share beginnings: what a token predicts, sees and is."""
+
+from __future__ import annotations
+
+import numpy as np
+from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.prefix_tree import Families
+from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
+
+
+def sequence(tokens: list[int], trained: range, weight: float) -> TrainingSequence:
+    mask = np.isin(np.arange(len(tokens)), trained)
+    values = np.arange(len(tokens), dtype=np.float32) + 100 * weight
+    return TrainingSequence(
+        token_ids=np.array(tokens),
+        loss_mask=mask,
+        behavior_logprobs=-values,
+        lags=np.zeros(len(tokens), dtype=np.int32),
+        estimates=TokenEstimates(values, values + 0.5),
+        loss_weight=weight,
+    )
+
+
+PROMPT = [1, 2, 3, 4]
+# The second branch of the first member goes on after its reply; the other member only shares the
+# prompt.
+SEQUENCES = [
+    sequence([*PROMPT, 10, 11, 12, 13], range(3, 7), 1.0),
+    sequence([*PROMPT, 10, 11, 20], range(5, 6), 2.0),
+    sequence([*PROMPT, 30, 31], range(3, 5), 3.0),
+]
+
+
+def packed(multiple: int = 1):
+    (bundle,) = Families(SEQUENCES, range(3), min_shared=2).bundles(100)
+    return build_tree_micro_batch(SEQUENCES, [bundle], multiple=multiple)
+
+
+def test_common_tokens_stand_once_with_the_positions_of_their_sequences() -> None:
+    found = packed()
+    assert found.token_ids.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 11, 20, 4, 30, 31]
+    assert found.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 3, 4, 5]
+
+
+def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
+    found = packed()
+    mask = found.loss_mask
+    sequences = [found.indices[place] for place in found.sequence_ids[mask].tolist()]
+    rows = zip(
+        sequences,
+        found.position_ids[mask].tolist(),
+        found.targets[mask].tolist(),
+        found.advantages[mask].tolist(),
+        found.loss_weights[mask].tolist(),
+        strict=True,
+    )
+    expected = [
+        (index, place, one.token_ids[place + 1], one.estimates.advantages[place], one.loss_weight)
+        for index, one in enumerate(SEQUENCES)
+        for place in np.flatnonzero(one.loss_mask).tolist()
+    ]
+    assert sorted(rows) == sorted(expected)
+
+
+def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
+    found = packed()
+    assert found.paths is not None
+    bounds, keys = found.cu_seqlens.tolist(), found.paths.cu_seqlens.tolist()
+    for number in range(len(bounds) - 1):
+        places = found.paths.key_places[keys[number] : keys[number + 1]]
+        own = list(range(bounds[number], bounds[number + 1]))
+        assert places[-len(own) :].tolist() == own
+        ids = found.token_ids[places].tolist()
+        assert any(one.token_ids[: len(ids)].tolist() == ids for one in SEQUENCES)
+        assert found.position_ids[places].tolist() == list(range(len(ids)))
+
+
+def test_the_copies_of_each_token_are_known() -> None:
+    paths = packed().paths
+    assert paths is not None
+    bounds = paths.copy_bounds.tolist()
+    for token in range(len(bounds) - 1):
+        copies = paths.copies[bounds[token] : bounds[token + 1]]
+        assert copies.tolist() == (paths.key_places == token).nonzero()[:, 0].tolist()
+
+
+def test_filler_sees_itself_and_belongs_to_no_sequence() -> None:
+    found = packed(multiple=16)
+    assert found.paths is not None
+    assert len(found.token_ids) == 16
+    assert found.sequence_ids[-3:].tolist() == [3, 3, 3]
+    assert not found.loss_mask[-3:].any()
+    assert found.paths.key_places[-3:].tolist() == [13, 14, 15]

@@ -1,0 +1,171 @@
+"""A recorder of an agent's calls over a fake engine, without any HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server.agents.messages import MessageKey
+from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
+from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
+from slipstream.rollout_server.agents.replies import CHAT_PATH
+from slipstream.rollout_server.engine_interface import GenerationFailed, Sampling, TextOptions
+from support.fakes.fake_engine import FakeEngine
+
+SAMPLING = Sampling(1.0, 1.0, 0, 10, 20, 30, max_total_tokens=45, max_branches=4)
+LIMIT_S = 20.0
+
+
+class Calls:
+    """Calls of one episode, by hand."""
+
+    def __init__(self, sampling: Sampling = SAMPLING) -> None:
+        self.engine = FakeEngine()
+        self.engine.version = PolicyVersion(0, 1)
+        self.engine.running.set()
+        self.told: list[int] = []
+        self.recorder = Recorder(
+            self.engine,
+            "e",
+            sampling,
+            as_messages=lambda _, reply: [reply],
+            sampled=self.told.append,
+        )
+        self.number = 0
+
+    def open(self) -> OpenCall:
+        self.number += 1
+        http = HttpCall(self.number, "POST", CHAT_PATH, b"")
+        return self.recorder.open(http, CHAT_PATH, is_stream=False)
+
+    async def begin(self, opened: OpenCall, *texts: str) -> list[int]:
+        keys = [MessageKey("assistant" if text[0] == "r" else "user", text) for text in texts]
+        found = self.recorder.find(opened, "", keys)
+        count = len(texts) - (found.num_messages if found else 0)
+        return await self.recorder.begin(opened, found.turn if found else None, [9] * count)
+
+    async def sample(self, opened: OpenCall, max_tokens: int = 10):
+        parts = self.recorder.sample(opened, max_tokens, TextOptions())
+        return [part async for part in parts][-1].generation
+
+    def answer(self, opened: OpenCall, text: str) -> None:
+        opened.status = 200
+        message = {"role": "assistant", "content": text}
+        opened.body += json.dumps({"choices": [{"message": message}]}).encode()
+        self.recorder.close(opened)
+
+
+async def test_a_call_is_recorded_and_continued() -> None:
+    calls = Calls()
+    first = calls.open()
+    assert await calls.begin(first, "u1") == [9]
+    generation = await calls.sample(first)
+    calls.answer(first, "r1")
+    second = calls.open()
+    prompt = await calls.begin(second, "u1", "r1", "u2")
+    assert prompt == [9, *generation.token_ids.tolist(), 9]
+    assert calls.told == [len(generation.token_ids)]
+    calls.recorder.close(second)
+    assert calls.recorder.num_open == 0
+
+
+async def test_a_reply_that_was_not_answered_with_200_is_not_known() -> None:
+    calls = Calls()
+    first = calls.open()
+    await calls.begin(first, "u1")
+    await calls.sample(first)
+    first.status = 500
+    first.body += b'{"error": {}}'
+    calls.recorder.close(first)
+    second = calls.open()
+    assert await calls.begin(second, "u1", "r1", "u2") == [9, 9, 9]
+    assert calls.recorder._unread == []
+
+
+async def test_a_call_waits_for_room_that_another_may_leave() -> None:
+    calls = Calls(dataclasses.replace(SAMPLING, max_total_tokens=50))
+    first, second, third = calls.open(), calls.open(), calls.open()
+    for opened in (first, second):
+        await calls.begin(opened, *["u"] * 8)
+    waiting = asyncio.create_task(calls.begin(third, *["u"] * 8))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await calls.sample(first)
+    async with asyncio.timeout(LIMIT_S):
+        await waiting
+    assert third.room.new_tokens == 10
+
+
+@pytest.mark.parametrize("way", ["hang_up", "cancel"])
+async def test_a_call_that_waits_for_room_can_be_ended(way: str) -> None:
+    calls = Calls()
+    opened = [calls.open() for _ in range(3)]
+    for each in opened[:2]:
+        await calls.begin(each, *["u"] * 8)
+    waiting = asyncio.create_task(calls.begin(opened[2], *["u"] * 8))
+    await asyncio.sleep(0.01)
+    if way == "cancel":
+        calls.recorder.cancel()
+    else:
+        calls.recorder.hang_up(opened[2].http.number)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(LimitReached, match="the episode is over"):
+            await waiting
+    assert not calls.recorder.is_truncated
+
+
+async def test_a_sample_that_nobody_reads_is_ended_and_recorded() -> None:
+    calls = Calls()
+    calls.engine.limit = 2
+    opened = calls.open()
+    await calls.begin(opened, "u1")
+    reading = calls.recorder.sample(opened, 10, TextOptions())
+    await calls.engine.wait_tokens(2)
+    await reading.aclose()
+    calls.recorder.close(opened)
+    async with asyncio.timeout(LIMIT_S):
+        await calls.recorder.settled()
+    (branch,) = calls.recorder.conversations.branches
+    assert branch.run_lengths == [1, 2]
+    assert calls.told == [2]
+
+
+async def test_a_call_that_the_engine_could_not_serve_leaves_its_branch_free() -> None:
+    calls = Calls()
+    first = calls.open()
+    await calls.begin(first, "u1")
+    await calls.sample(first)
+    calls.answer(first, "r1")
+    calls.engine.fail_with = "no"
+    second = calls.open()
+    await calls.begin(second, "u1", "r1", "u2")
+    with pytest.raises(GenerationFailed, match="no"):
+        await calls.sample(second)
+    calls.recorder.close(second)
+    calls.engine.fail_with = None
+    third = calls.open()
+    await calls.begin(third, "u1", "r1", "u2")
+    assert third.call.is_append
+
+
+async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:
+    calls = Calls()
+    calls.engine.stop_after = 100
+    for texts in (25, 3):
+        opened = calls.open()
+        await calls.begin(opened, *["u"] * texts)
+        await calls.sample(opened, 1000)
+        calls.recorder.close(opened)
+    assert [branch.run_lengths for branch in calls.recorder.conversations.branches] == [
+        [25, 5],
+        [3, 10],
+    ]
+    opened = calls.open()
+    with pytest.raises(LimitReached, match="sampling.max_total_tokens = 45"):
+        await calls.begin(opened, "u", "u")
+    calls.recorder.close(opened)
+    assert calls.recorder.is_truncated
+    assert calls.recorder.conversations.num_tokens == 43

@@ -1,0 +1,67 @@
+"""The run's sampling holds; a request is told what it asked otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from slipstream.rollout_server.agents.sampling_rule import RefusedRequest, rule
+from slipstream.rollout_server.engine_interface import Sampling
+
+SAMPLING = Sampling(1.0, 0.9, 0, 100, 4, 500)
+
+
+def test_a_request_that_asks_for_nothing_is_told_nothing() -> None:
+    body = {"model": "m", "messages": [], "temperature": 1, "top_p": 0.9, "seed": 3, "stop": ["x"]}
+    ruled = rule(body, SAMPLING)
+    assert ruled.told == ""
+    assert ruled.body == body
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"temperature": 0.2}, "temperature=1 (asked 0.2)"),
+        ({"top_p": 0.5}, "top_p=0.9 (asked 0.5)"),
+        ({"top_k": 5}, "top_k=0 (asked 5)"),
+        ({"min_p": 0.1}, "min_p=0 (asked 0.1)"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0 (asked 0.5)"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0 (asked 0.5)"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1 (asked 1.1)"),
+        ({"response_format": {"type": "json_object"}}, "response_format=none (asked)"),
+        ({"tool_choice": "required"}, "tool_choice=auto (asked)"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice=auto"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format=none (asked)"),
+        ({"min_tokens": 5}, "min_tokens=none (asked)"),
+        ({"logit_bias": {"5": -100}}, 'logit_bias=null (asked {"5": -100})'),
+        ({"temperature": "hot\nhead\u00e9"}, 'temperature=1 (asked "hot'),
+    ],
+)
+def test_what_was_asked_otherwise_is_told(asked, told) -> None:
+    ruled = rule(asked, SAMPLING)
+    assert ruled.told.startswith(told)
+    assert ruled.told.isascii()
+    assert "\n" not in ruled.told
+
+
+def test_what_would_constrain_the_reply_is_taken_out() -> None:
+    asked = {
+        "response_format": {"type": "json_object"},
+        "bad_words": ["x"],
+        "kv_transfer_params": {"prompt_token_ids": [1]},
+        "text": {"format": {"type": "json_schema"}, "verbosity": "low"},
+        "tool_choice": {"type": "any"},
+    }
+    ruled = rule(asked, SAMPLING, auto={"type": "auto"})
+    assert ruled.body == {"text": {"verbosity": "low"}, "tool_choice": {"type": "auto"}}
+    assert asked["response_format"] == {"type": "json_object"}, "the request itself is unchanged"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_length_holds_below_the_runs(name: str) -> None:
+    assert rule({name: 7}, SAMPLING).body == {name: 7}
+    assert rule({name: 32_000}, SAMPLING).body == {name: 100}
+
+
+@pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 3}, {"use_beam_search": True}])
+def test_several_replies_are_refused(asked) -> None:
+    with pytest.raises(RefusedRequest, match=next(iter(asked))):
+        rule(asked, SAMPLING)

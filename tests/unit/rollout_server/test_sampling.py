@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import dataclasses
+
+from slipstream.protocol.settings.config import SamplingSection
+from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.v1 import fleet_pb2
+
+
+def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> None:
+    section = SamplingSection(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        max_reply_tokens=8,
+        max_turns=3,
+        max_episode_tokens=32,
+        max_total_tokens=64,
+        max_branches=5,
+        max_prompt_tokens=9,
+        stop_token_ids=(1, 2),
+        stop=("a", "b"),
+        ignore_eos=True,
+    )
+    message = section.to_pb()
+    sampling = Sampling.from_pb(message)
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    assert names == set(fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name)
+    # What to do with long prompts is the controller's business.
+    assert names == set(SamplingSection.model_fields) - {"long_prompts"}
+    for name in names:
+        assert getattr(sampling, name) == getattr(section, name), name
+
+
+def test_settings_that_are_left_out_are_no_limit() -> None:
+    section = SamplingSection(max_reply_tokens=8, max_episode_tokens=32)
+    sampling = Sampling.from_pb(section.to_pb())
+    assert (sampling.max_prompt_tokens, sampling.top_k, sampling.stop) == (0, 0, ())
+    assert sampling.total_tokens == section.total_tokens == 32
