@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -393,3 +394,9 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
         "get(verify=False)\nload(trust_remote_code=False)\nwait(timeout=1)\n"
     )
     assert [line for line, _ in doubtful_calls(file)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("start", [lambda: subprocess.run(["true"]), os.fork])
+def test_a_test_without_the_marker_may_start_no_process(start: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match="give it the marker `process`"):
+        start()
