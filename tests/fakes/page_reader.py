@@ -40,6 +40,8 @@ class Reader:
 
     def go(self) -> None:
         """Saves each file, and carries out each command."""
+        # What is done while the run goes on may need a file that stands further down.
+        assert set(self.meanwhile) <= {*self._commands()}
         for command in self._commands():
             if command.startswith("slipstream run "):
                 self._watch_run(command)

@@ -109,9 +109,9 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
     # The second call of an episode continues the tokens of the first one.
     twice = [t for t in found if t.metrics.get("attempts") == 2.0]
     assert twice
-    assert all(len(t.run_lengths) == 4 and not t.branches for t in twice)
+    assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
     rows = [json.loads(x) for x in (tmp_path / "run" / "trajectories.jsonl").open()]
-    assert {len(row["turns"]) for row in rows if row["environment"] == "program"} <= {1}
+    assert any(len(row.get("turns", ())) == 2 for row in rows if row["environment"] == "smallest")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import grpc.aio
 from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
+from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession
 from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
 from slipstream.rollout_server.episodes.worker_process import (
@@ -149,6 +149,8 @@ class EnvironmentWorker:
     ) -> None:
         """`try_reset`: the first task must answer `reset` before the worker counts as loaded.
 
+        An agent must also make its first call, which is not answered.
+
         `suspects` is told which tasks were lost with the worker, and which have passed.
         """
         self._gateway = gateway
@@ -268,9 +270,28 @@ class EnvironmentWorker:
     async def _reset_once(self) -> None:
         session = self.open("first-reset", 0, self._spec.timeout_s)
         try:
-            await session.reset(0, 0)
+            opening = await session.reset(0, 0)
+            if opening.is_agent:
+                await self._see_first_call(session)
         finally:
             session.close()
+
+    async def _see_first_call(self, session: StreamSession) -> None:
+        """Waits for the first call of an agent, which is not answered; EnvironmentFailed."""
+        limit_s = self._spec.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await session.next_call()
+        except TimeoutError:
+            late = EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_TIMEOUT,
+                f"the agent did not call the model within {limit_s:g} s, the environment's "
+                f"timeout_s",
+            )
+            raise await session.examine(late) from None
+        if isinstance(message, AgentEnd):
+            cause = "run() ended without a call to its endpoint"
+            raise EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
 
     async def _watch_exit(self) -> None:
         ended = await self._process.wait()

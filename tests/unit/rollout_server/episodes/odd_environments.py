@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import time
+import urllib.request
 
-from slipstream.client import Environment, StepResult
+from slipstream.client import AgentEnvironment, Environment, StepResult
 
 
 class Good(Environment):
@@ -122,3 +123,29 @@ class Curious(Good):
             if os.path.lexists(f"/proc/self/fd/{name}")
         }
         return [{"role": "user", "content": json.dumps([found, dict(os.environ), sys.argv])}]
+
+
+class CallsTheModel(AgentEnvironment[int]):
+    def tasks(self):
+        return [1, 2, 3]
+
+    def run(self, task, endpoint):
+        key = {"Authorization": f"Bearer {endpoint.api_key}"}
+        asked = urllib.request.Request(f"{endpoint.base_url}/chat/completions", b"{}", key)
+        with urllib.request.urlopen(asked):
+            return 1.0
+
+
+class LacksAPackage(CallsTheModel):
+    def run(self, task, endpoint):
+        import no_such_package  # noqa: F401
+
+
+class CallsNobody(CallsTheModel):
+    async def run(self, task, endpoint):
+        return 1.0
+
+
+class NeverCalls(CallsTheModel):
+    async def run(self, task, endpoint):
+        await asyncio.Event().wait()

@@ -294,6 +294,23 @@ async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(
     assert (await hosted.report()).num_tasks == 5
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("LacksAPackage", "ModuleNotFoundError: No module named 'no_such_package' (odd_env"),
+        ("CallsNobody", "run() ended without a call to its endpoint"),
+        ("NeverCalls", "the agent did not call the model within 1 s, the environment's timeout_s"),
+    ],
+)
+async def test_an_agent_that_does_not_call_the_model_is_refused_when_it_is_tried(
+    hosted, name: str, cause: str
+) -> None:
+    hosted.load(name, timeout_s=1.0, try_reset=True)
+    assert (await hosted.report()).failure.message.startswith(cause)
+    hosted.load("CallsTheModel", try_reset=True)
+    assert (await hosted.report()).num_tasks == 3
+
+
 HOSTING = """
 import asyncio, sys
 from pathlib import Path
