@@ -210,6 +210,7 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
 
     async with asyncio.timeout(120):
         await asyncio.gather(*(talk(number) for number in range(8)))
+    await rig.closed()
     rig.check()
     assert rig.runs() == [3] * 8
     for branch in rig.recorder.conversations.branches:
@@ -232,4 +233,5 @@ async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(serve
     (branch,) = rig.recorder.conversations.branches
     assert np.abs(np.concatenate(branch.logprobs) - given).max() < 1e-5
     assert all(len(token.top_logprobs) >= 2 for token in answer.choices[0].logprobs.content)
+    await rig.closed()
     rig.check()

@@ -47,6 +47,7 @@ async def rig(shared: AgentRig) -> AsyncIterator[AgentRig]:
     shared.recorder.cancel()
     async with asyncio.timeout(20):
         await shared.recorder.settled()
+        await shared.closed()
     shared.check()
 
 
