@@ -179,7 +179,8 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
     [
         (("true", ["a"]), {}, "a command is a list: the program, then each of its arguments"),
         ((["true"], ["a"]), {}, "nothing of a task reaches the program: name one of its fields"),
-        ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program'"),
+        ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program' in"),
+        ((["/no/such", "{task}"], ["a"]), {}, "there is no program '/no/such'$"),
         ((["true", "{task}"], []), {}, "there must be at least one task"),
         ((["true", "{task}"], [3]), {}, "task 1 must be a text or an object, got 3"),
         ((["true", "{task}"], "no.jsonl"), {}, "no.jsonl does not exist"),
@@ -195,6 +196,12 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) -> None:
     with pytest.raises(ConfigError, match=cause.replace("(", r"\(")):
         Command(*arguments, **given)
+
+
+async def test_variables_of_the_program_do_not_reach_what_watches_it() -> None:
+    given = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}
+    command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given)
+    assert (await played(command)).agent_result.reward == 1.0
 
 
 async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program() -> None:
