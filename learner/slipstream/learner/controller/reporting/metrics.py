@@ -177,7 +177,7 @@ class RunRecorder:
         generated_tokens: int,
         gauges: Mapping[str, float],
     ) -> dict[str, float]:
-        """Writes the row of one step and returns it.
+        """Writes the row of one step and returns it; a row from before a crash stays instead.
 
         `training`: start and end of the step, in Unix seconds.
         """
@@ -197,7 +197,10 @@ class RunRecorder:
         }
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
-        self._count(batch, row, training)
+        self._count(batch, training)
+        if self.has_row(batch.version):
+            return row
+        self.facts.count_row(row)
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
@@ -296,14 +299,13 @@ class RunRecorder:
         if picture:
             write_result(self._folder / CURVES, picture, self._warn)
 
-    def _count(self, batch: Batch, row: Mapping[str, float], training: Interval) -> None:
+    def _count(self, batch: Batch, training: Interval) -> None:
         facts = self.facts
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
             facts.steps = batch.version
             facts.with_several_versions += with_several_versions(batch)
             facts.lag_counts += token_lags(batch)
-        facts.count_row(row)
         facts.busy.trained(training)
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
