@@ -187,15 +187,16 @@ class RunRecorder:
         }
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
-        self._count(batch, row, training)
-        # A crash may have left the row of a step whose journal record it lost.
-        is_written = self.has_row(batch.version)
+        self._count(batch, training)
+        if self.has_row(batch.version):
+            # A crash left the row of a step whose journal record it lost.
+            return row
+        self.facts.count_row(row)
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
-        if not is_written:
-            self._metrics.append(_line(_finite(row)))
-            self._trackers.log(batch.version, row)
+        self._metrics.append(_line(_finite(row)))
+        self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._sample(batch)
         return row
@@ -289,14 +290,13 @@ class RunRecorder:
         if picture:
             write_result(self._folder / CURVES, picture, self._warn)
 
-    def _count(self, batch: FormedBatch, row: Mapping[str, float], training: Interval) -> None:
+    def _count(self, batch: FormedBatch, training: Interval) -> None:
         facts = self.facts
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
             facts.steps = batch.version
             facts.with_several_versions += batch.num_with_several_versions
             facts.lag_counts += batch.token_lags
-        facts.count_row(row)
         facts.busy.trained(training)
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)

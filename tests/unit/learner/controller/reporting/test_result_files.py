@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import struct
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
 from slipstream.learner.controller.reporting.trackers.event_file import EventFile
@@ -19,6 +22,8 @@ from slipstream.learner.controller.reporting.trackers.opening import RunIds
 from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.trajectories.batch import FormedBatch
+from support.fakes.fake_trajectories import GOOD
 from support.fakes.small_configs import config_of
 
 
@@ -227,3 +232,35 @@ def test_damaged_names_of_tracking_services_are_set_aside(tmp_path, damage):
     assert told == [
         f"{path} is damaged; it lies in tracking.json.damaged-1 now, and trackers begin new runs"
     ]
+
+
+def test_a_step_that_was_lost_after_its_row_was_written_has_one_row(tmp_path):
+    # A controller is killed before the record of the step is in the journal: the step comes again.
+    group = Group(
+        group_id=GOOD.group_id,
+        environment=GOOD.environment,
+        task_index=GOOD.task_index,
+        seed=GOOD.seed,
+        purpose=GOOD.purpose,
+        size=1,
+        deadline_step=3,
+        holder=None,
+        finished={GOOD.member: GOOD},
+    )
+    for step in (0, 0, 1):
+        recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
+        recorder.restore(RunHistory())
+        recorder.step(
+            FormedBatch(step, f"b{step:06d}", (group,)),
+            {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},
+            training=(1.0, 2.0),
+            generated_tokens=9,
+            gauges={},
+        )
+        # The journal has none of the steps before: all that is counted comes from this one.
+        assert recorder.facts.steps == step + 1
+        assert sum(recorder.facts.lag_counts.values()) == GOOD.num_sampled_tokens
+        assert len(recorder.facts.first_rewards) == step + 1
+        recorder.close()
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]
