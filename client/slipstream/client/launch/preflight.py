@@ -187,8 +187,7 @@ async def check_engine(config: Config) -> None:
     The check takes as long as vLLM's imports, and no GPU.
     """
     if config.rollout_server.engine and importlib.util.find_spec("vllm") is not None:
-        with _told_when_slow("vLLM checks rollout_server.engine"):
-            await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server.engine")
+        await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server.engine")
 
 
 async def _check_by(program: str, config: Config, *, told: str) -> None:
