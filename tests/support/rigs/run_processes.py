@@ -109,7 +109,7 @@ def copy_environments(folder: Path) -> Path:
 
 
 def run_command(
-    *arguments: object, cwd: Path | None = None, limit_s: float = 60.0
+    *arguments: object, cwd: Path | None = None, limit_s: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
     """A command from its start to its end."""
     return subprocess.run(

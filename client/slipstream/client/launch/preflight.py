@@ -194,8 +194,7 @@ async def check_engine(config: Config) -> None:
         )
     passes = bool(server.engine or server.tool_parser or server.reasoning_parser)
     if passes and importlib.util.find_spec("vllm") is not None:
-        with _told_when_slow("vLLM checks rollout_server"):
-            await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+        await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
 
 
 async def _check_by(program: str, config: Config, *, told: str) -> None:
