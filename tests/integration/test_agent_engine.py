@@ -210,9 +210,28 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
 
     async with asyncio.timeout(120):
         await asyncio.gather(*(talk(number) for number in range(8)))
+    await rig.closed()
     rig.check()
     assert rig.runs() == [3] * 8
     for branch in rig.recorder.conversations.branches:
         expected = served.reference.logprobs(served.weights, branch.token_ids)
         flags = np.repeat(np.arange(len(branch.run_lengths)) % 2 == 1, branch.run_lengths)[1:]
         assert np.abs(expected[flags] - np.concatenate(branch.logprobs)).max() < 1e-3
+
+
+async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(served) -> None:
+    rig = served.rig
+    rig.begin()
+    answer = await rig.openai().chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=20,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    given = [token.logprob for token in answer.choices[0].logprobs.content]
+    (branch,) = rig.recorder.conversations.branches
+    assert np.abs(np.concatenate(branch.logprobs) - given).max() < 1e-5
+    assert all(len(token.top_logprobs) >= 2 for token in answer.choices[0].logprobs.content)
+    await rig.closed()
+    rig.check()

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,7 +15,15 @@ pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
-from support.fakes.agent_rig import SAMPLING, AgentRig, agent_rig, script  # noqa: E402
+from slipstream.protocol.errors import ConfigError  # noqa: E402
+from slipstream.rollout_server.agents.opening import Agents  # noqa: E402
+from support.fakes.agent_rig import (  # noqa: E402
+    SAMPLING,
+    AgentRig,
+    agent_config,  # noqa: E402
+    agent_rig,
+    script,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,7 +41,7 @@ QUESTION = {"role": "user", "content": "hi"}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AgentRig:
-    return await agent_rig(tmp_path_factory.mktemp("model"), script)
+    return await agent_rig(tmp_path_factory.mktemp("model"), script, max_tokens=60_000)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -44,6 +53,7 @@ async def rig(shared: AgentRig) -> AsyncIterator[AgentRig]:
     shared.recorder.cancel()
     async with asyncio.timeout(20):
         await shared.recorder.settled()
+        await shared.closed()
     shared.check()
 
 
@@ -401,3 +411,33 @@ async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
     with pytest.raises(openai.APIStatusError):
         await chat(rig, [QUESTION])
     assert rig.runs() == []
+
+
+async def test_a_parser_that_does_not_fit_the_model_is_named(shared) -> None:
+    settings = agent_config(Path("models/any"), tool_parser="deepseek_v3").rollout_server
+    with pytest.raises(ConfigError, match="rollout_server.tool_parser = 'deepseek_v3'"):
+        await Agents(shared.engine, settings).api()
+
+
+async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
+    settings = agent_config(Path("models/any"), tool_parser=None).rollout_server
+    rig = AgentRig(shared.engine, await Agents(shared.engine, settings).api())
+    with pytest.raises(openai.BadRequestError, match=r"tools need rollout_server\.tool_parser"):
+        await chat(rig, [QUESTION], tools=TOOLS)
+    assert (await chat(rig, [QUESTION], tools=TOOLS, tool_choice="none"))["content"]
+
+
+async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(shared) -> None:
+    settings = agent_config(Path("models/any"), reasoning_parser="qwen3").rollout_server
+    rig = AgentRig(shared.engine, await Agents(shared.engine, settings).api())
+    messages = [{"role": "user", "content": "think"}]
+    for with_reasoning in (True, False):
+        message = await chat(rig, messages)
+        assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+        if not with_reasoning:
+            del message["reasoning"]
+        messages += [message, {"role": "user", "content": "think"}]
+    await chat(rig, messages)
+    await rig.closed()
+    assert rig.runs() == [3]
+    rig.check()

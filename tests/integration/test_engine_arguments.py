@@ -190,6 +190,15 @@ KEY = "rollout_server.engine"
             f"unknown key {KEY}.compilation_config.pass_config.fuse_norm_quants; did you mean 'fus",
         ),
         (
+            {"attention_config": {"backend": "FLASH_ATTN", "bakend": "x"}},
+            f"unknown key {KEY}.attention_config.bakend; did you mean 'backend'?",
+        ),
+        (
+            {"compilation_config": {"splitting_ops": 3, "backend": 4}},
+            f"{KEY}.compilation_config.backend must be a string, got 4",
+        ),
+        ({"served_model_name": 3}, f"{KEY}.served_model_name must be a string or a list, got 3"),
+        (
             {"compilation_config": {"mode": "text"}},
             f"{KEY}.compilation_config.mode = 'text' is refused by vLLM: Invalid compilation mode",
         ),

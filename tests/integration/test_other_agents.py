@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures(
 FOLDER = Path(os.environ.get("SLIPSTREAM_AGENTS", "agents-of-others"))
 PYTHON = FOLDER / "py" / "bin" / "python"
 NODE = FOLDER / "node" / "node_modules" / ".bin"
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 # Coding agents open with a hundred thousand characters, each of them a token here.
 MAX_TOKENS = 600_000
 CALLED = "<|im_start|>assistant\n"

@@ -8,6 +8,7 @@ allow is checked by those who use a message.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,6 +31,12 @@ _ALPHABETS = {
     ),
 }
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+_UNSIGNED = (
+    FieldDescriptor.TYPE_UINT32,
+    FieldDescriptor.TYPE_UINT64,
+    FieldDescriptor.TYPE_FIXED32,
+    FieldDescriptor.TYPE_FIXED64,
+)
 _REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
@@ -104,7 +111,7 @@ def largest(kind: type[Message], name: str) -> float:
 def _check_message(message: Message) -> None:
     checks = _checks(message.DESCRIPTOR)
     for field, value in message.ListFields():
-        check = checks.get(field.number)
+        check = checks.get(field)
         if check is not None:
             try:
                 check(value)
@@ -114,10 +121,10 @@ def _check_message(message: Message) -> None:
 
 
 @functools.cache
-def _checks(descriptor: Descriptor) -> dict[int, _Check]:
-    """The check of each field by its number; fields that cannot be wrong have none."""
-    made = {field.number: _field_check(field) for field in descriptor.fields}
-    return {number: check for number, check in made.items() if check is not None}
+def _checks(descriptor: Descriptor) -> dict[FieldDescriptor, _Check]:
+    """The check of each field; fields that cannot be wrong have none."""
+    made = {field: _field_check(field) for field in descriptor.fields}
+    return {field: check for field, check in made.items() if check is not None}
 
 
 def _field_check(field: FieldDescriptor) -> _Check | None:
@@ -154,11 +161,37 @@ def _whole_list_check(
     longest = bound.max_bytes
     if field.type == FieldDescriptor.TYPE_BYTES:
         return lambda values: max(map(len, values)) <= longest
+    if field.message_type is not None and (counts := _counts(field.message_type)):
+        return _counts_check(counts)
     is_number = field.message_type is None and field.enum_type is None
     if not is_number or bound.any or field.type in (*_TEXTS, *_REALS, FieldDescriptor.TYPE_BOOL):
         return lambda values: False
     least, most = int(bound.min), int(bound.max)
+    if least <= 0 and field.type in _UNSIGNED:
+        return lambda values: max(values) <= most
     return lambda values: least <= min(values) and max(values) <= most
+
+
+def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
+    """Path and largest value of each number of a message that holds only counts; else empty."""
+    found: dict[str, int] = {}
+    for field in kind.fields:
+        bound, path = bound_of(field), f"{prefix}{field.name}"
+        inner = _counts(field.message_type, f"{path}.") if field.message_type is not None else {}
+        is_count = field.type in _UNSIGNED and bound is not None and bound.min <= 0
+        if field.is_repeated or not (inner or is_count):
+            return {}
+        if bound is not None and not inner and not bound.any:
+            found[path] = int(bound.max)
+        found |= inner
+    return found
+
+
+def _counts_check(counts: Mapping[str, int]) -> Callable[[Sequence[Any]], bool]:
+    most = tuple(counts.values())
+    # One path has no tuple of values.
+    values_of = operator.attrgetter(*counts, next(iter(counts)))
+    return lambda values: all(all(map(operator.le, values_of(each), most)) for each in values)
 
 
 def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:

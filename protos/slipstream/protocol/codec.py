@@ -6,6 +6,7 @@ and log-probability). If experts are recorded, the ids of each token's experts a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
@@ -34,6 +35,9 @@ MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 PROTOCOL_VERSION = 4
+_TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+# To look a member up by its value takes longer than to decode a small message.
+_PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -55,7 +59,7 @@ def unpack_tokens(data: bytes) -> TokenArray:
     """Reverses `pack_tokens`; ProtocolError when the length is no multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"token ids must be a multiple of 4 bytes, got {len(data)}")
-    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+    return np.frombuffer(data, dtype=_TOKENS).astype(np.uint32, copy=False)
 
 
 def pack_logprobs(logprobs: LogprobArray) -> bytes:
@@ -67,7 +71,7 @@ def unpack_logprobs(data: bytes) -> LogprobArray:
     """Reverses `pack_logprobs`; ProtocolError when the length is no multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"log-probabilities must be a multiple of 4 bytes, got {len(data)}")
-    return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    return np.frombuffer(data, dtype=_LOGPROBS).astype(np.float32, copy=False)
 
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
@@ -127,7 +131,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     if _checksum(*arrays) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
     try:
-        purpose, status = Purpose(message.purpose), Status(message.status)
+        purpose, status = _PURPOSES(message.purpose), _STATUSES(message.status)
         failure = (
             Failure(FailureKind(message.failure.kind), message.failure.message)
             if message.HasField("failure")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ def script(prompt: str) -> str:
     last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
     if last.startswith("call"):
         return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
+    if last == "think":
+        return "<think>Hm.</think>Yes."
     return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
 
 
@@ -143,6 +146,11 @@ class AgentRig:
         assert sorted(recorded, key=str) == sorted(theirs, key=str)
         assert self.sampled_tokens == sum(len(tokens) for _, tokens, _ in theirs)
         assert self.recorder.num_open == 0
+
+    async def closed(self) -> None:
+        """Returns when every client has read its answer."""
+        while self.recorder.num_open:
+            await asyncio.sleep(0.001)
 
     def runs(self) -> list[int]:
         """The number of replies in each branch."""

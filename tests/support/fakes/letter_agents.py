@@ -68,10 +68,11 @@ class Hanging(Smallest):
         await asyncio.Event().wait()
 
 
-class HangingPlainly(Smallest):
-    """Sleeps for ever in its thread."""
+class HangingPlainly(Plainly):
+    """Sleeps for ever in its thread, after its first call."""
 
     def run(self, task, endpoint):
+        super().run(task, endpoint)
         while True:
             time.sleep(0.05)
 

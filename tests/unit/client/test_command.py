@@ -41,7 +41,6 @@ async def played(command: Command, handler=None) -> pb.WorkerMessage:
         await host.close_all()
 
 
-@pytest.mark.process
 async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> None:
     right = python(CALL + "sys.exit(reply != 'HELLO')", "{word}")
     wrong = python(CALL + "sys.exit(reply == 'HELLO')", "{word}")
@@ -51,7 +50,6 @@ async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> 
         assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": reward}
 
 
-@pytest.mark.process
 async def test_a_task_travels_in_arguments_files_and_variables() -> None:
     code = (
         "import json, os, pathlib, sys; "
@@ -72,7 +70,6 @@ async def test_a_task_travels_in_arguments_files_and_variables() -> None:
     assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": 1.0, "n": 3.0}
 
 
-@pytest.mark.process
 async def test_another_program_scores_what_the_first_one_left() -> None:
     judge = (
         "import os, pathlib, sys; print('noise'); print('noise', file=sys.stderr); "
@@ -87,7 +84,6 @@ async def test_another_program_scores_what_the_first_one_left() -> None:
     assert (await played(command)).agent_result.reward == 0.75
 
 
-@pytest.mark.process
 async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,7 +97,6 @@ async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
     assert not list(Path.home().glob("settings"))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "limits"),
     [
@@ -119,7 +114,6 @@ async def test_a_program_that_reaches_a_limit_is_ended_and_scored(code: str, lim
     assert result.metrics["ended_by_limit"] == 1.0
 
 
-@pytest.mark.process
 async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = (
@@ -159,7 +153,6 @@ async def gone(pids: Path) -> bool:
     return True
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
@@ -186,7 +179,8 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
     [
         (("true", ["a"]), {}, "a command is a list: the program, then each of its arguments"),
         ((["true"], ["a"]), {}, "nothing of a task reaches the program: name one of its fields"),
-        ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program'"),
+        ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program' in"),
+        ((["/no/such", "{task}"], ["a"]), {}, "there is no program '/no/such'$"),
         ((["true", "{task}"], []), {}, "there must be at least one task"),
         ((["true", "{task}"], [3]), {}, "task 1 must be a text or an object, got 3"),
         ((["true", "{task}"], "no.jsonl"), {}, "no.jsonl does not exist"),
@@ -204,7 +198,12 @@ def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) 
         Command(*arguments, **given)
 
 
-@pytest.mark.process
+async def test_variables_of_the_program_do_not_reach_what_watches_it() -> None:
+    given = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}
+    command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given)
+    assert (await played(command)).agent_result.reward == 1.0
+
+
 async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program() -> None:
     command = Command(
         python("import sys; sys.exit(0)", "{task}"),

@@ -166,8 +166,11 @@ def _check_program(command: Sequence[str]) -> None:
     if not command or not all(isinstance(part, str) for part in command):
         raise ConfigError(f"a command is a list of texts, got {list(command)!r}")
     program = command[0]
-    if FIELD.search(program) is None and "/" not in program and shutil.which(program) is None:
-        raise ConfigError(f"there is no program {program!r} in PATH")
+    # A path that is not absolute leads into the folder of the episode, which is not there yet.
+    is_known = FIELD.search(program) is None and ("/" not in program or program.startswith("/"))
+    if is_known and shutil.which(program) is None:
+        where = "" if program.startswith("/") else " in PATH"
+        raise ConfigError(f"there is no program {program!r}{where}")
 
 
 def _inside(name: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,12 @@ from pathlib import Path
 
 # Bytes at the end of the output that are kept.
 KEPT_BYTES = 16 << 10
+# Starts a keeper with our own path: neither files of the folder nor variables of the program may
+# decide what it imports.
+_KEEPER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from slipstream.protocol.keeper import main; main(sys.argv[1:])"
+)
 _CHUNK_BYTES = 64 << 10
 # Seconds in which a keeper ends everything below it, on a busy machine.
 _END_LIMIT_S = 30.0
@@ -66,9 +74,14 @@ async def run_program(
 ) -> ProgramEnd:
     """Runs `command` in `folder`; `with_errors`: its stderr belongs to its output."""
     process = await asyncio.create_subprocess_exec(
-        # The folder may hold files of any name, which must not be imported.
-        *(sys.executable, "-P", "-m", "slipstream.protocol.keeper", *limits.arguments()),
-        *("--cause-fd", "1", "--", *command),
+        *(
+            sys.executable,
+            "-I",
+            "-c",
+            _KEEPER,
+            json.dumps([os.path.abspath(each) for each in sys.path if each]),
+        ),
+        *(*limits.arguments(), "--cause-fd", "1", "--", *command),
         cwd=folder,
         env=dict(variables),
         stdin=asyncio.subprocess.DEVNULL,

@@ -222,6 +222,8 @@ class Controller:
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
         journal_servers(journal, self._ledger, lost=session.key)
+        # Else the records of many departures would wait in memory for the next step.
+        self._endings.flush_soon()
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
         self._environments.server_lost(session.key)

@@ -39,11 +39,14 @@ class Signal:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        # Whether a task waits for the next notice.
+        self._is_awaited = False
 
     def notify(self) -> None:
         """Wakes all waiters."""
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._is_awaited:
+            self._event.set()
+            self._event, self._is_awaited = asyncio.Event(), False
 
     async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
         """Like `wait`, but returns `gather_s` later: one return for all changes until then.
@@ -55,7 +58,7 @@ class Signal:
 
     async def wait(self, timeout_s: float) -> None:
         """Returns after the next `notify`, or after `timeout_s`."""
-        event = self._event
+        event, self._is_awaited = self._event, True
         try:
             async with asyncio.timeout(timeout_s):
                 await event.wait()

@@ -131,10 +131,11 @@ def _checked(handler: Handler, method: str) -> Handler:
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
         behavior = _guarded(_with_checked_request(inner), method)
 
-    serializer: Any = handler.response_serializer
+    encode: Any = handler.response_serializer
 
     def serialize(response: Message | bytes) -> bytes:
-        return response if isinstance(response, bytes) else bytes(serializer(response))
+        data: bytes = response if isinstance(response, bytes) else encode(response)
+        return data
 
     return make(behavior, deserialize, serialize)
 

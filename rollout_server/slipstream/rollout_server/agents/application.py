@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -122,6 +123,8 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     for attach in (attach_chat, attach_responses, attach_messages, attach_models):
         attach(app)
     init_exception_handler(app)
+    # vLLM writes a traceback for a request that it refuses; an agent is told by its answer.
+    logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     client: Any = RecordingClient(parts)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = PromptRenderer(parts.renderer)

@@ -8,6 +8,7 @@ the end of another call, `hang_up`, `cancel`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -28,6 +29,8 @@ from slipstream.rollout_server.engine_interface import (
 
 # Turns a reply in the form of the API at a path into chat messages.
 AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
+log = logging.getLogger(__name__)
+
 _OK = 200
 _Parts: TypeAlias = "asyncio.Queue[TextPart | GenerationFailed | EngineDied]"
 
@@ -179,6 +182,7 @@ class Recorder:
                     opened.turn = self.conversations.finish(call, part.generation)
                 parts.put_nowait(part)
         except (GenerationFailed, EngineDied) as error:
+            log.warning("call %s of an agent: %s", opened.request_id, error)
             parts.put_nowait(error)
         finally:
             self._num_sampling -= 1

@@ -38,6 +38,7 @@ class AgentTalk:
         self._recorder = recorder
         self._timeout_s = timeout_s
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._last_call = 0
 
     async def run(self) -> AgentEnd:
         """Answers calls until the agent returns its result; EnvironmentFailed where it does not."""
@@ -82,6 +83,12 @@ class AgentTalk:
             if task is not None:
                 task.cancel()
             return
+        if message.call <= self._last_call:
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                f"calls of an agent are counted up, got {message.call} behind {self._last_call}",
+            )
+        self._last_call = message.call
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
     def _forget_answered(self) -> None:

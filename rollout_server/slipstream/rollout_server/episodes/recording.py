@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import Branch, LogprobArray, VersionSpan
+from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import Generation
 
@@ -77,12 +78,7 @@ class Recording:
             self.run_lengths += branch.run_lengths
             self.logprobs += branch.logprobs
             self.spans += branch.spans
-            if branch.expert_ids:
-                # The last token of a branch was never computed.
-                ids = branch.expert_ids[-1]
-                missing = len(branch.token_ids) - branch.num_routed
-                rest = np.full((missing, *ids.shape[1:]), np.iinfo(ids.dtype).max, ids.dtype)
-                self.expert_ids += [*branch.expert_ids, rest]
+            self.expert_ids += _whole(branch, conversations.branches)
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
         self.branches = tuple(
@@ -105,3 +101,18 @@ class Recording:
         self.num_turns += 1
         if generation.expert_ids is not None:
             self.expert_ids.append(generation.expert_ids)
+
+
+def _whole(
+    branch: TalkBranch, branches: Sequence[TalkBranch]
+) -> list[npt.NDArray[np.unsignedinteger]]:
+    """Returns the experts of all tokens of a branch; those that were never computed have none.
+
+    The last token is one of them. Nothing is returned if the engine records no experts.
+    """
+    known = next((part for each in branches for part in each.expert_ids), None)
+    if known is None:
+        return []
+    missing = len(branch.token_ids) - branch.num_routed
+    nothing = np.iinfo(known.dtype).max
+    return [*branch.expert_ids, np.full((missing, *known.shape[1:]), nothing, known.dtype)]

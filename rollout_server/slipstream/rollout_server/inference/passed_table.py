@@ -88,18 +88,33 @@ def _describe(
     kind: Any,  # noqa: ANN401 - any type
     errors: Sequence[ErrorDetails],
 ) -> str:
-    first, path = errors[0], [str(part) for part in errors[0]["loc"]]
-    if any(each["type"] == "enum" for each in errors) or _plain(value) in _choices(kind):
-        # vLLM finds the members of its enumerations, and most of its words, in any spelling.
+    # vLLM finds the members of its enumerations, and most of its words, in any spelling.
+    faults = [each for each in errors if each["type"] != "enum"]
+    if not faults or _plain(value) in _choices(kind):
         return ""
+    first, path = faults[0], _path(value, faults[0]["loc"])
+    inner, place = first["input"], ".".join([key, *path])
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(path[-1], _fields(kind, path[:-1]), section=".".join([key, *path[:-1]]))
-    if len(errors) == 1:
-        key, value = ".".join([key, *path]), first["input"]
-    said = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in errors)
     if first["type"] in ("value_error", "assertion_error"):
-        return f"{key} = {value!r} is refused by vLLM: {first['msg'].partition(', ')[2]}"
-    return f"{key} must be {' or '.join(_WORDS.get(each, each) for each in said)}, got {value!r}"
+        return f"{place} = {inner!r} is refused by vLLM: {first['msg'].partition(', ')[2]}"
+    # A type with alternatives has an error for each of them.
+    messages = [each["msg"] for each in faults if _path(value, each["loc"]) == path]
+    words = dict.fromkeys(message.removeprefix("Input should be ") for message in messages)
+    return f"{place} must be {' or '.join(_WORDS.get(each, each) for each in words)}, got {inner!r}"
+
+
+def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
+    """The part of pydantic's `location` that leads into `value`; its rest names alternatives."""
+    found: list[str] = []
+    inner: Any = value
+    for part in location:
+        try:
+            inner = inner[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        found.append(str(part))
+    return found
 
 
 def _unknown(name: str, known: Iterable[str], *, section: str) -> str:

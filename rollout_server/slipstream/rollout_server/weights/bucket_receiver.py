@@ -13,8 +13,8 @@ from slipstream.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
-class CommunicatorRank:
-    """A communicator and this worker's rank in it."""
+class Seat:
+    """The place of this worker in a communicator."""
 
     communicator: weights_pb2.Communicator
     rank: int

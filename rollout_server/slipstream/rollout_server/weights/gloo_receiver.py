@@ -12,7 +12,7 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_receiver import CommunicatorRank, Incoming
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from torch._C import _distributed_c10d as c10d
 
 
@@ -21,7 +21,7 @@ class GlooReceiver:
 
     enqueues = False
 
-    def __init__(self, membership: CommunicatorRank, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator; WeightSyncError when a member misses the deadline."""
         communicator = membership.communicator
         timeout = timedelta(seconds=membership.join_deadline_s)

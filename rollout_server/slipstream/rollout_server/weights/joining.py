@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, CommunicatorRank
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Seat
 from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
 from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
 
-TRANSPORTS: dict[str, Callable[[CommunicatorRank, torch.device], BucketReceiver]] = {
+TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
     "gloo": GlooReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
@@ -22,7 +22,7 @@ TRANSPORTS: dict[str, Callable[[CommunicatorRank, torch.device], BucketReceiver]
 class Joining:
     """Joins a communicator on a thread: the engine computes meanwhile."""
 
-    def __init__(self, membership: CommunicatorRank, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         self.communicator_id = membership.communicator.communicator_id
         self._lock = threading.Lock()
         self._closed = False
@@ -48,7 +48,7 @@ class Joining:
         if receiver is not None:
             receiver.close()
 
-    def _join(self, membership: CommunicatorRank, device: torch.device) -> None:
+    def _join(self, membership: Seat, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:

@@ -15,7 +15,7 @@ from slipstream.protocol.weights.cuda_digests import CudaDigests, load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_receiver import CommunicatorRank, Incoming
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from vllm.utils.nccl import unpinned_nccl_env
 
 # Buffers start at multiples of this.
@@ -28,7 +28,7 @@ class NcclReceiver:
 
     enqueues = True
 
-    def __init__(self, membership: CommunicatorRank, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator; WeightSyncError when a member misses the deadline."""
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_device(index)

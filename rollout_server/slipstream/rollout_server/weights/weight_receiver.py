@@ -23,11 +23,7 @@ from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.rollout_server.weights import vllm_layers
 from slipstream.rollout_server.weights.adapter_slot import Arriving
-from slipstream.rollout_server.weights.bucket_receiver import (
-    BucketReceiver,
-    CommunicatorRank,
-    Incoming,
-)
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
@@ -96,7 +92,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         order = weights_pb2.PublishOrder.FromString(init_info.order)
         if order.communicator.transport not in TRANSPORTS:
             raise WeightSyncError(f"transport {order.communicator.transport!r} is not known here")
-        membership = CommunicatorRank(
+        membership = Seat(
             communicator=order.communicator,
             rank=init_info.first_rank + self.parallel_config.rank,
             join_deadline_s=order.join_deadline_s,

@@ -194,3 +194,13 @@ async def test_a_cancelled_talk_leaves_nothing_open() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert talk.answering.closed == [1]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_number_that_was_used_ends_the_episode(number: int) -> None:
+    talk = Talk()
+    talk.answering.may_answer.clear()
+    talk.say(call(1), call(2), call(number))
+    with pytest.raises(EnvironmentFailed, match=f"counted up, got {number} behind 2"):
+        await talk.run()
+    assert sorted(talk.answering.closed) == [1, 2]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from slipstream.protocol.weights.nccl_environment import AGREED, agreed_settings
 from slipstream.rollout_server.weights import nccl_receiver
-from slipstream.rollout_server.weights.bucket_receiver import CommunicatorRank
+from slipstream.rollout_server.weights.bucket_receiver import Seat
 from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
 from vllm.utils import nccl
 
-MEMBERSHIP = CommunicatorRank(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+MEMBERSHIP = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
 
 
 class Stream:

@@ -31,6 +31,9 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, weights_pb2
 
+# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
+MAX_FAILING = 1000
+
 
 @dataclass(eq=False)
 class Publish:
@@ -218,6 +221,9 @@ class Deliveries:
         """Counts a failed publish; fails the run where the rule says so."""
         self._failed_while_none_served[session.key.server_id] += 1
         self._failed[session.key.server_id] += 1
+        for failures in (self._failed, self._failed_while_none_served):
+            if len(failures) > MAX_FAILING:
+                del failures[next(iter(failures))]
         counts = self._counts(session)
         is_any_serving = bool(self._fleet.serving()) or self._progress.is_over
         found = consequence(counts, is_any_serving=is_any_serving)

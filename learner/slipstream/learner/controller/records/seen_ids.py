@@ -52,6 +52,8 @@ class SeenIds:
 
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
         """Whether the id was added."""
+        if not self._pages and not self._others:
+            return False
         place = _place(trajectory_id)
         if place is not None and place[0] in self._pages:
             page, index, epoch, bit = place

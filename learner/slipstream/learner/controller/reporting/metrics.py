@@ -20,11 +20,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.busy import Interval
 from slipstream.learner.controller.reporting.curves import draw_curves
-from slipstream.learner.controller.reporting.readable import (
-    TokenTexts,
-    open_token_texts,
-    readable,
-)
+from slipstream.learner.controller.reporting.readable import TokenTexts, open_token_texts, readable
 from slipstream.learner.controller.reporting.result_files import (
     ResultFile,
     remove_old,

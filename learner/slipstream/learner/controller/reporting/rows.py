@@ -48,12 +48,12 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         if value is None:
             # A number that was not finite.
             row[name] = math.nan
-        elif isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
-        elif abs(value) <= MAX_NUMBER:
-            row[name] = float(value)
-        else:
+        if not -MAX_NUMBER <= value <= MAX_NUMBER:
             return None
+        row[name] = float(value)
     if math.isnan(row.get("wall_s", math.nan)):
         return None
     return row if "step" not in row or _is_step(row) else None

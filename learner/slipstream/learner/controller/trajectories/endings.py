@@ -55,3 +55,7 @@ class Endings:
         """Acknowledges a trajectory to the queue after the next flush of the journal."""
         self._ended.append(trajectory_id)
         self._flush_wanted.set()
+
+    def flush_soon(self) -> None:
+        """Lets `flush` make all records so far durable, with those of the next moment."""
+        self._flush_wanted.set()

@@ -105,7 +105,7 @@ class Inspector:
             return None
         key = ServerKey(trajectory.server_id, trajectory.server_epoch)
         tokens = trajectory.num_sampled_tokens
-        if not self._ledger.receive(key, trajectory.trajectory_id, tokens):
+        if not self._ledger.receive(key, delivery.trajectory_id, tokens):
             return None
         if trajectory.has_reward:
             self.quarantine.good(key)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import (
     MAX_IN_A_ROW,
+    MAX_SERVERS,
     Claim,
     Quarantine,
     read_claim,
@@ -72,6 +74,15 @@ def test_a_server_that_produces_nothing_else_is_hopeless(tmp_path: Path) -> None
         quarantine.add(Delivery(TrajectoryId(f"{number}"), b""), claim(), "broken")
     assert quarantine.is_hopeless(KEY)
     assert not quarantine.is_hopeless(ServerKey(KEY.server_id, 1))
+
+
+def test_servers_that_are_long_gone_are_not_counted_for_ever(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path)
+    for epoch in range(MAX_SERVERS + 50):
+        made = dataclasses.replace(claim(), server=ServerKey(ServerId("a"), epoch))
+        quarantine.add(Delivery(ID, b""), made, "broken")
+    assert len(quarantine._in_a_row) == MAX_SERVERS
+    assert ServerKey(ServerId("a"), 0) not in quarantine._in_a_row
 
 
 def test_a_claim_is_read_as_far_as_it_goes() -> None:
