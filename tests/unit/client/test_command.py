@@ -41,6 +41,7 @@ async def played(command: Command, handler=None) -> pb.WorkerMessage:
         await host.close_all()
 
 
+@pytest.mark.process
 async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> None:
     right = python(CALL + "sys.exit(reply != 'HELLO')", "{word}")
     wrong = python(CALL + "sys.exit(reply == 'HELLO')", "{word}")
@@ -50,6 +51,7 @@ async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> 
         assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": reward}
 
 
+@pytest.mark.process
 async def test_a_task_travels_in_arguments_files_and_variables() -> None:
     code = (
         "import json, os, pathlib, sys; "
@@ -70,6 +72,7 @@ async def test_a_task_travels_in_arguments_files_and_variables() -> None:
     assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": 1.0, "n": 3.0}
 
 
+@pytest.mark.process
 async def test_another_program_scores_what_the_first_one_left() -> None:
     judge = (
         "import os, pathlib, sys; print('noise'); print('noise', file=sys.stderr); "
@@ -84,6 +87,7 @@ async def test_another_program_scores_what_the_first_one_left() -> None:
     assert (await played(command)).agent_result.reward == 0.75
 
 
+@pytest.mark.process
 async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -97,6 +101,7 @@ async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
     assert not list(Path.home().glob("settings"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "limits"),
     [
@@ -114,6 +119,7 @@ async def test_a_program_that_reaches_a_limit_is_ended_and_scored(code: str, lim
     assert result.metrics["ended_by_limit"] == 1.0
 
 
+@pytest.mark.process
 async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = (
@@ -153,6 +159,7 @@ async def gone(pids: Path) -> bool:
     return True
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
@@ -198,12 +205,14 @@ def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) 
         Command(*arguments, **given)
 
 
+@pytest.mark.process
 async def test_variables_of_the_program_do_not_reach_what_watches_it() -> None:
     given = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}
     command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given)
     assert (await played(command)).agent_result.reward == 1.0
 
 
+@pytest.mark.process
 async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program() -> None:
     command = Command(
         python("import sys; sys.exit(0)", "{task}"),

@@ -11,7 +11,6 @@ import re
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,25 +26,16 @@ from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
 from slipstream.rollout_server.episodes.worker_process import (
     NO_LIMITS,
+    WORKER_WAITS,
     WorkerLimits,
     WorkerProcess,
+    WorkerWaits,
 )
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 WORKER_PROGRAM = (sys.executable, "-m", "slipstream.client.worker")
 _MAX_QUEUED_COMMANDS = 65_536
 _STOP_LIMIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class WorkerWaits:
-    """How long a worker may take to attach, and then to answer a ping, in seconds."""
-
-    start_s: float = 60.0
-    ping_s: float = 5.0
-
-
-WORKER_WAITS = WorkerWaits()
 
 
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):

@@ -15,8 +15,13 @@ import psutil
 import pytest
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WorkerLimits
-from slipstream.rollout_server.episodes.workers import WORKER_WAITS, WorkerGateway, WorkerWaits
+from slipstream.rollout_server.episodes.worker_process import (
+    NO_LIMITS,
+    WORKER_WAITS,
+    WorkerLimits,
+    WorkerWaits,
+)
+from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
