@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 import threading
 from collections.abc import Mapping
@@ -28,6 +27,8 @@ from slipstream.protocol.run_folder import rename_aside
 from slipstream.protocol.settings.config import Config
 
 RUN_IDS = "tracking.json"
+# Largest length of an id, in characters.
+MAX_ID = 200
 
 
 class RunIds:
@@ -64,7 +65,7 @@ class RunIds:
 
 def _is_id(value: JsonValue) -> bool:
     """Whether a service may have given this id to a run."""
-    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,128}", value) is not None
+    return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_ID
 
 
 def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
