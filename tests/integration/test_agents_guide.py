@@ -37,8 +37,8 @@ def test_every_command_of_the_page_works(tmp_path: Path, tiny_model: Path) -> No
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
     check_ledger(summary)
-    lines = (tmp_path / "runs" / "agents" / "trajectories.jsonl").read_text().splitlines()
-    assert {json.loads(line)["environment"] for line in lines} >= {"smallest", "mine"}
+    # A client that serves ends well only when the run that it served ends.
+    assert reader.outputs["python serve_agents.py"] == ""
 
 
 async def test_the_program_of_the_page_solves_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Reader:
         # What is done while the run goes on may need a file that stands further down.
         assert set(self.meanwhile) <= {*self._commands()}
         for command in self._commands():
-            if command.startswith("slipstream run "):
+            if re.fullmatch(r"slipstream run \S+", command):
                 self._watch_run(command)
             elif command == "slipstream dashboard":
                 self._open_dashboard()
