@@ -192,6 +192,7 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
     assert "got 3" in finding.seen
 
 
+@pytest.mark.process
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("engine", "verdict", "seen"),
