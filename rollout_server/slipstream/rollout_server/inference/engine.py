@@ -32,7 +32,12 @@ from slipstream.rollout_server.inference.engine_pause import EnginePause
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
-from slipstream.rollout_server.inference.vllm_requests import ReplyRecord, VllmParts, parameters
+from slipstream.rollout_server.inference.vllm_requests import (
+    ReplyRecord,
+    VllmParts,
+    parameters,
+    whole_text,
+)
 from slipstream.rollout_server.weights.adapter_slot import REQUEST
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
@@ -190,6 +195,10 @@ class VllmEngine:
             yield TextPart((), "", generation=Generation.unbegun())
             return
         last = record.part(output, with_logprobs=with_logprobs)
+        if not asked.detokenize:
+            tokenizer = self._llm.renderer.get_tokenizer()
+            text = whole_text(tokenizer, prompt_token_ids, output, options)
+            last = dataclasses.replace(last, text=text)
         yield dataclasses.replace(last, generation=self._returned(record, output, asked))
 
     async def cancel(self, request_id: str) -> None:

@@ -1,0 +1,70 @@
+"""The text of a whole reply is what vLLM reads token by token."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from slipstream.rollout_server.engine_interface import TextOptions  # noqa: E402
+from slipstream.rollout_server.inference.vllm_requests import whole_text  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer  # noqa: E402
+
+SPECIAL = ["<s>", "</s>", "<tool>"]
+TEXT = ["the wörld is größer than 3 apples 🍎🍏, 日本語 too", "a b c the the", "<x> { } \n\n tab\t"]
+
+
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Makes a small tokenizer with pieces of bytes, or with words that begin with a space."""
+    made = Tokenizer(models.BPE())
+    if kind == "bytes":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+        alphabet = []
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXT * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+@pytest.mark.parametrize("with_stop", [False, True])
+@pytest.mark.parametrize("skip_special_tokens", [False, True])
+def test_a_reply_that_is_read_at_once_is_read_alike(
+    kind: str, with_stop: bool, skip_special_tokens: bool
+) -> None:
+    words = tokenizer(kind)
+    options = TextOptions(with_stop=with_stop, skip_special_tokens=skip_special_tokens)
+    chosen = random.Random(3)
+    for _ in range(300):
+        sizes = chosen.randint(1, 12), chosen.randint(1, 20)
+        prompt, reply = ([chosen.randrange(len(words)) for _ in range(n)] for n in sizes)
+        if kind == "bytes":
+            # A prompt is text, and a reply may end in the middle of a character.
+            parts = [" ".join(chosen.sample(TEXT, 2)) for _ in range(2)]
+            prompt, reply = (words.encode(part, add_special_tokens=False) for part in parts)
+            reply = reply[: chosen.randint(1, len(reply))]
+        stopped = chosen.random() < 0.5
+        parameters = SamplingParams(
+            include_stop_str_in_output=with_stop, skip_special_tokens=skip_special_tokens
+        )
+        request = SimpleNamespace(
+            request_id="r", prompt_token_ids=prompt, sampling_params=parameters
+        )
+        one_by_one = FastIncrementalDetokenizer(words, request)
+        one_by_one.update(list(reply), stopped)
+        completion = SimpleNamespace(token_ids=reply, finish_reason="stop" if stopped else "length")
+        output = SimpleNamespace(outputs=[completion])
+        found = whole_text(words, prompt, output, options)
+        assert found == one_by_one.get_next_output_text(finished=True, delta=False)
