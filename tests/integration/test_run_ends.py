@@ -45,6 +45,8 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
         async with Client(config.controller.address) as client:
             while not trainer.stop_reason:
                 await asyncio.sleep(0.02)
+            # The controller looks for the end of its run twenty times a second.
+            await asyncio.sleep(0.3)
             status = await client.status()
             seen.add((status.state, status.waiting_for))
 

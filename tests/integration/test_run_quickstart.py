@@ -207,7 +207,10 @@ def test_the_screen_shows_only_our_own_lines(
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert [line for line in lines if SHOWN.fullmatch(line) is None] == []
-    assert sum("  step " in line for line in lines) == STEPS
+    steps = [line for line in lines if "  step " in line]
+    # A quick step is left out; the first and the last one are not.
+    assert 2 <= len(steps) <= STEPS
+    assert f"step {STEPS}" in steps[-1]
     assert not [line for line in lines if " ! " in line or "!!" in line]
     assert f"{run}/" in lines[-1]
 

@@ -62,7 +62,6 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self.program = tuple(program)
         self._log_bytes = log_bytes
         self.logs: WorkerLogs
-        self._server: grpc.aio.Server
         self._folder = Path()
         # Workers that were started and have not attached yet, by token.
         self._expected: dict[str, EnvironmentWorker] = {}
@@ -76,7 +75,6 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.logs = WorkerLogs(self.log_dir, self._log_bytes)
         self._folder = make_socket_folder(self._socket_note)
-        # Not before: gRPC waits for ever for the end of a server that was never started.
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
