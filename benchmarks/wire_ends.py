@@ -31,7 +31,7 @@ from slipstream.protocol.settings.config import OffloadSection, WeightsSection
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.rollout_server.weights.joining import TRANSPORTS
 from slipstream.v1 import weights_pb2
@@ -167,8 +167,8 @@ class Receiver:
         """See `End`."""
         where = weights_pb2.Communicator.FromString(bytes.fromhex(message["communicator"]))
         layout = weights_pb2.WeightLayout.FromString(bytes.fromhex(message["layout"]))
-        membership = Membership(where, self._rank, LIMITS["join_deadline_s"])
-        self._transport: Any = TRANSPORTS[where.transport](membership, self._device)
+        seat = Seat(where, self._rank, LIMITS["join_deadline_s"])
+        self._transport: Any = TRANSPORTS[where.transport](seat, self._device)
         self.group = self._transport._group
         buckets = tuple(layout_from_pb(layout))
         self._incoming = Incoming(buckets, LIMITS["bucket_deadline_s"], own_buffers=False)

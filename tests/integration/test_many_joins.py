@@ -57,7 +57,7 @@ def test_epochs_that_have_ended_take_no_room(tmp_path, caplog) -> None:
     # What the test runner keeps of the log would count as the controller's.
     caplog.set_level(logging.CRITICAL)
     with LiveRun(tmp_path) as run:
-        events = run._controller._progress.events
+        events = run._controller._run.events
         journal = run._controller._endings._journal
 
         async def join(channel, first: int, most: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
-from support.rigs.publishing_scene import joined, nothing, progress_of, run_of
+from support.rigs.publishing_scene import joined, nothing, run_of
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])
@@ -45,7 +45,7 @@ def test_a_server_has_left_only_if_it_said_goodbye(
 
 
 def test_the_status_shows_the_newest_of_those_that_left() -> None:
-    fleet = Fleet(progress_of())
+    fleet = Fleet(run_of())
     fleet.handlers = FleetHandlers(*[nothing] * 7)
     for number in range(MAX_DEPARTED + 20):
         fleet.remove(joined(fleet, f"s{number}"), "its stream ended")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
-from slipstream.learner.controller.trajectories.batches import Batch, Trained
+from slipstream.learner.controller.trajectories.batch import FormedBatch
+from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
@@ -20,7 +21,7 @@ class OneBatch:
         pass
 
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
-        return Trained(Batch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
+        return Trained(FormedBatch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
 
 
 class FirstTrainer:
