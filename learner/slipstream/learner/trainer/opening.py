@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
+
+logger = logging.getLogger(__name__)
 
 
 def open_policy(
@@ -175,7 +178,10 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
     min_tokens = config.learner.shared_prefix_tokens
     replays = config.algorithm.router_replay != "off"
-    if not min_tokens or refusal(chunks[0].config, config.learner, router_replay=replays):
+    cause = refusal(chunks[0].config, config.learner, router_replay=replays)
+    if min_tokens and cause:
+        logger.info("common beginnings are computed for each sequence: %s", cause)
+    if not min_tokens or cause:
         return None
     return PrefixSharing(chunks, min_tokens=min_tokens)
 

@@ -73,11 +73,6 @@ def num_squares(bundle: Bundle) -> int:
     return sum(segment.end**2 - segment.start**2 for segment in bundle)
 
 
-def single(index: int, length: int) -> Bundle:
-    """Returns the bundle of one sequence that shares nothing."""
-    return [Segment(index, 0, length)]
-
-
 class Families:
     """Sequences sorted so that those with a common beginning are neighbours.
 

@@ -10,7 +10,6 @@ from slipstream.learner.trainer.batches.prefix_tree import (
     Segment,
     num_squares,
     num_tokens,
-    single,
 )
 
 
@@ -77,7 +76,10 @@ def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
 
 def test_short_beginnings_are_not_shared():
     sequences = group(range(5), [[50, 51], [60]])
-    assert Families(sequences, [0, 1], min_shared=5).bundles(100) == [single(0, 7), single(1, 6)]
+    assert Families(sequences, [0, 1], min_shared=5).bundles(100) == [
+        [Segment(0, 0, 7)],
+        [Segment(1, 0, 6)],
+    ]
 
 
 def test_a_long_group_is_cut_into_bundles_that_fit():
