@@ -41,10 +41,12 @@ def install(folder: Path, broken: str) -> subprocess.CompletedProcess[str]:
     for name, text in (("python", PYTHON), ("pip", PIP)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+    # A make that runs these tests has set MAKEFLAGS and MAKELEVEL: this one would name its folder.
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(
         ["make", "install", f"VENV={folder / 'venv'}", f"PYTHON={folder / 'python'}"],
         cwd=ROOT,
-        env=os.environ | {"PIP": str(folder / "pip"), "BROKEN": broken},
+        env=outside | {"PIP": str(folder / "pip"), "BROKEN": broken},
         capture_output=True,
         text=True,
         timeout=60,
