@@ -21,9 +21,10 @@ RUN_LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class Run:
-    """The steps of metrics.jsonl, and summary.json."""
+    """The steps and the evaluation rounds of metrics.jsonl, and summary.json."""
 
     rows: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
     summary: dict[str, Any]
     # Seconds from the start of the command to its end.
     wall_s: float
@@ -66,6 +67,8 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "step" in row]
+    everything = [json.loads(line) for line in lines]
+    rows = [row for row in everything if "step" in row]
+    evaluations = [row for row in everything if "evaluation_step" in row]
     summary = json.loads((folder / name / "summary.json").read_text())
-    return Run(rows, summary, time.monotonic() - started_s)
+    return Run(rows, evaluations, summary, time.monotonic() - started_s)

@@ -85,7 +85,12 @@ class SimpleEngine:
             if (end := part.generation) is not None:
                 tokens, logprobs = end.token_ids.tolist(), end.logprobs.tolist()
                 self.samples.append(
-                    SimpleNamespace(prompt=list(prompt), tokens=tokens, logprobs=logprobs)
+                    SimpleNamespace(
+                        prompt=list(prompt),
+                        tokens=tokens,
+                        logprobs=logprobs,
+                        cached_tokens=end.cached_tokens,
+                    )
                 )
             yield part
 
@@ -217,6 +222,29 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
         expected = served.reference.logprobs(served.weights, branch.token_ids)
         flags = np.repeat(np.arange(len(branch.run_lengths)) % 2 == 1, branch.run_lengths)[1:]
         assert np.abs(expected[flags] - np.concatenate(branch.logprobs)).max() < 1e-3
+
+
+async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environments(served) -> None:
+    rig = served.rig
+    rig.begin(ENDLESS)
+    messages: list[Any] = [{"role": "user", "content": "question " * 10}]
+    for _ in range(5):
+        answer = await rig.openai().chat.completions.create(
+            model="m", messages=messages, max_tokens=90
+        )
+        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
+    agents = list(rig.engine.samples)
+    await rig.closed()
+    # An environment's turns of the same lengths, whose first token is one that no agent's has.
+    prompt, cached = [99, *agents[0].prompt[1:]], []
+    for turn, sample in enumerate(agents):
+        reply = await served.engine.generate(f"native{turn}", prompt, ENDLESS, len(sample.tokens))
+        cached.append(reply.cached_tokens)
+        following = agents[turn + 1].prompt[len(sample.prompt) + 90 :] if turn < 4 else []
+        prompt += [*reply.token_ids.tolist(), *following]
+    assert [sample.cached_tokens for sample in agents] == cached
+    assert cached[0] == 0
+    assert cached[-1] >= 256
 
 
 async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(served) -> None:

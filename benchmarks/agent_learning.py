@@ -1,0 +1,77 @@
+"""Lets the tiny model learn the quickstart's task as an environment and as an agent, in turns.
+
+    python benchmarks/agent_learning.py --repeats 3
+
+The agent (echo_agent.py) calls the model through OpenAI's client. Tasks, judge, settings and steps
+are equal; each repeat has a seed of its own, and both kinds run with it one after the other. Prints
+one table and writes benchmarks/results/agent_learning.json. Takes about ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import Spread, note, progress, table, write_result
+from quickstart_runs import Run, make_model, run_quickstart
+
+NAME = "agent_learning"
+WARM_UP = 10
+AGENT = (
+    "environments.0.reference=echo_agent:EchoAgent",
+    "evaluations.0.reference=echo_agent:EchoAgent",
+)
+KINDS: dict[str, tuple[str, ...]] = {"environment": (), "agent": AGENT}
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """Returns the held-out rewards by step, and the speed after the first `WARM_UP` steps."""
+    heldout = {row["evaluation_step"]: row["reward_heldout"] for row in run.evaluations}
+    measured = run.rows[WARM_UP:]
+    seconds = measured[-1]["wall_s"] - run.rows[WARM_UP - 1]["wall_s"]
+    return {
+        "heldout": heldout,
+        "last": heldout[max(heldout)],
+        "tokens_per_s": sum(row["trained_tokens"] for row in measured) / seconds,
+        "wall_s": run.wall_s,
+        "difference": run.summary["ledger"]["difference"],
+    }
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder)
+        for repeat in range(arguments.repeats):
+            for kind, overrides in KINDS.items():
+                settings = [f"run.seed={repeat + 1}", f"run.steps={arguments.steps}", *overrides]
+                run = run_quickstart(folder, f"{kind}-{repeat}", settings)
+                found[kind].append(figures(run))
+                note(NAME, {"kind": kind, **found[kind][-1]})
+                progress(f"{kind}, repeat {repeat}: {found[kind][-1]}")
+    rows = [
+        [
+            kind,
+            Spread.of([one["last"] for one in runs]).text(3),
+            Spread.of([one["tokens_per_s"] for one in runs]).text(0),
+            Spread.of([one["wall_s"] for one in runs]).text(0),
+        ]
+        for kind, runs in found.items()
+    ]
+    lines = table(["kind", "held-out reward", "tokens/s", "s"], rows)
+    print("\n".join(lines))
+    write_result(NAME, {"steps": arguments.steps, "runs": found, "table": lines})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
