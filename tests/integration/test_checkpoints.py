@@ -198,8 +198,14 @@ def test_settings_of_the_optimizer_are_those_of_now(results: dict[str, dict]) ->
     before, after = results["one-again"], results["one-other-rate"]
     assert after["digest"] == before["digest"]
     assert after["metrics"][0]["grad_norm"] == before["metrics"][0]["grad_norm"]
+    # The cosine from 1 to 0 over the last three of four steps is at 3/4 in the third step.
     for group in after["groups"]:
-        assert group == {"lr": 1e-4, "max_lr": 1e-4, "betas": (0.5, 0.9), "step": 3}
+        assert group == {
+            "lr": pytest.approx(0.75e-4),
+            "max_lr": 1e-4,
+            "betas": (0.5, 0.9),
+            "step": 3,
+        }
 
 
 def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(

@@ -19,6 +19,7 @@ FIXED = {
     "algorithm.group_size": "groups of this size are leased",
     "algorithm.groups_per_step": "the deadlines of leased groups count on it",
     "algorithm.mini_batches": "recorded steps have this number",
+    "algorithm.epochs": "recorded steps have this number",
     "sampling.temperature": "recorded replies were sampled with it",
     "lora.rank": "checkpoints hold adapters of this rank, or none",
     "lora.alpha": "the weights are made with it",

@@ -40,6 +40,9 @@ def config_of(folder: Path, job: dict) -> Config:
             "groups_per_step": 4,
             "max_staleness": 1,
             "learning_rate": 1e-3,
+            # A resume goes on in the middle of the schedule.
+            "warmup_steps": 1,
+            "decay": "cosine",
             **job.get("algorithm", {}),
         },
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40},

@@ -91,6 +91,7 @@ MOE_RECOMPUTE = {
 }
 UNEVEN_STAGES = {"transformer": {"num_layers_in_first_pipeline_stage": 1}}
 TWO_MINI_BATCHES = {"mini_batches": 2}
+TWO_EPOCHS = {"mini_batches": 2, "epochs": 2}
 # Fewer sequences than replicas.
 FEW = {"groups_per_step": 1, "group_size": 3}
 BEHAVIOR_RATIO = {"ratio": "behavior", "correction": {"weight": "none"}}
@@ -121,6 +122,7 @@ SHARED = {"shared_prefix_tokens": 1}
 LAYOUTS = {
     "one": Layout(1),
     "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
+    "one-epochs": Layout(1, algorithm=TWO_EPOCHS),
     "one-few": Layout(1, algorithm=FEW),
     "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
     "one-gspo": Layout(1, algorithm=GSPO),
@@ -145,6 +147,7 @@ LAYOUTS = {
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER),
     "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
+    "dp2-epochs": Layout(2, algorithm=TWO_EPOCHS),
     "dp2-overlap": Layout(2, learner=OVERLAP),
     "dp2-gspo": Layout(2, algorithm=GSPO),
     "dp2-cispo": Layout(2, algorithm=CISPO),

@@ -109,7 +109,8 @@ class PlainPolicy:
         share = len(groups) // algorithm.mini_batches
         totals, counts, norms = 0.0, 0, []
         rate = 1e-3 * min(1.0, (batch.step + 1) / 2)
-        for start in range(0, len(groups), share):
+        starts = [*range(0, len(groups), share)] * algorithm.epochs
+        for start in starts:
             chosen = groups[start : start + share]
             members = [
                 self._tokens(one, old, advantages[t.trajectory_id] * share_of_branch)

@@ -29,6 +29,7 @@ CHANGED = {
     "algorithm.group_size": 8,
     "algorithm.groups_per_step": 4,
     "algorithm.mini_batches": 2,
+    "algorithm.epochs": 2,
     "sampling.temperature": 0.5,
     "checkpoint.load": "somewhere",
     "weights.wire_dtype": "float32",

@@ -25,6 +25,7 @@ class StepCost:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._ranks = ranks
         self._sizes = model_sizes(json.loads((config.model.path / "config.json").read_text()))
+        self._epochs = config.algorithm.epochs
         self._peak_tflops = config.learner.peak_tflops
         if self._peak_tflops is None and ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
@@ -35,8 +36,8 @@ class StepCost:
     def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
         sizes = batch.lengths()
-        flops = training_flops(self._sizes, sizes, saved=result.saved)
-        computed = sum(sizes) - result.saved.tokens
+        flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
+        computed = self._epochs * (sum(sizes) - result.saved.tokens)
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {
             "tokens_per_micro_batch": computed / result.metrics["num_micro_batches"],

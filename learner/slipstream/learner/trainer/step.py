@@ -27,6 +27,7 @@ from slipstream.learner.trainer.batches.data_checks import (
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.packing import TrainingSequence
 from slipstream.learner.trainer.batches.prefix_tree import Saved
+from slipstream.learner.trainer.learning_rate import learning_rate
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
@@ -55,25 +56,13 @@ class StepResult:
 
 @dataclass
 class _Totals:
-    """The sums over the mini-batches of a step."""
+    """The sums over the mini-batches of a step, in all passes."""
 
-    statistics: StepStatistics = field(default_factory=StepStatistics)
+    statistics: StepStatistics
     grad_norms: list[float] = field(default_factory=list)
     num_micro_batches: int = 0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of `step`: linear warmup over `warmup_steps` steps, then constant.
-
-    It is 0 in the first `critic.warmup_steps` steps, in which only the critic is trained.
-    """
-    algorithm = config.algorithm
-    place = step - config.critic.warmup_steps if config.critic is not None else step
-    if place < 0:
-        return 0.0
-    return algorithm.learning_rate * min(1.0, (place + 1) / max(1, algorithm.warmup_steps))
 
 
 class TrainingStep:
@@ -135,7 +124,9 @@ class TrainingStep:
             metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
         if self._roles.critic is not None:
             with self.stages.measure("critic"):
-                metrics |= self._roles.critic.train(sequences, mini_batches)
+                metrics |= self._roles.critic.train(
+                    sequences, mini_batches * self._config.algorithm.epochs
+                )
         self._roles.follow(self._policy, batch.step + 1)
         saved = Saved() if self._policy.sharing is None else self._policy.sharing.saved
         metrics["shared_tokens"] = float(saved.tokens)
@@ -157,15 +148,17 @@ class TrainingStep:
             for members in mini_batches
         ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
-        if len(shares) > 1:
+        epochs = self._config.algorithm.epochs
+        if len(shares) * epochs > 1:
             with self.stages.measure("forward"):
                 old_logprobs = [
                     forward_logprobs(self._policy, share, temperature=self._temperature)
                     for share in shares
                 ]
         rate = learning_rate(self._config, batch.step)
-        totals = _Totals()
-        for members, share, old in zip(mini_batches, shares, old_logprobs, strict=True):
+        totals = _Totals(StepStatistics(epochs))
+        one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
+        for members, share, old in one_pass * epochs:
             losses, total = self._add_gradients(share, old, totals)
             if not math.isfinite(total):
                 raise self._loss_fault(batch, sequences, members, losses, total=total)

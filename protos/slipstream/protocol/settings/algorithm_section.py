@@ -14,6 +14,7 @@ AdvantageKind: TypeAlias = Literal[
 ]
 LossKind: TypeAlias = Literal["ppo", "gspo", "cispo", "sapo", "reinforce"]
 AggregationKind: TypeAlias = Literal["token_mean", "sequence_mean", "fixed"]
+DecayKind: TypeAlias = Literal["none", "linear", "cosine", "sqrt"]
 WeightKind: TypeAlias = Literal["none", "token", "sequence"]
 
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
@@ -124,12 +125,22 @@ class AlgorithmSection(Section):
     # times of groups and steps allow without making the trainer wait. This lowers the lag if
     # generation is faster than training. With `max_staleness` 0 or 1 both are the same.
     lease_policy: Literal["eager", "just_in_time"] = "eager"
-    # Learning rate of the policy, constant after the warmup.
+    # Learning rate of the policy after the warmup and before the decay.
     learning_rate: float = Field(gt=0)
     # Steps over which the learning rate rises linearly, beginning with 1 / warmup_steps of it.
     warmup_steps: int = Field(0, ge=0)
-    # Optimizer steps of one batch; each takes an equal share of its groups.
+    # Shape in which the learning rate falls until the end of the run. With x from 0 to 1 it falls
+    # by x (linear), by (1 - cos(pi x)) / 2 (cosine) or by the root of x (sqrt).
+    decay: DecayKind = "none"
+    # Last steps of the run, in which the learning rate falls; before them it is constant. None: all
+    # steps after the warmup.
+    decay_steps: Positive | None = None
+    # Share of the learning rate at which the decay ends, just after the last step.
+    decay_to: float = Field(0.0, ge=0, lt=1)
+    # Optimizer steps of one pass over a batch; each takes an equal share of its groups.
     mini_batches: Positive = 1
+    # Passes over a batch. Ratios and corrections are those to the policy before the first pass.
+    epochs: Positive = 1
     # Estimator of the advantage of a sampled token, from the rewards.
     advantage: AdvantageKind = "grpo"
     # Objective of a token, from the ratio of the policies and the advantage.
@@ -181,6 +192,11 @@ class AlgorithmSection(Section):
             value, default = getattr(self, name), _default(AlgorithmSection, name)
             if self.loss not in losses and value != default:
                 yield f"{name} has no effect with loss = {self.loss!r}, got {value!r}"
+        if self.decay == "none" and (self.decay_steps is not None or self.decay_to):
+            yield (
+                "decay_steps and decay_to have no effect with decay = 'none', "
+                f"got {self.decay_steps} and {self.decay_to}"
+            )
         if self.group_size == 1 and self.advantage not in ("gae", "reinforce_pp"):
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
         if self.group_size == 1 and self.dynamic_sampling.enabled:

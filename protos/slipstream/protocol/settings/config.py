@@ -230,6 +230,14 @@ def check_algorithm(config: Config) -> None:
             f"critic.warmup_steps must be below run.steps, or the policy is never trained, "
             f"got {config.critic.warmup_steps} and {config.run.steps}"
         )
+    first = config.critic.warmup_steps if config.critic is not None else 0
+    rising_and_falling = algorithm.warmup_steps + (algorithm.decay_steps or 1)
+    if algorithm.decay != "none" and first + rising_and_falling > config.run.steps:
+        raise ValueError(
+            f"algorithm.warmup_steps and decay_steps must fit into the steps that train the "
+            f"policy, got {algorithm.warmup_steps} and {algorithm.decay_steps or 1} for "
+            f"{config.run.steps - first}"
+        )
     if algorithm.kl.coefficient == 0 and config.reference is not None:
         raise ValueError("the table reference has no effect with algorithm.kl.coefficient = 0")
 

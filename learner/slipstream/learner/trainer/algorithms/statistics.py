@@ -104,9 +104,13 @@ def token_statistics(
 
 
 class StepStatistics:
-    """Sums over mini-batches and ranks, the same on every rank; `add` each, then `metrics`."""
+    """Sums over mini-batches and ranks, the same on every rank; `add` each, then `metrics`.
 
-    def __init__(self) -> None:
+    A step with several passes over its batch adds every mini-batch `epochs` times.
+    """
+
+    def __init__(self, epochs: int = 1) -> None:
+        self._epochs = epochs
         self._sums = torch.zeros(len(Sum), dtype=torch.float64)
         self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
         self._maxima = torch.zeros(len(Max))
@@ -129,7 +133,7 @@ class StepStatistics:
         return float(sums[Sum.LOSS])
 
     def metrics(self) -> dict[str, float]:
-        """Returns means over the trained tokens of the step; docs/metrics.md explains each."""
+        """Returns means over the trained tokens and passes of the step; see docs/metrics.md."""
         weight, squared = self._total(Sum.WEIGHT), self._total(Sum.WEIGHT_SQUARED)
         tokens = max(1.0, self._total(Sum.TOKENS))
         low, high = self._mean(Sum.CLIPPED_LOW), self._mean(Sum.CLIPPED_HIGH)
@@ -148,7 +152,7 @@ class StepStatistics:
             "masked_sequence_fraction": self._mean(Sum.SEQUENCE_MASKED),
             "kl": self._mean(Sum.KL),
             "kl_reference": self._mean(Sum.REFERENCE_KL),
-            "trained_tokens": self._total(Sum.TOKENS),
+            "trained_tokens": self._total(Sum.TOKENS) / self._epochs,
         } | self._gap_metrics()
 
     def _gap_metrics(self) -> dict[str, float]:
@@ -161,7 +165,7 @@ class StepStatistics:
         return {
             "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
             "logprob_gap_max": float(self._maxima[Max.GAP]),
-            "logprob_gap_tokens": tokens[0],
+            "logprob_gap_tokens": tokens[0] / self._epochs,
         } | by_lag
 
     def _total(self, name: Sum) -> float:

@@ -46,6 +46,13 @@ def test_step_adds_up_its_mini_batches() -> None:
     assert "logprob_gap_lag_2" not in metrics
 
 
+def test_tokens_of_several_passes_are_counted_once() -> None:
+    once, twice = StepStatistics(), StepStatistics(epochs=2)
+    for step in (once, twice, twice):
+        step.add([found([0.0, -math.log(4)], [0, 1])], OneRank())
+    assert twice.metrics() == once.metrics()
+
+
 def test_step_without_a_trained_token_has_finite_metrics() -> None:
     step = StepStatistics()
     nothing = micro_batch([0.0], mask=[False])
