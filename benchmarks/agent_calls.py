@@ -31,6 +31,7 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.agents.open_call import HttpCall
 from slipstream.rollout_server.agents.opening import AgentApi, Agents
 from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.chat import REPLY, ChatMessage
 from slipstream.rollout_server.engine_interface import (
     FinishReason,
     Generation,
@@ -38,7 +39,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.episodes.renderer import REPLY, ChatMessage, Renderer
+from slipstream.rollout_server.episodes.renderer import Renderer
 
 NAME = "agent_calls"
 CHUNK = 16

@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import (
+    Environment,
+    Message,
+    Reply,
+    ResetResult,
+    StepResult,
+    ToolCall,
+)
 
 if TYPE_CHECKING:
     from slipstream.client.client import Client
@@ -20,7 +27,10 @@ __all__ = [
     "Endpoint",
     "Environment",
     "Message",
+    "Reply",
+    "ResetResult",
     "StepResult",
+    "ToolCall",
 ]
 
 

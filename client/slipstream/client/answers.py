@@ -1,20 +1,27 @@
-"""Turns what an environment returns into messages; an error names each value that cannot travel.
+"""Turns what an environment returns into messages, and a reply into what its `step` gets.
+
+An error names each value that cannot travel.
 
 The bounds of the messages themselves are in environment.proto.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import SupportsFloat, TypeVar
 
 from slipstream.client.agent import BRANCH_NAME, AgentOutcome
-from slipstream.client.environment import Message, StepResult
+from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.loading import environment_failed
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.tool_schemas import tools_json
 from slipstream.v1 import environment_pb2 as pb
+
+MESSAGE_KEYS = {"role", "content", "tool_call_id"}
 
 Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
@@ -27,15 +34,37 @@ def _reply_limit(limit: object) -> int:
     raise environment_failed(f"max_reply_tokens must be None or at least 1, got {_show(limit)}")
 
 
-def observation(messages: object, reply_limit: object) -> pb.Observation:
+def observation(opening: object, reply_limit: object) -> pb.Observation:
     """Converts what `reset` returned, with the environment's `max_reply_tokens`.
 
     EnvironmentFailed names a value that cannot travel.
     """
+    opened = opening if isinstance(opening, ResetResult) else None
     made = pb.Observation(
-        messages=_messages(messages, "reset()"), max_reply_tokens=_reply_limit(reply_limit)
+        messages=_messages(opening if opened is None else opened.messages, "reset()"),
+        max_reply_tokens=_reply_limit(reply_limit),
+        tools_json=_tools(opened.tools) if opened is not None and opened.tools else "",
     )
     return _bounded(made)
+
+
+def reply_of(command: pb.StepCommand) -> Reply:
+    """Returns the reply that `step` gets."""
+    if not command.HasField("parsed"):
+        return Reply(command.reply)
+    parsed = command.parsed
+    calls = [ToolCall(call.id, call.name, _arguments(call.arguments)) for call in parsed.tool_calls]
+    return Reply(
+        command.reply, content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls
+    )
+
+
+def _arguments(text: str) -> Mapping[str, object] | str:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def verdict(result: object) -> pb.Verdict:
@@ -48,11 +77,14 @@ def verdict(result: object) -> pb.Verdict:
         raise environment_failed("step() must give messages when the episode is not done")
     if result.done and result.messages:
         raise environment_failed("step() gives messages that nobody will read: done is True")
+    if result.done and result.tools is not None:
+        raise environment_failed("step() names tools that nobody will call: done is True")
     made = pb.Verdict(
         reward=_finite(result.reward, "the reward"),
         done=bool(result.done),
         messages=_messages(result.messages, "step()") if result.messages else [],
         metrics=_metrics(result.metrics),
+        tools_json="" if result.tools is None else _tools(result.tools),
     )
     return _bounded(made)
 
@@ -120,18 +152,30 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
 
 def _message(message: object, source: str) -> pb.ChatMessage:
     if isinstance(message, Message):
-        role, content = message.role, message.content
-    elif isinstance(message, Mapping) and set(message) == {"role", "content"}:
-        role, content = message["role"], message["content"]
-    else:
+        message = asdict(message)
+    keys = set(message) if isinstance(message, Mapping) else set()
+    if not isinstance(message, Mapping) or keys | {"tool_call_id"} != MESSAGE_KEYS:
         raise environment_failed(
-            f"a message of {source} has role and content alone, got {_show(message)}"
+            f"a message of {source} has role and content, and tool_call_id where it answers a call "
+            f"of a tool, got {_show(message)}"
         )
+    role, content, call_id = message["role"], message["content"], message.get("tool_call_id", "")
     if not isinstance(role, str) or not role or not isinstance(content, str):
         raise environment_failed(
             f"role and content of a message of {source} must be strings, got {_show(message)}"
         )
-    return pb.ChatMessage(role=role, content=content)
+    if not isinstance(call_id, str) or (call_id and role != "tool"):
+        raise environment_failed(
+            f"tool_call_id must be a string, in a message of role tool, got {_show(message)}"
+        )
+    return pb.ChatMessage(role=role, content=content, tool_call_id=call_id)
+
+
+def _tools(tools: object) -> str:
+    try:
+        return tools_json(tools)
+    except ValueError as error:
+        raise environment_failed(str(error)) from None
 
 
 def _show(value: object) -> str:

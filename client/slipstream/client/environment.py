@@ -17,13 +17,64 @@ MAX_CACHED_TASKS = 4096
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message; a dict `{"role": ..., "content": ...}` works as well."""
+    """One chat message; a dict `{"role": ..., "content": ...}` works as well.
+
+    The result of a tool has the role "tool", and the id of the call that it answers.
+    """
 
     role: str
     content: str
+    tool_call_id: str = ""
 
 
 Messages: TypeAlias = Sequence[Message | Mapping[str, str]]
+# OpenAI's function schemas: {"type": "function", "function": {"name": ..., "parameters": ...}}.
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a reply; `arguments` is the model's text where it is no JSON object."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+
+
+class Reply(str):
+    """The whole text of a reply, and what the run's parsers have read in it.
+
+    `content` is the text without reasoning and calls. Without a parser it is the whole text.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+
+    def __new__(
+        cls,
+        text: str,
+        *,
+        content: str | None = None,
+        reasoning: str = "",
+        tool_calls: Sequence[ToolCall] = (),
+    ) -> Reply:
+        """`content` None: the whole text."""
+        reply = super().__new__(cls, text)
+        reply.content = text if content is None else content
+        reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
+        return reply
+
+
+@dataclass(frozen=True)
+class ResetResult:
+    """The beginning of an episode: what the model reads first, and the tools that it may call."""
+
+    messages: Messages
+    tools: Tools = ()
+
+
+Opening: TypeAlias = Messages | ResetResult
 
 
 @dataclass(frozen=True)
@@ -32,13 +83,15 @@ class StepResult:
 
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
     the model reads next: required when the episode continues (`done=False`), refused otherwise.
-    `metrics` are averaged over episodes and reported.
+    `metrics` are averaged over episodes and reported. `tools` take the place of the episode's tools
+    from the next reply on; None: they stay.
     """
 
     reward: float = 0.0
     done: bool = True
     messages: Messages = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    tools: Tools | None = None
 
 
 @runtime_checkable
@@ -79,11 +132,11 @@ class Environment(Generic[Task]):
         """
         raise NotImplementedError(f"{type(self).__name__} must define tasks()")
 
-    def reset(self, task: Task) -> Messages | Awaitable[Messages]:
-        """Begins an episode; returns what the model reads first."""
+    def reset(self, task: Task) -> Opening | Awaitable[Opening]:
+        """Begins an episode; returns what the model reads first, with tools as a ResetResult."""
         raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
-    def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
+    def step(self, reply: Reply) -> StepResult | Awaitable[StepResult]:
         """Judges a reply of the model."""
         raise NotImplementedError(f"{type(self).__name__} must define step()")
 

@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeVar
 import grpc.aio
 from slipstream.client.agent import AgentEnvironment
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
-from slipstream.client.answers import agent_observation, observation, verdict
+from slipstream.client.answers import agent_observation, observation, reply_of, verdict
 from slipstream.client.environment import AnyEnvironment, TaskSource
 from slipstream.client.loading import describe, environment_failed, load_environment
 from slipstream.client.witness import CallWitness, awaited_place
@@ -158,8 +158,8 @@ class EpisodeHost:
                 busy = partial(self._work, episode)
                 episode.agent = self._agents.open(environment, task, on_busy=busy)
                 return agent_observation(environment.max_reply_tokens)
-            messages = await _result(environment.reset(tasks[command.task_index]))
-            return observation(messages, environment.max_reply_tokens)
+            opening = await _result(environment.reset(tasks[command.task_index]))
+            return observation(opening, environment.max_reply_tokens)
 
         # An episode that fails here is closed like any other: `reset` may have taken resources.
         observed = await _run(episode, reset)
@@ -201,7 +201,7 @@ class EpisodeHost:
         environment.truncated = command.truncated
 
         async def step() -> pb.Verdict:
-            return verdict(await _result(environment.step(command.reply)))
+            return verdict(await _result(environment.step(reply_of(command))))
 
         return await _run(episode, step)
 

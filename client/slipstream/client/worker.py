@@ -40,11 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
+    parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
     arguments = parser.parse_args(argv)
     report = _keep_stdout()
     if arguments.check is not None:
-        _check(arguments.check, arguments.args, arguments.search_path, arguments.timeout_s, report)
+        _check(arguments, report)
     return _serve(arguments.connect, arguments.record)
 
 
@@ -116,14 +117,14 @@ async def _attach(address: str, token: str | None, record: int | None) -> None:
             raise _NotConnected(f"{address}: {error.details()}") from error
 
 
-def _check(
-    reference: str, args_json: str, search_path: str, timeout_s: float, report: int
-) -> NoReturn:
+def _check(options: argparse.Namespace, report: int) -> NoReturn:
     from slipstream.client.serving import EpisodeHost
     from slipstream.client.terminal import counted
     from slipstream.client.witness import running_place
+    from slipstream.protocol.tool_schemas import NEED_PARSER
     from slipstream.v1 import environment_pb2 as pb
 
+    reference, timeout_s = options.check, options.timeout_s
     main_thread = threading.get_ident()
     host = EpisodeHost()
 
@@ -143,10 +144,14 @@ def _check(
         fail(f"no answer within {timeout_s:g} s ({place})")
 
     async def commands() -> AsyncIterator[pb.WorkerMessage]:
-        spec = pb.EnvironmentSpec(reference=reference, args_json=args_json, search_path=search_path)
+        spec = pb.EnvironmentSpec(
+            reference=reference, args_json=options.args, search_path=options.search_path
+        )
         yield await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
         observed = await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
         yield observed
+        if observed.observation.tools_json and options.no_tools:
+            fail(NEED_PARSER)
         if observed.observation.is_agent:
             asked = pb.NextCallCommand(episode_key="check")
             yield await host.answer(pb.WorkerCommand(next_call=asked))

@@ -21,7 +21,7 @@ ENVIRONMENT_STATE_READY: EnvironmentState
 ENVIRONMENT_STATE_SUSPENDED: EnvironmentState
 
 class EnvironmentSpec(_message.Message):
-    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose")
+    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose", "chat_template_kwargs_json")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class EnvironmentSpec(_message.Message):
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SEARCH_PATH_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
     name: str
     reference: str
     args_json: str
@@ -38,7 +39,8 @@ class EnvironmentSpec(_message.Message):
     num_workers: int
     search_path: str
     purpose: _trajectory_pb2.EpisodePurpose
-    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ...) -> None: ...
+    chat_template_kwargs_json: str
+    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., chat_template_kwargs_json: _Optional[str] = ...) -> None: ...
 
 class EvaluationRound(_message.Message):
     __slots__ = ("step", "numbers")
@@ -100,12 +102,34 @@ class ListEnvironmentsResponse(_message.Message):
     def __init__(self, environments: _Optional[_Iterable[_Union[EnvironmentStatus, _Mapping]]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "tool_call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    tool_call_id: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name", "arguments")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
+
+class ParsedReply(_message.Message):
+    __slots__ = ("content", "reasoning", "tool_calls")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    content: str
+    reasoning: str
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    def __init__(self, content: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "next_call", "reply_part")
@@ -144,14 +168,16 @@ class ResetCommand(_message.Message):
     def __init__(self, episode_key: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("episode_key", "reply", "truncated")
+    __slots__ = ("episode_key", "reply", "truncated", "parsed")
     EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    PARSED_FIELD_NUMBER: _ClassVar[int]
     episode_key: str
     reply: str
     truncated: bool
-    def __init__(self, episode_key: _Optional[str] = ..., reply: _Optional[str] = ..., truncated: bool = ...) -> None: ...
+    parsed: ParsedReply
+    def __init__(self, episode_key: _Optional[str] = ..., reply: _Optional[str] = ..., truncated: bool = ..., parsed: _Optional[_Union[ParsedReply, _Mapping]] = ...) -> None: ...
 
 class CloseCommand(_message.Message):
     __slots__ = ("episode_key",)
@@ -236,14 +262,16 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages", "max_reply_tokens", "is_agent")
+    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_AGENT_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     max_reply_tokens: int
     is_agent: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ...) -> None: ...
+    tools_json: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ...) -> None: ...
 
 class AgentCall(_message.Message):
     __slots__ = ("call", "method", "path", "headers", "body", "branch", "is_abandoned")
@@ -288,7 +316,7 @@ class AgentResult(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("reward", "done", "messages", "metrics")
+    __slots__ = ("reward", "done", "messages", "metrics", "tools_json")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -300,11 +328,13 @@ class Verdict(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     reward: float
     done: bool
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    tools_json: str
+    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("place",)

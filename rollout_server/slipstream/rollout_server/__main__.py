@@ -132,6 +132,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             server=server_id,
             log_bytes=settings.environment_log_mib << 20,
             limits=_worker_limits(settings),
+            takes_tools=settings.tool_parser is not None,
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
         await server.run(stop)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -23,6 +24,7 @@ from slipstream.v1 import (
 from support.fakes.fake_engine import DIGESTS
 
 LIMIT_S = 60.0
+Answer = environment_pb2.WorkerMessage
 
 SAMPLING = fleet_pb2.SamplingSettings(
     temperature=1.0, top_p=1.0, max_reply_tokens=4, max_turns=4, max_episode_tokens=32
@@ -132,9 +134,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         self.trajectories: list[Trajectory] = []
         self.acknowledging = True
         # Answers calls to environments that clients serve; None: it hangs up on such a call.
-        self.client: Callable[[fleet_pb2.EnvironmentCall], environment_pb2.WorkerMessage] | None = (
-            None
-        )
+        self.client: Callable[[fleet_pb2.EnvironmentCall], Answer | Awaitable[Answer]] | None = None
         self._arrived = asyncio.Condition()
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
@@ -191,7 +191,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         async for call in requests:
             if self.client is None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "no client")
-            message = self.client(call)
+            answer = self.client(call)
+            message = await answer if inspect.isawaitable(answer) else answer
             message.call_id = call.command.call_id
             yield fleet_pb2.EnvironmentAnswer(message=message)
 

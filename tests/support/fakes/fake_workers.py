@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc.aio
-from slipstream.client import Environment, Message, StepResult
+from slipstream.client import Environment, Message, Reply, ResetResult, StepResult
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
@@ -19,6 +19,14 @@ from slipstream.v1 import environment_pb2_grpc
 TOKEN = "t" * 32
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LIMIT_S = 60.0
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 
 
 class WorkerStream:
@@ -150,6 +158,22 @@ class Plain(Environment[int]):
         return StepResult(True)
 
 
+class Calculator(Environment[int]):
+    """Names a tool, tells what it was given, and takes the tool back when it is not called."""
+
+    def tasks(self) -> list[int]:
+        return [1]
+
+    def reset(self, task: int) -> ResetResult:
+        return ResetResult([Message("user", "add")], tools=[ADD])
+
+    def step(self, reply: Reply) -> StepResult:
+        said = Message("user", f"{reply}|{reply.content}|{reply.reasoning}")
+        results = [Message("tool", repr(call.arguments), call.id) for call in reply.tool_calls]
+        tools = None if reply.tool_calls else []
+        return StepResult(done=False, messages=[said, *results], tools=tools)
+
+
 class Misbehaving(Environment[str]):
     """Does in `reset` what the task says, and in `step` what the reply says."""
 
@@ -194,9 +218,20 @@ class Misbehaving(Environment[str]):
                 return StepResult(1.0, metrics={"size": math.inf})
             case "metrics":
                 return StepResult(1.0, metrics=[("size", 1)])  # type: ignore[arg-type]
-            case "tool call":
-                message = {"role": "tool", "content": "3", "tool_call_id": "a"}
+            case "picture":
+                message = {"role": "user", "content": "3", "picture": "a"}
                 return StepResult(done=False, messages=[message])
+            case "call of a user":
+                message = {"role": "user", "content": "3", "tool_call_id": "a"}
+                return StepResult(done=False, messages=[message])
+            case "number of a call":
+                message = {"role": "tool", "content": "3", "tool_call_id": 1}
+                return StepResult(done=False, messages=[message])
+            case "tools of a last step":
+                return StepResult(tools=[])
+            case "tools without a type":
+                tools = [{"name": "look"}]
+                return StepResult(done=False, messages=[Message("user", "and?")], tools=tools)
             case "long":
                 return StepResult("x" * 10_000)  # type: ignore[arg-type]
             case "print":

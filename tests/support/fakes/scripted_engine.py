@@ -117,6 +117,21 @@ class ScriptedEngine(FakeEngine):
         )
         yield TextPart(done[handed_out:], text[len(said) :], generation=generation)
 
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
+    ) -> Generation:
+        options = TextOptions(skip_special_tokens=False)
+        stream = self.stream(request_id, prompt_token_ids, sampling, max_tokens, options=options)
+        parts = [part async for part in stream]
+        assert parts[-1].generation is not None
+        return parts[-1].generation
+
     async def cancel(self, request_id: str) -> None:
         self._cancelled.add(request_id)
         await super().cancel(request_id)

@@ -7,9 +7,10 @@ import pytest
 from slipstream.client import Environment, Message, StepResult
 from slipstream.client.serving import EpisodeHost, answer_commands
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.tool_schemas import read_tools
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
-from support.fakes.fake_workers import Empty, Good, Misbehaving, Plain
+from support.fakes.fake_workers import Calculator, Empty, Good, Misbehaving, Plain
 
 FAKE = "support.fakes.fake_workers"
 ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
@@ -84,7 +85,11 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("long", "the reward must be a finite number, got 'xxxxxx"),
         ("metric", "the metric 'size' must be a finite number, got inf"),
         ("metrics", "metrics must map names to numbers, got [('size', 1)]"),
-        ("tool call", "a message of step() has role and content alone, got {'role'"),
+        ("picture", "a message of step() has role and content, and tool_call_id where it answers"),
+        ("call of a user", "tool_call_id must be a string, in a message of role tool, got {'role'"),
+        ("number of a call", "tool_call_id must be a string, in a message of role tool, got"),
+        ("tools of a last step", "step() names tools that nobody will call: done is True"),
+        ("tools without a type", "tools[0] must be an object with type \"function\", got {'name'"),
     ],
 )
 async def test_what_goes_wrong_in_a_step_is_a_failure_of_the_environment(
@@ -118,6 +123,31 @@ async def test_what_goes_wrong_in_a_reset_is_a_failure_and_leaves_no_episode(
     assert failure.kind == ENVIRONMENT
     assert failure.message.startswith(cause)
     assert (await step(host, "fine")).failure.kind == INFRASTRUCTURE
+
+
+async def test_tools_travel_and_step_gets_what_the_parsers_read() -> None:
+    host = EpisodeHost(Calculator())
+    opened = (await reset(host)).observation
+    assert [tool["function"]["name"] for tool in read_tools(opened.tools_json)] == ["add"]
+    calls = [
+        pb.ToolCall(id="a", name="add", arguments='{"a": 1}'),
+        pb.ToolCall(id="b", name="add", arguments="[1]"),
+        pb.ToolCall(id="c", name="add", arguments="1 +"),
+    ]
+    parsed = pb.ParsedReply(content="I add.", reasoning="Hm.", tool_calls=calls)
+    command = pb.StepCommand(episode_key="a", reply="whole text", parsed=parsed)
+    answer = await host.answer(pb.WorkerCommand(step=command))
+    assert [(m.role, m.content, m.tool_call_id) for m in answer.verdict.messages] == [
+        ("user", "whole text|I add.|Hm.", ""),
+        ("tool", "{'a': 1}", "a"),
+        ("tool", "'[1]'", "b"),
+        ("tool", "'1 +'", "c"),
+    ]
+    assert answer.verdict.tools_json == ""
+    # No parser has read this one; the environment takes its tools back.
+    verdict = (await step(host, "plain")).verdict
+    assert [message.content for message in verdict.messages] == ["plain|plain|"]
+    assert verdict.tools_json == "[]"
 
 
 async def test_an_episode_whose_reset_failed_is_closed_too() -> None:

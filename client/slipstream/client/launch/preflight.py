@@ -217,6 +217,8 @@ def passes_to_megatron(config: Config) -> bool:
 async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
 
+    An environment that names tools needs a tool_parser.
+
     A process has `grace_s` more than the environment's limit to say itself where it hangs.
 
     The run's preflight.log is written anew, with the last lines that each environment printed. A
@@ -228,6 +230,8 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
     for name, reference, args, timeout_s in sections:
         arguments = ["slipstream.client.worker", "--check", reference]
         arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
+        if config.rollout_server.tool_parser is None:
+            arguments.append("--no-tools")
         with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
             checked = await run_module(
                 [*arguments, "--timeout-s", str(timeout_s)],

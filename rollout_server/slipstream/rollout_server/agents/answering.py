@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
+from slipstream.protocol.tool_schemas import NEED_PARSER
 from slipstream.rollout_server.agents.limits import Refusal
 from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart, OpenCall
 from slipstream.rollout_server.agents.recorder import Recorder
@@ -120,10 +121,7 @@ class Answering:
         ruled = rule(asked, recorder.sampling, auto=_AUTO.get(path, "auto"))
         choice = ruled.body.get("tool_choice")
         if ruled.body.get("tools") and not self._has_tools and choice not in _NO_TOOLS:
-            raise RefusedRequest(
-                "tools need rollout_server.tool_parser, the reader of the model's tool calls: set "
-                "it in the run's configuration"
-            )
+            raise RefusedRequest(NEED_PARSER)
         ruled.body["model"] = self._model
         return ruled
 

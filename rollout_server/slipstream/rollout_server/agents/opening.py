@@ -1,17 +1,24 @@
-"""Opens the HTTP API of agents when the first agent comes: runs without agents need none of it."""
+"""Opens what episodes need of vLLM's server when the first of them comes: most runs need nothing.
+
+Agents need its HTTP API, other environments the parsers of replies.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.answering import Answering
 from slipstream.rollout_server.agents.recorder import AsMessages
+from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import Engine
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.agents.reply_reader import ReplyReader
 
 
 @dataclass(frozen=True)
@@ -23,12 +30,29 @@ class AgentApi:
 
 
 class Agents:
-    """The API of agents on one server; all episodes share it."""
+    """The API of agents and the reader of replies on one server; all episodes share them."""
 
     def __init__(self, engine: Engine, settings: RolloutServerSection) -> None:
         self._engine = engine
         self._settings = settings
         self._opening: asyncio.Future[AgentApi] | None = None
+        self._reading: asyncio.Future[ReplyReader] | None = None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether calls of tools in replies can be read."""
+        return self._settings.tool_parser is not None
+
+    async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
+        """Returns the reader of replies to these inputs; None: there is nothing to read in them.
+
+        The first call opens it, in a thread. ConfigError: it does not start.
+        """
+        if not inputs.tools and self._settings.reasoning_parser is None:
+            return None
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._open_reader))
+        return await asyncio.shield(self._reading)
 
     async def api(self) -> AgentApi:
         """Returns the API; the first call opens it, in a thread. ConfigError: it does not start."""
@@ -47,14 +71,23 @@ class Agents:
                 self._engine.vllm_parts, self._settings
             )
         except Exception as error:
-            # The engine runs, so only the settings that it does not know can be wrong.
-            settings = self._settings
-            raise ConfigError(
-                f"vLLM's application for agents does not start with rollout_server.tool_parser = "
-                f"{settings.tool_parser!r}, reasoning_parser = {settings.reasoning_parser!r}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        has_tools = self._settings.tool_parser is not None
+            raise self._wrong("vLLM's application for agents", error) from error
         return AgentApi(
-            Answering(application, CURRENT, model=MODEL, has_tools=has_tools), as_messages
+            Answering(application, CURRENT, model=MODEL, has_tools=self.takes_tools), as_messages
+        )
+
+    def _open_reader(self) -> ReplyReader:
+        from slipstream.rollout_server.agents.reply_reader import ReplyReader
+
+        try:
+            return ReplyReader(self._engine.vllm_parts, self._settings)
+        except Exception as error:
+            raise self._wrong("vLLM's parser of replies", error) from error
+
+    def _wrong(self, what: str, error: Exception) -> ConfigError:
+        # The engine runs, so only the settings that it does not know can be wrong.
+        settings = self._settings
+        return ConfigError(
+            f"{what} does not start with rollout_server.tool_parser = {settings.tool_parser!r}, "
+            f"reasoning_parser = {settings.reasoning_parser!r}: {type(error).__name__}: {error}"
         )

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.tool_schemas import NEED_PARSER, read_tools
 from slipstream.rollout_server.agents.open_call import HttpPart
-from slipstream.rollout_server.episodes.renderer import ChatMessage
+from slipstream.rollout_server.chat import ChatMessage, ParsedReply
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 _MAX_MESSAGE_CHARACTERS = 500
@@ -23,24 +24,29 @@ _MAX_MESSAGE_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class Verdict:
-    """An environment's answer to a reply; `messages` follow unless the episode is `done`."""
+    """An environment's answer to a reply; `messages` follow unless the episode is `done`.
+
+    `tools` are those from now on, see `TemplateInputs`; None: the same as before.
+    """
 
     reward: float
     done: bool
     messages: tuple[ChatMessage, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    tools: str | None = None
 
 
 @dataclass(frozen=True)
 class Opening:
     """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit.
 
-    An agent has no messages: it makes calls.
+    An agent has no messages: it makes calls. `tools`: see `TemplateInputs`.
     """
 
     messages: list[ChatMessage]
     max_reply_tokens: int = 0
     is_agent: bool = False
+    tools: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,13 @@ class EnvironmentSession(Protocol):
         """Starts the task; returns what the model reads first."""
         ...
 
-    async def step(self, reply: str, *, truncated: bool) -> Verdict:
-        """Returns the verdict on a reply; `truncated`: the reply ended at a length limit."""
+    async def step(
+        self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
+    ) -> Verdict:
+        """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
+
+        `parsed` None: no parser has read it.
+        """
         ...
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
@@ -178,13 +189,22 @@ class StreamSession:
         )
         answer = await self._call(environment_pb2.WorkerCommand(reset=command), "observation")
         observation = answer.observation
-        messages = _messages(observation.messages)
-        return Opening(messages, observation.max_reply_tokens, observation.is_agent)
+        return Opening(
+            _messages(observation.messages),
+            observation.max_reply_tokens,
+            observation.is_agent,
+            _tools(observation.tools_json) or "",
+        )
 
-    async def step(self, reply: str, *, truncated: bool) -> Verdict:
+    async def step(
+        self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
+    ) -> Verdict:
         """See `EnvironmentSession`."""
         command = environment_pb2.StepCommand(
-            episode_key=self._key, reply=reply, truncated=truncated
+            episode_key=self._key,
+            reply=reply,
+            truncated=truncated,
+            parsed=None if parsed is None else _parsed_to_pb(parsed),
         )
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
@@ -195,6 +215,7 @@ class StreamSession:
             done=verdict.done,
             messages=tuple(_messages(verdict.messages)),
             metrics=dict(verdict.metrics),
+            tools=_tools(verdict.tools_json),
         )
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
@@ -288,4 +309,35 @@ def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
 
 
 def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:
-    return [ChatMessage(message.role, message.content) for message in messages]
+    return [
+        ChatMessage(message.role, message.content, message.tool_call_id) for message in messages
+    ]
+
+
+def check_tools(tools: str, *, takes_tools: bool) -> None:
+    """Raises EnvironmentFailed for tools whose calls nothing in this run would read."""
+    if tools and not takes_tools:
+        raise _misused(NEED_PARSER)
+
+
+def _tools(text: str) -> str | None:
+    """Returns the tools of a message; None where it names none, "" where it names an empty list."""
+    if not text:
+        return None
+    try:
+        return text if read_tools(text) else ""
+    except ValueError as error:
+        raise _misused(str(error)) from None
+
+
+def _misused(cause: str) -> EnvironmentFailed:
+    return EnvironmentFailed(
+        trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause[:_MAX_MESSAGE_CHARACTERS]
+    )
+
+
+def _parsed_to_pb(parsed: ParsedReply) -> environment_pb2.ParsedReply:
+    calls = [environment_pb2.ToolCall(**call._asdict()) for call in parsed.tool_calls]
+    return environment_pb2.ParsedReply(
+        content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls
+    )

@@ -39,10 +39,11 @@ from slipstream.rollout_server.engine_interface import (
 )
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import EnvironmentSession
+from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.recording import Recording
-from slipstream.rollout_server.episodes.renderer import REPLY, Renderer, RenderingFailed
+from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")
@@ -94,10 +95,6 @@ class _Cancelled(Exception):
     pass
 
 
-class _PromptTooLong(Exception):
-    pass
-
-
 class Episode:
     """One attempt: `run` it once; `cancel` ends it early, from another task."""
 
@@ -136,7 +133,7 @@ class Episode:
             status, failure = Status.FAILED, Failure(FailureKind(error.kind), str(error))
         except RenderingFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.ENVIRONMENT, str(error))
-        except _PromptTooLong as error:
+        except PromptTooLong as error:
             status, failure = Status.FAILED, Failure(FailureKind.PROMPT_TOO_LONG, str(error))
         except GenerationFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.ENGINE, str(error))
@@ -155,48 +152,20 @@ class Episode:
             await self._services.engine.cancel(self._task.key)
 
     async def _converse(self, session: EnvironmentSession) -> Status:
-        task, renderer, recording = self._task, self._services.renderer, self._recording
+        task, services = self._task, self._services
         opening = await self._ask(session.reset(task.task_index, task.seed))
         if opening.is_agent:
             return await self._serve_agent(session, opening.max_reply_tokens)
-        history = opening.messages
-        reply_limit = task.sampling.max_reply_tokens
-        if opening.max_reply_tokens:
-            reply_limit = min(reply_limit, opening.max_reply_tokens)
-        if renderer.cannot_fit(history, task.sampling.max_episode_tokens):
-            raise _PromptTooLong(
-                f"a prompt of {sum(len(message.content) for message in history)} characters leaves "
-                f"no room within sampling.max_episode_tokens = {task.sampling.max_episode_tokens}"
-            )
-        context = renderer.prompt(history)
-        recording.prompt_tokens = len(context)
-        self._check_prompt(len(context))
-        while True:
-            room = task.sampling.max_episode_tokens - len(recording.token_ids) - len(context)
-            if room < 1:
-                # The environment has judged all replies so far.
-                return Status.TRUNCATED
-            recording.add_context(context)
-            generation = await self._generate(min(room, reply_limit))
-            truncated = generation.finish_reason is FinishReason.LENGTH
-            reply = recording.last_text = renderer.decode(recording.last_reply)
-            verdict = await self._ask(session.step(reply, truncated=truncated))
-            recording.reward += verdict.reward
-            if not math.isfinite(recording.reward):
-                raise EnvironmentFailed(
-                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                    f"the rewards of an episode add up to {recording.reward}",
-                )
-            recording.metrics.update(verdict.metrics)
-            if verdict.done:
-                return Status.TRUNCATED if truncated else Status.COMPLETED
-            if recording.num_turns >= task.sampling.max_turns:
-                return Status.TRUNCATED
-            if renderer.cannot_fit(verdict.messages, task.sampling.max_episode_tokens):
-                return Status.TRUNCATED
-            history.append(REPLY)
-            context = renderer.continuation(history, verdict.messages, recording.token_ids[-1])
-            history += verdict.messages
+        talk = EnvironmentTalk(
+            session,
+            self._recording,
+            task.sampling,
+            renderer=services.renderer,
+            agents=services.agents,
+            ask=self._ask,
+            generate=self._generate,
+        )
+        return await talk.run(opening)
 
     async def _serve_agent(self, session: EnvironmentSession, max_reply_tokens: int) -> Status:
         """Answers the agent's calls until it returns; its conversations are recorded at the end."""
@@ -227,20 +196,6 @@ class Episode:
             )
         return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
 
-    def _check_prompt(self, num_tokens: int) -> None:
-        sampling = self._task.sampling
-        limit = sampling.max_prompt_tokens
-        if limit and num_tokens > limit:
-            raise _PromptTooLong(
-                f"a prompt of {num_tokens} tokens is longer than "
-                f"sampling.max_prompt_tokens = {limit}"
-            )
-        if num_tokens >= sampling.max_episode_tokens:
-            raise _PromptTooLong(
-                f"a prompt of {num_tokens} tokens leaves no room for a reply within "
-                f"sampling.max_episode_tokens = {sampling.max_episode_tokens}"
-            )
-
     async def _generate(self, max_tokens: int) -> Generation:
         if self._cancelled:
             raise _Cancelled
@@ -250,7 +205,7 @@ class Episode:
         try:
             generation = await engine.generate(
                 self._task.key,
-                recording.token_ids,
+                recording.conversation,
                 self._task.sampling,
                 max_tokens,
                 experts_from=recording.num_routed,

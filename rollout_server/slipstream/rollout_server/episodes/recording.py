@@ -11,7 +11,7 @@ from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import Branch, LogprobArray, VersionSpan
 from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
 from slipstream.rollout_server.agents.conversations import Conversations
-from slipstream.rollout_server.engine_interface import Generation
+from slipstream.rollout_server.engine_interface import Generation, Sampling
 
 # Largest number of metrics that a trajectory carries, and of characters in their names.
 _MAX_METRICS = 16
@@ -37,8 +37,10 @@ class Recording:
     num_turns: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
-    # The conversations of an agent, in the order of their runs.
-    branches: tuple[Branch, ...] = ()
+    # Conversations that are over, in the order of their runs; () as long as there is only one.
+    ended_branches: tuple[Branch, ...] = ()
+    # The number of tokens before the conversation that goes on.
+    start: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -47,8 +49,20 @@ class Recording:
 
     @property
     def num_routed(self) -> int:
-        """Tokens whose experts are recorded."""
-        return sum(map(len, self.expert_ids))
+        """Tokens of the conversation that goes on whose experts are recorded."""
+        return sum(map(len, self.expert_ids)) - self.start
+
+    @property
+    def conversation(self) -> list[int]:
+        """The tokens of the conversation that goes on."""
+        return self.token_ids[self.start :] if self.start else self.token_ids
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All conversations, in the order of their runs; () if there is only one."""
+        runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
+        last = (Branch(runs),) if self.ended_branches and runs else ()
+        return self.ended_branches + last
 
     @property
     def behavior_logprobs(self) -> LogprobArray:
@@ -81,10 +95,28 @@ class Recording:
             self.expert_ids += _whole(branch, conversations.branches)
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
-        self.branches = tuple(
+        self.ended_branches = tuple(
             Branch(len(branch.run_lengths), shares.get(branch.name, 1.0), branch.name)
             for branch in conversations.branches
         )
+
+    def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
+        """Returns how many tokens the conversation may still take, or another one if `is_new`."""
+        if is_new and max(len(self.branches), 1) >= sampling.max_branches:
+            return 0
+        used = 0 if is_new else len(self.token_ids) - self.start
+        left = sampling.total_tokens - len(self.token_ids)
+        return min(sampling.max_episode_tokens - used, left)
+
+    def begin_branch(self) -> None:
+        """Ends the conversation; the next context is read from its own start."""
+        runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
+        self.ended_branches += (Branch(runs),)
+        if self.expert_ids:
+            known = self.expert_ids[0]
+            missing = len(self.token_ids) - sum(map(len, self.expert_ids))
+            self.expert_ids.append(_unknown(missing, known))
+        self.start = len(self.token_ids)
 
     def add_context(self, token_ids: list[int]) -> None:
         """Appends tokens for the model to read."""
@@ -113,6 +145,12 @@ def _whole(
     known = next((part for each in branches for part in each.expert_ids), None)
     if known is None:
         return []
-    missing = len(branch.token_ids) - branch.num_routed
+    return [*branch.expert_ids, _unknown(len(branch.token_ids) - branch.num_routed, known)]
+
+
+def _unknown(
+    num_tokens: int, known: npt.NDArray[np.unsignedinteger]
+) -> npt.NDArray[np.unsignedinteger]:
+    """Returns the experts of tokens that were never computed, in the form of `known`."""
     nothing = np.iinfo(known.dtype).max
-    return [*branch.expert_ids, np.full((missing, *known.shape[1:]), nothing, known.dtype)]
+    return np.full((num_tokens, *known.shape[1:]), nothing, known.dtype)

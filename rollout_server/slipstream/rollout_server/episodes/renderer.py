@@ -6,34 +6,31 @@ appended to them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
+from slipstream.rollout_server.chat import (
+    NO_INPUTS,
+    PLACEHOLDER,
+    REPLY,
+    ChatMessage,
+    TemplateInputs,
+)
 
-_PLACEHOLDER = "slipstreamreplyplaceholder"
+_RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 # Prompts that are cached, since the members of a group begin together. A long one takes a megabyte.
 _CACHED_PROMPTS = 128
 # Longest text between two replies that is cached: longer ones, mostly tool results, hardly recur.
 _CACHED_CHARACTERS = 1000
 # Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
-
-
-class ChatMessage(NamedTuple):
-    """One message of a conversation."""
-
-    role: str
-    content: str
-
-
-# The stand-in for a reply whose tokens are known, in a history; no template may change its text.
-REPLY = ChatMessage("assistant", _PLACEHOLDER)
 
 
 class RenderingFailed(Exception):
@@ -67,23 +64,27 @@ class Renderer:
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
         self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
+        self._results_problem = lru_cache(_CACHED_PROMPTS)(self._find_results_problem)
         try:
-            self._text((ChatMessage("user", "a"),))
+            self._text((ChatMessage("user", "a"),), NO_INPUTS)
         except RenderingFailed as error:
             where = f"model.path: the chat template in {folder}"
             if template is not None:
                 where = f"rollout_server.chat_template: {template}"
             raise ConfigError(f"{where} fails: {error}") from error
 
-    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
+    ) -> list[int]:
         """Returns the tokens before the first reply; RenderingFailed if the template refuses."""
-        return list(self._prompt(tuple(messages)))
+        return list(self._prompt(tuple(messages), inputs))
 
     def continuation(
         self,
         history: Sequence[ChatMessage],
         messages: Sequence[ChatMessage],
         last_token: int | None,
+        inputs: TemplateInputs = NO_INPUTS,
     ) -> list[int]:
         """Returns the tokens between a sampled reply and the next one.
 
@@ -91,12 +92,28 @@ class Renderer:
         the template ends a reply is left out where the model sampled it last, and put in where the
         reply was cut off.
         """
-        _, found, tail = self._text((*history, *messages)).rpartition(_PLACEHOLDER)
-        if not found:
-            raise RenderingFailed("the chat template leaves out the assistant's replies")
+        tail = self._tail((*history, *messages), inputs)
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
         tokens = list(tokenise(tail))
         return tokens[1:] if tokens[:1] == [last_token] else tokens
+
+    def check_results(self, inputs: TemplateInputs) -> None:
+        """Raises RenderingFailed if the template has no place for results of tools.
+
+        Such a template writes results where it writes calls, which a sampled reply already holds.
+        """
+        problem = self._results_problem(inputs)
+        if problem:
+            raise RenderingFailed(
+                f"the chat template takes no result of a tool behind a sampled reply: {problem}"
+            )
+
+    def _find_results_problem(self, inputs: TemplateInputs) -> str:
+        try:
+            tail = self._tail((ChatMessage("user", "a"), REPLY, _RESULT), inputs)
+        except RenderingFailed as error:
+            return str(error)
+        return "" if _RESULT.content in tail else "it leaves the result out"
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Whether `messages` have more characters than `num_tokens` tokens can stand for.
@@ -123,24 +140,36 @@ class Renderer:
         ids = np.asarray(token_ids, dtype=np.int64)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def _text(self, messages: tuple[ChatMessage, ...]) -> str:
+    def _tail(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
+        """Returns the text behind the last stand-in for a reply."""
+        _, found, tail = self._text(messages, inputs).rpartition(PLACEHOLDER)
+        if not found:
+            raise RenderingFailed("the chat template leaves out the assistant's replies")
+        return tail
+
+    def _text(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
         from jinja2.exceptions import TemplateError
 
+        values = self._values
+        if inputs.values:
+            values = values | json.loads(inputs.values)
+        if inputs.tools:
+            values = values | {"tools": json.loads(inputs.tools)}
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [message._asdict() for message in messages],
+                    [message.for_template() for message in messages],
                     add_generation_prompt=True,
                     tokenize=False,
-                    **self._values,
+                    **values,
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
             # A template is a program; transformers itself raises ValueError for no messages at all.
             raise RenderingFailed(f"{type(error).__name__}: {error}") from error
 
-    def _render(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
-        return self._tokenise(self._text(messages))
+    def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
+        return self._tokenise(self._text(messages, inputs))
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens already.

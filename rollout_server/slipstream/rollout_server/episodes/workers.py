@@ -21,7 +21,7 @@ import grpc.aio
 from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession
+from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession, check_tools
 from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
 from slipstream.rollout_server.episodes.worker_process import (
@@ -50,14 +50,15 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         log_bytes: int,
         limits: WorkerLimits = NO_LIMITS,
         waits: WorkerWaits = WORKER_WAITS,
+        takes_tools: bool = True,
     ) -> None:
         """`server`: id of this server. One that starts again after a kill removes its old socket.
 
         `log_bytes`: limit of the output kept of one worker; `limits` and `waits` hold for each.
+        `takes_tools`: environments may name tools.
         """
-        self.limits, self.waits = limits, waits
-        self.log_dir = log_dir
-        self.server = server
+        self.limits, self.waits, self.takes_tools = limits, waits, takes_tools
+        self.log_dir, self.server = log_dir, server
         self._socket_note = log_dir / f"{server}.sockets"
         self.program = tuple(program)
         self._log_bytes = log_bytes
@@ -155,8 +156,7 @@ class EnvironmentWorker:
         `suspects` is told which tasks were lost with the worker, and which have passed.
         """
         self._gateway = gateway
-        self._spec = spec
-        self._suspects = suspects
+        self._spec, self._suspects = spec, suspects
         self._try_reset = try_reset
         self._attached: asyncio.Future[CallTable] = asyncio.get_running_loop().create_future()
         self._left, self._gone = asyncio.Event(), asyncio.Event()
@@ -273,6 +273,7 @@ class EnvironmentWorker:
         session = self.open("first-reset", 0, self._spec.timeout_s)
         try:
             opening = await session.reset(0, 0)
+            check_tools(opening.tools, takes_tools=self._gateway.takes_tools)
             if opening.is_agent:
                 await self._see_first_call(session)
         finally:
@@ -335,8 +336,7 @@ class EnvironmentWorker:
             return _at(late, answer.pong.place)
         if self._hang is None:
             calls = self._process.calls()
-            alone = len(self.episodes) == 1
-            self._culprit = calls.current or (key if alone else "")
+            self._culprit = calls.current or (key if len(self.episodes) == 1 else "")
             self._hang = _at(late, calls.place)
             self._lose(str(self._hang), {self._culprit})
             self._process.end()

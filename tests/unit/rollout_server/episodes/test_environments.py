@@ -14,6 +14,7 @@ import grpc.aio
 import psutil
 import pytest
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.chat import ChatMessage
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.worker_process import (
     NO_LIMITS,
@@ -114,7 +115,7 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
     assert (report.environment, report.num_tasks) == ("Good", 5)
     assert not report.HasField("failure")
     session = await hosted.open("Good")
-    assert [tuple(m) for m in (await session.reset(1, 2)).messages] == [("user", "a b")]
+    assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
     verdict = await session.step("x", truncated=False)
     assert (verdict.reward, verdict.done) == (0.5, True)
     session.close()

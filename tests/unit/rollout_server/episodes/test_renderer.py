@@ -5,12 +5,8 @@ from pathlib import Path
 import pytest
 from make_tiny_model import make_tokenizer
 from slipstream.protocol.errors import ConfigError
-from slipstream.rollout_server.episodes.renderer import (
-    REPLY,
-    ChatMessage,
-    Renderer,
-    RenderingFailed,
-)
+from slipstream.rollout_server.chat import REPLY, ChatMessage
+from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 
 EOS = 2
 # Like ChatML: something follows the end of a reply ("0" stands for its line break).

@@ -1,0 +1,87 @@
+"""Chat messages, as chat templates take them and as episodes keep them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+PLACEHOLDER = "slipstreamreplyplaceholder"
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool that a parser has read in a reply; `arguments` is JSON if the model's is."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(NamedTuple):
+    """One message of a conversation.
+
+    `tool_call_id` names the call that a result answers; calls and reasoning are a reply's own.
+    """
+
+    role: str
+    content: str
+    tool_call_id: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message in OpenAI's form, without what it does not have."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _object(call.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+# The stand-in for a reply whose tokens are known, in a history; no template may change its text.
+REPLY = ChatMessage("assistant", PLACEHOLDER)
+
+
+class ParsedReply(NamedTuple):
+    """What the run's parsers have read in a reply; `content` is the text without the rest."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> ChatMessage:
+        """The reply as a message of a history."""
+        return ChatMessage(
+            "assistant", self.content, tool_calls=self.tool_calls, reasoning=self.reasoning
+        )
+
+
+class TemplateInputs(NamedTuple):
+    """What a chat template takes beside the messages, as JSON texts; "": nothing.
+
+    `tools` is a list of function schemas, `values` an object of values by name.
+    """
+
+    tools: str = ""
+    values: str = ""
+
+
+NO_INPUTS = TemplateInputs()
+
+
+def _object(arguments: str) -> Any:  # noqa: ANN401 - JSON
+    """Templates want arguments as an object, as vLLM hands them over."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,169 @@
+"""The turns of an episode whose environment judges replies.
+
+Consumes: an opened session, replies of the model. Produces: tokens in the recording, a status.
+Waits for: the environment and the model in turn. Unblocked by: their answers, or the task's
+cancellation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.types import Status
+from slipstream.rollout_server.agents.opening import Agents
+from slipstream.rollout_server.chat import ChatMessage, ParsedReply, TemplateInputs
+from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
+from slipstream.rollout_server.episodes.calls import (
+    EnvironmentSession,
+    Opening,
+    Verdict,
+    check_tools,
+)
+from slipstream.rollout_server.episodes.history import History
+from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.v1 import trajectory_pb2
+
+if TYPE_CHECKING:
+    # It imports vLLM's server.
+    from slipstream.rollout_server.agents.reply_reader import ReplyReader
+
+Answer = TypeVar("Answer")
+
+
+class PromptTooLong(Exception):
+    """The first messages leave no room for a reply."""
+
+
+class Ask(Protocol):
+    """Awaits a call that the episode may have to give up."""
+
+    async def __call__(self, call: Awaitable[Answer], /) -> Answer:
+        """Returns the answer to `call`."""
+        ...
+
+
+class EnvironmentTalk:
+    """The talk of one environment and the model; `run` it once."""
+
+    def __init__(
+        self,
+        session: EnvironmentSession,
+        recording: Recording,
+        sampling: Sampling,
+        *,
+        renderer: Renderer,
+        agents: Agents,
+        ask: Ask,
+        generate: Callable[[int], Awaitable[Generation]],
+    ) -> None:
+        """`generate` samples a reply of at most so many tokens and records it."""
+        self._session = session
+        self._recording = recording
+        self._sampling = sampling
+        self._renderer = renderer
+        self._agents = agents
+        self._ask = ask
+        self._generate = generate
+        # Reads replies; None: there is nothing to read in them.
+        self._reader: ReplyReader | None = None
+
+    async def run(self, opening: Opening) -> Status:
+        """Plays the turns behind `opening`; returns how the episode ended.
+
+        PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
+        """
+        renderer, recording, sampling = self._renderer, self._recording, self._sampling
+        history = await self._begin(opening)
+        context = history.prompt()
+        recording.prompt_tokens = len(context)
+        self._check_prompt(len(context))
+        reply_limit = sampling.max_reply_tokens
+        if opening.max_reply_tokens:
+            reply_limit = min(reply_limit, opening.max_reply_tokens)
+        while True:
+            room = recording.room(sampling) - len(context)
+            if room < 1:
+                # The environment has judged all replies so far.
+                return Status.TRUNCATED
+            recording.add_context(context)
+            generation = await self._generate(min(room, reply_limit))
+            truncated = generation.finish_reason is FinishReason.LENGTH
+            reply = recording.last_text = renderer.decode(recording.last_reply)
+            parsed = self._read(history.inputs)
+            verdict = await self._ask(self._session.step(reply, truncated=truncated, parsed=parsed))
+            self._judge(verdict)
+            if verdict.done:
+                return Status.TRUNCATED if truncated else Status.COMPLETED
+            if recording.num_turns >= sampling.max_turns:
+                return Status.TRUNCATED
+            if renderer.cannot_fit(verdict.messages, sampling.max_episode_tokens):
+                return Status.TRUNCATED
+            said = parsed.message if parsed else ChatMessage("assistant", reply)
+            history.add(said, verdict.messages)
+            if verdict.tools is None or verdict.tools == history.inputs.tools:
+                context = history.continuation(recording.token_ids[-1])
+                continue
+            # A template writes tools before the messages, so the model must read all of it anew.
+            history.inputs = history.inputs._replace(tools=verdict.tools)
+            await self._offer(history.inputs)
+            context = history.prompt()
+            if recording.room(sampling, is_new=True) <= len(context):
+                return Status.TRUNCATED
+            recording.begin_branch()
+
+    async def _begin(self, opening: Opening) -> History:
+        renderer, most = self._renderer, self._sampling.max_episode_tokens
+        if renderer.cannot_fit(opening.messages, most):
+            raise PromptTooLong(
+                f"a prompt of {sum(len(message.content) for message in opening.messages)} "
+                f"characters leaves no room within sampling.max_episode_tokens = {most}"
+            )
+        inputs = TemplateInputs(opening.tools)
+        await self._offer(inputs)
+        return History(renderer, opening.messages, inputs)
+
+    async def _offer(self, inputs: TemplateInputs) -> None:
+        """Opens the reader of replies to `inputs`.
+
+        EnvironmentFailed or RenderingFailed for tools that this run cannot offer.
+        """
+        check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
+        self._reader = await self._ask(self._agents.reader(inputs))
+        if self._reader is not None and inputs.tools:
+            self._reader.check(inputs)
+            self._renderer.check_results(inputs)
+
+    def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
+        """Returns what the run's parsers read in the last reply; None if there are none."""
+        if self._reader is None:
+            return None
+        tokens, reply = self._recording.conversation, self._recording.last_reply
+        return self._reader.read(tokens[: len(tokens) - len(reply)], reply, inputs)
+
+    def _judge(self, verdict: Verdict) -> None:
+        recording = self._recording
+        recording.reward += verdict.reward
+        if not math.isfinite(recording.reward):
+            raise EnvironmentFailed(
+                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                f"the rewards of an episode add up to {recording.reward}",
+            )
+        recording.metrics.update(verdict.metrics)
+
+    def _check_prompt(self, num_tokens: int) -> None:
+        sampling = self._sampling
+        limit = sampling.max_prompt_tokens
+        if limit and num_tokens > limit:
+            raise PromptTooLong(
+                f"a prompt of {num_tokens} tokens is longer than "
+                f"sampling.max_prompt_tokens = {limit}"
+            )
+        if num_tokens >= sampling.max_episode_tokens:
+            raise PromptTooLong(
+                f"a prompt of {num_tokens} tokens leaves no room for a reply within "
+                f"sampling.max_episode_tokens = {sampling.max_episode_tokens}"
+            )

@@ -1,0 +1,57 @@
+"""The messages of one episode and its tools, as the chat template takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.v1 import trajectory_pb2
+
+
+class History:
+    """What was said in one episode.
+
+    history = History(renderer, opening.messages, inputs)
+    tokens = history.prompt()                   # before the first reply
+    history.add(reply, verdict.messages)        # after each reply
+    tokens = history.continuation(last_token)   # between this reply and the next one
+    """
+
+    def __init__(
+        self, renderer: Renderer, messages: Sequence[ChatMessage], inputs: TemplateInputs
+    ) -> None:
+        self.inputs = inputs
+        self._renderer = renderer
+        # `REPLY` stands where the model has replied; `_replies` are the replies in order.
+        self._messages = list(messages)
+        self._replies: list[ChatMessage] = []
+        self._num_read = 0
+        self._call_ids: set[str] = set()
+
+    def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
+        """Adds a reply and what follows it; EnvironmentFailed for the result of an unknown call."""
+        self._call_ids |= {call.id for call in reply.tool_calls}
+        for message in messages:
+            if message.tool_call_id and message.tool_call_id not in self._call_ids:
+                raise EnvironmentFailed(
+                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                    f"tool_call_id must be the id of a call of the model, got "
+                    f"{message.tool_call_id[:60]!r}",
+                )
+        self._messages.append(REPLY)
+        self._replies.append(reply)
+        self._num_read = len(self._messages)
+        self._messages += messages
+
+    def prompt(self) -> list[int]:
+        """Returns the tokens of all messages, replies as messages too."""
+        replies = iter(self._replies)
+        whole = [next(replies) if each is REPLY else each for each in self._messages]
+        return self._renderer.prompt(whole, self.inputs)
+
+    def continuation(self, last_token: int) -> list[int]:
+        """Returns the tokens between the last reply and the next one."""
+        said, new = self._messages[: self._num_read], self._messages[self._num_read :]
+        return self._renderer.continuation(said, new, last_token, self.inputs)

@@ -1,0 +1,208 @@
+"""Environments with tools from lease to trajectory: real workers and parsers, a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from slipstream.client.serving import EpisodeHost  # noqa: E402
+from slipstream.protocol.types import (  # noqa: E402
+    Branch,
+    FailureKind,
+    ServerId,
+    Status,
+    Trajectory,  # noqa: E402
+)
+from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
+from slipstream.rollout_server.episodes.workers import WorkerGateway  # noqa: E402
+from slipstream.rollout_server.service import RolloutServer  # noqa: E402
+from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
+from support.fakes import example_tools  # noqa: E402
+from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
+from support.fakes.chat_models import make_chat_model  # noqa: E402
+from support.fakes.fake_fleet import Connection, FakeFleet  # noqa: E402
+from support.fakes.scripted_engine import ScriptedEngine  # noqa: E402
+
+SAMPLING = fleet_pb2.SamplingSettings(
+    temperature=1.0,
+    top_p=1.0,
+    max_reply_tokens=300,
+    max_turns=10,
+    max_episode_tokens=1500,
+    max_total_tokens=4000,
+    max_branches=8,
+)
+FOLDER = str(Path(example_tools.__file__).parent)
+
+
+@dataclasses.dataclass
+class Server:
+    """A server in this process whose controller is the test."""
+
+    fleet: FakeFleet
+    engine: ScriptedEngine
+    connection: Connection
+    leases: int = 0
+
+    async def run(self, environment: str, **sampling: int) -> Trajectory:
+        self.leases += 1
+        settings = fleet_pb2.SamplingSettings()
+        settings.CopyFrom(SAMPLING)
+        for name, value in sampling.items():
+            setattr(settings, name, value)
+        group = f"g{self.leases}"
+        self.connection.lease(
+            group, environment, members=[0], sampling=settings, timeout_s=30.0, max_attempts=1
+        )
+        while not (found := [t for t in self.fleet.trajectories if t.group_id == group]):
+            await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
+        beat = await self.connection.wait_quiet()
+        recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
+        assert beat.generated_tokens == beat.ended_tokens == recorded
+        return found[0]
+
+    def serve(self, environment: example_tools.Adding) -> None:
+        """Serves an environment as a client does, under the name "served"."""
+        host = EpisodeHost(environment)
+
+        async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
+            return await host.answer(call.command)
+
+        self.fleet.client = answer
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **rollout_server: object) -> AsyncIterator[Server]:
+    model = make_chat_model(folder / "model", with_weights=False)
+    config = agent_config(model, **rollout_server)
+    engine = scripted_engine(config, script)
+    engine.version = None
+    engine.running.clear()
+    stop = asyncio.Event()
+    async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
+        takes_tools = config.rollout_server.tool_parser is not None
+        gateway = WorkerGateway(folder / "logs", log_bytes=1 << 20, takes_tools=takes_tools)
+        program = RolloutServer(
+            config, fleet.address, ServerId("s"), engine, Renderer(model), gateway
+        )
+        task = asyncio.create_task(program.run(stop))
+        connection = await fleet.joined()
+        await connection.serve_version(1)
+        yield Server(fleet, engine, connection)
+        stop.set()
+        async with asyncio.timeout(30):
+            await task
+
+
+def load(server: Server, *names: str, try_reset: bool = False) -> None:
+    for name in names:
+        spec = environment_pb2.EnvironmentSpec(
+            name=name,
+            reference=f"example_tools:{name}",
+            args_json="{}",
+            timeout_s=30.0,
+            num_workers=1,
+            search_path=FOLDER,
+        )
+        order = fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset)
+        server.connection.send(environment=order)
+
+
+def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the reply of each turn."""
+    found = []
+    for sequence in trajectory.sequences():
+        tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
+        lengths = trajectory.run_lengths[sequence.runs]
+        for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
+            start, end = end + context, end + context + sampled
+            found.append((tokens[:start], tokens[start:end]))
+    return found
+
+
+async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        load(server, "Adding")
+        trajectory = await server.run("Adding")
+        assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
+        assert trajectory.reward == 1 + 2 + 5
+        assert trajectory.metrics == {"turns": 3.0}
+        assert (trajectory.num_turns, trajectory.branches) == (3, ())
+        samples = [(sample.prompt, sample.tokens) for sample in server.engine.samples]
+        assert recorded(trajectory) == samples
+        # The tools stand in the prompt, and each result behind the calls.
+        assert '"name": "add"' in trajectory.prompt_text
+        assert trajectory.reply_text.count("<tool_call>") == 3
+        assert "</tool_call><|im_end|>\n<|im_start|>tool\nok<|im_end|>\n" in trajectory.reply_text
+
+
+async def test_a_served_environment_gets_calls_too(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.serve(example_tools.Adding())
+        trajectory = await server.run("served")
+        assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 8.0)
+
+
+async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        load(server, "Changing")
+        trajectory = await server.run("Changing")
+        assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
+        assert trajectory.reward == 1.0
+        assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
+        samples = [(sample.prompt, sample.tokens) for sample in server.engine.samples]
+        assert recorded(trajectory) == samples
+        first, second, third = (server.engine.tokenizer.decode(prompt) for prompt, _ in samples)
+        assert '"add", "description"' in first
+        assert '"name": "look", "parameters"' in second
+        assert '"add", "description"' not in second
+        assert '"parameters"' not in third
+        # Earlier replies are messages, with their calls.
+        call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        assert f"I call.{call}" in second
+        assert f"I call.{call}" in third
+        # A run that allows one branch ends there, with what the environment has given.
+        cut = await server.run("Changing", max_branches=2)
+        assert (cut.status, cut.num_turns, len(cut.branches)) == (Status.TRUNCATED, 2, 2)
+        room = sum(map(len, samples[0])) + len(samples[1][0])
+        cut = await server.run("Changing", max_total_tokens=room)
+        assert (cut.status, cut.num_turns, cut.branches) == (Status.TRUNCATED, 1, ())
+
+
+async def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path, reasoning_parser="deepseek_r1") as server:
+        load(server, "Thinking")
+        trajectory = await server.run("Thinking")
+        assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+
+
+async def test_the_result_of_an_unknown_call_fails_the_episode(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        load(server, "Wrong")
+        trajectory = await server.run("Wrong")
+        assert trajectory.failure is not None
+        assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+        assert trajectory.failure.message == (
+            "tool_call_id must be the id of a call of the model, got 'of nobody'"
+        )
+
+
+async def test_tools_without_a_parser_are_refused_when_they_are_first_named(tmp_path: Path) -> None:
+    cause = "tools need rollout_server.tool_parser, the reader of the model's tool calls"
+    async with serving(tmp_path, tool_parser=None) as server:
+        load(server, "Adding", try_reset=True)
+        report = await server.connection.wait_for("environment")
+        assert report.failure.message.startswith(cause)
+        server.serve(example_tools.Adding())
+        trajectory = await server.run("served")
+        assert trajectory.failure is not None
+        assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+        assert trajectory.failure.message.startswith(cause)
+        assert trajectory.num_sampled_tokens == 0

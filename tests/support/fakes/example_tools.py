@@ -1,0 +1,80 @@
+"""Environments with tools, for a model that follows a script (`agent_rig.script`)."""
+
+from __future__ import annotations
+
+from slipstream.client import Environment, Reply, ResetResult, StepResult
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds to the sum.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+class Adding(Environment[int]):
+    """The model calls twice and then once; the reward is the sum of what it has added."""
+
+    def tasks(self) -> list[int]:
+        return [1]
+
+    def reset(self, task: int) -> ResetResult:
+        self.total, self.turns = 0, 0
+        return ResetResult([{"role": "user", "content": "call 1 2"}], tools=[ADD])
+
+    def step(self, reply: Reply) -> StepResult:
+        self.turns += 1
+        if not reply.tool_calls:
+            assert reply.content == reply, reply
+            return StepResult(reward=self.total, metrics={"turns": self.turns})
+        assert reply.content == "I call.", reply.content
+        assert "<tool_call>" in reply
+        for call in reply.tool_calls:
+            assert call.name == "add"
+            self.total += call.arguments["a"]
+        words = ["call 5", "done"] if self.turns == 1 else ["all done"]
+        *before, last = reply.tool_calls
+        results = [{"role": "tool", "content": "ok", "tool_call_id": c.id} for c in before]
+        results.append({"role": "tool", "content": words[0], "tool_call_id": last.id})
+        return StepResult(done=False, messages=results)
+
+
+class Changing(Adding):
+    """Other tools in the second turn, none in the third."""
+
+    def step(self, reply: Reply) -> StepResult:
+        self.turns += 1
+        if self.turns == 3:
+            # Nobody reads calls where there are no tools.
+            assert reply.tool_calls == ()
+            return StepResult(reward=float("<tool_call>" in reply))
+        (call, *_) = reply.tool_calls
+        result = {"role": "tool", "content": "call 7", "tool_call_id": call.id}
+        return StepResult(done=False, messages=[result], tools=[LOOK] if self.turns == 1 else [])
+
+
+class Thinking(Environment[int]):
+    """Wants the reasoning apart from the answer."""
+
+    def tasks(self) -> list[int]:
+        return [1]
+
+    def reset(self, task: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "think"}]
+
+    def step(self, reply: Reply) -> StepResult:
+        whole = reply == "<think>Hm.</think>Yes."
+        return StepResult(
+            reward=float(whole and (reply.content, reply.reasoning) == ("Yes.", "Hm."))
+        )
+
+
+class Wrong(Adding):
+    """Answers a call that the model did not make."""
+
+    def step(self, reply: Reply) -> StepResult:
+        result = {"role": "tool", "content": "3", "tool_call_id": "of nobody"}
+        return StepResult(done=False, messages=[result])
