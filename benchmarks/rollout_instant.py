@@ -25,6 +25,7 @@ class InstantEngine:
     max_model_len = 1 << 20
     vocab_size = 1 << 20
     num_experts = 0
+    version = PolicyVersion(0, 1)
 
     def __init__(self) -> None:
         """Nothing was generated yet."""
@@ -52,7 +53,7 @@ class InstantEngine:
         return Generation(
             np.resize(np.asarray(WORD_IDS, dtype=np.uint32), max_tokens),
             np.zeros(max_tokens, dtype=np.float32),
-            (VersionSpan(max_tokens, PolicyVersion(0, 1)),),
+            (VersionSpan(max_tokens, self.version),),
             FinishReason.LENGTH,
         )
 

@@ -44,6 +44,7 @@ def observation(opening: object, reply_limit: object) -> pb.Observation:
         messages=_messages(opening if opened is None else opened.messages, "reset()"),
         max_reply_tokens=_reply_limit(reply_limit),
         tools_json=_tools(opened.tools) if opened is not None and opened.tools else "",
+        given_reply=_given(opened.reply, "reset()") if opened is not None else "",
     )
     return _bounded(made)
 
@@ -79,12 +80,15 @@ def verdict(result: object) -> pb.Verdict:
         raise environment_failed("step() gives messages that nobody will read: done is True")
     if result.done and result.tools is not None:
         raise environment_failed("step() names tools that nobody will call: done is True")
+    if result.done and result.reply is not None:
+        raise environment_failed("step() gives a reply that nobody will read: done is True")
     made = pb.Verdict(
         reward=_finite(result.reward, "the reward"),
         done=bool(result.done),
         messages=_messages(result.messages, "step()") if result.messages else [],
         metrics=_metrics(result.metrics),
         tools_json="" if result.tools is None else _tools(result.tools),
+        given_reply=_given(result.reply, "step()"),
     )
     return _bounded(made)
 
@@ -176,6 +180,16 @@ def _tools(tools: object) -> str:
         return tools_json(tools)
     except ValueError as error:
         raise environment_failed(str(error)) from None
+
+
+def _given(reply: object, source: str) -> str:
+    if reply is None:
+        return ""
+    if isinstance(reply, str) and reply:
+        return reply
+    raise environment_failed(
+        f"the reply of {source} must be None or a text that is not empty, got {_show(reply)}"
+    )
 
 
 def _show(value: object) -> str:

@@ -68,10 +68,15 @@ class Reply(str):
 
 @dataclass(frozen=True)
 class ResetResult:
-    """The beginning of an episode: what the model reads first, and the tools that it may call."""
+    """The beginning of an episode: what the model reads first, and the tools that it may call.
+
+    `reply` is taken in place of a reply of the model: a demonstration, which is trained as if the
+    model had said it. None: the model replies.
+    """
 
     messages: Messages
     tools: Tools = ()
+    reply: str | None = None
 
 
 Opening: TypeAlias = Messages | ResetResult
@@ -84,7 +89,8 @@ class StepResult:
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
     the model reads next: required when the episode continues (`done=False`), refused otherwise.
     `metrics` are averaged over episodes and reported. `tools` take the place of the episode's tools
-    from the next reply on; None: they stay.
+    from the next reply on; None: they stay. `reply` is taken in place of the model's next one, as
+    in ResetResult.
     """
 
     reward: float = 0.0
@@ -92,6 +98,7 @@ class StepResult:
     messages: Messages = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     tools: Tools | None = None
+    reply: str | None = None
 
 
 @runtime_checkable

@@ -262,16 +262,18 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json")
+    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_AGENT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     max_reply_tokens: int
     is_agent: bool
     tools_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ...) -> None: ...
+    given_reply: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ...) -> None: ...
 
 class AgentCall(_message.Message):
     __slots__ = ("call", "method", "path", "headers", "body", "branch", "is_abandoned")
@@ -316,7 +318,7 @@ class AgentResult(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("reward", "done", "messages", "metrics", "tools_json")
+    __slots__ = ("reward", "done", "messages", "metrics", "tools_json", "given_reply")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -329,12 +331,14 @@ class Verdict(_message.Message):
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
     reward: float
     done: bool
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     metrics: _containers.ScalarMap[str, float]
     tools_json: str
-    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ...) -> None: ...
+    given_reply: str
+    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("place",)

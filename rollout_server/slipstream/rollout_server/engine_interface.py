@@ -186,6 +186,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def version(self) -> PolicyVersion | None:
+        """The version of the newest `resume`; None before the first."""
+        ...
+
+    @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
         """The parts that vLLM's HTTP application needs beside the engine."""
         ...

@@ -26,7 +26,8 @@ _MAX_MESSAGE_CHARACTERS = 500
 class Verdict:
     """An environment's answer to a reply; `messages` follow unless the episode is `done`.
 
-    `tools` are those from now on, see `TemplateInputs`; None: the same as before.
+    `tools` are those from now on, see `TemplateInputs`; None: the same as before. `given_reply` is
+    the next reply; "": the model replies.
     """
 
     reward: float
@@ -34,19 +35,22 @@ class Verdict:
     messages: tuple[ChatMessage, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     tools: str | None = None
+    given_reply: str = ""
 
 
 @dataclass(frozen=True)
 class Opening:
     """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit.
 
-    An agent has no messages: it makes calls. `tools`: see `TemplateInputs`.
+    An agent has no messages: it makes calls. `tools`: see `TemplateInputs`. `given_reply`: see
+    `Verdict`.
     """
 
     messages: list[ChatMessage]
     max_reply_tokens: int = 0
     is_agent: bool = False
     tools: str = ""
+    given_reply: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ class StreamSession:
             observation.max_reply_tokens,
             observation.is_agent,
             _tools(observation.tools_json) or "",
+            observation.given_reply,
         )
 
     async def step(
@@ -216,6 +221,7 @@ class StreamSession:
             messages=tuple(_messages(verdict.messages)),
             metrics=dict(verdict.metrics),
             tools=_tools(verdict.tools_json),
+            given_reply=verdict.given_reply,
         )
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:

@@ -8,7 +8,7 @@ cancellation.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.protocol.errors import EnvironmentFailed
@@ -46,6 +46,14 @@ class Ask(Protocol):
         ...
 
 
+class Give(Protocol):
+    """Records the tokens of a reply that the environment gives."""
+
+    def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
+        """Returns the tokens as if they had been sampled; `is_cut`: they are not the whole."""
+        ...
+
+
 class EnvironmentTalk:
     """The talk of one environment and the model; `run` it once."""
 
@@ -59,6 +67,7 @@ class EnvironmentTalk:
         agents: Agents,
         ask: Ask,
         generate: Callable[[int], Awaitable[Generation]],
+        give: Give,
     ) -> None:
         """`generate` samples a reply of at most so many tokens and records it."""
         self._session = session
@@ -68,6 +77,7 @@ class EnvironmentTalk:
         self._agents = agents
         self._ask = ask
         self._generate = generate
+        self._give = give
         # Reads replies; None: there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
@@ -84,13 +94,19 @@ class EnvironmentTalk:
         reply_limit = sampling.max_reply_tokens
         if opening.max_reply_tokens:
             reply_limit = min(reply_limit, opening.max_reply_tokens)
+        given = opening.given_reply
         while True:
             room = recording.room(sampling) - len(context)
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
             recording.add_context(context)
-            generation = await self._generate(min(room, reply_limit))
+            most = min(room, reply_limit)
+            if given:
+                tokens = history.reply(given)
+                generation = self._give(tokens[:most], is_cut=len(tokens) > most)
+            else:
+                generation = await self._generate(most)
             truncated = generation.finish_reason is FinishReason.LENGTH
             reply = recording.last_text = renderer.decode(recording.last_reply)
             parsed = self._read(history.inputs)
@@ -102,6 +118,7 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             if renderer.cannot_fit(verdict.messages, sampling.max_episode_tokens):
                 return Status.TRUNCATED
+            given = verdict.given_reply
             said = parsed.message if parsed else ChatMessage("assistant", reply)
             history.add(said, verdict.messages)
             if verdict.tools is None or verdict.tools == history.inputs.tools:

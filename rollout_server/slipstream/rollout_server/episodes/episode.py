@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from slipstream.protocol.types import (
     ServerId,
     Status,
     Trajectory,
+    VersionSpan,
 )
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.agents.recorder import Recorder
@@ -164,6 +165,7 @@ class Episode:
             agents=services.agents,
             ask=self._ask,
             generate=self._generate,
+            give=self._give,
         )
         return await talk.run(opening)
 
@@ -219,6 +221,25 @@ class Episode:
             raise _Cancelled
         if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
             raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
+        return generation
+
+    def _give(self, tokens: Sequence[int], *, is_cut: bool) -> Generation:
+        """Records a reply of the environment's own.
+
+        Its log-probabilities are 0: what gave it would give it again. Its version is that of the
+        engine, which has not seen it.
+        """
+        version = self._services.engine.version
+        if version is None:
+            raise GenerationFailed("the engine has no weights yet")
+        generation = Generation(
+            np.asarray(tokens, dtype=np.uint32),
+            np.zeros(len(tokens), dtype=np.float32),
+            (VersionSpan(len(tokens), version),),
+            FinishReason.LENGTH if is_cut else FinishReason.STOP,
+        )
+        self._recording.add_reply(generation)
+        self._services.ledger.given(len(tokens))
         return generation
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:

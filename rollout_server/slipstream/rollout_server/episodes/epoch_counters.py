@@ -12,14 +12,16 @@ from slipstream.v1 import fleet_pb2
 class EpochCounters:
     """The counters of one server epoch.
 
-    Whenever no token is on its way, the tokens that the engine counted equal those of ended and
-    open episodes together.
+    Whenever no token is on its way, the tokens that the engine counted and those of given replies
+    equal those of ended and open episodes together.
     """
 
     def __init__(self, use: EngineUse) -> None:
         """`use`: the engine's counters at the start of the epoch, with no request open."""
         self._start = use
         self._started_s = time.monotonic()
+        # Tokens of replies that environments gave: no engine has counted them.
+        self._given_tokens = 0
         self.ended_tokens = 0
         # Sampled tokens of open episodes whose generation has returned.
         self.recorded_tokens = 0
@@ -34,6 +36,11 @@ class EpochCounters:
     def sampled(self, num_tokens: int) -> None:
         """Notes that a generation of an open episode returned `num_tokens`."""
         self.recorded_tokens += num_tokens
+
+    def given(self, num_tokens: int) -> None:
+        """Notes that an open episode took a reply of `num_tokens` from its environment."""
+        self._given_tokens += num_tokens
+        self.sampled(num_tokens)
 
     def ended(self, num_tokens: int) -> None:
         """Notes that an episode ended, however it did, with `num_tokens` sampled."""
@@ -52,7 +59,9 @@ class EpochCounters:
         if not use.open_requests:
             inside = 0
         return fleet_pb2.ServerReport(
-            generated_tokens=use.generated_tokens - self._start.generated_tokens,
+            generated_tokens=use.generated_tokens
+            - self._start.generated_tokens
+            + self._given_tokens,
             in_flight_tokens=max(self.recorded_tokens + inside, 0),
             ended_tokens=self.ended_tokens,
             open_episodes=self.open_episodes,

@@ -51,6 +51,10 @@ class History:
         whole = [next(replies) if each is REPLY else each for each in self._messages]
         return self._renderer.prompt(whole, self.inputs)
 
+    def reply(self, text: str) -> list[int]:
+        """Returns the tokens of a reply with this text, with the one that ends it."""
+        return self._renderer.reply(text, self._messages, self.inputs)
+
     def continuation(self, last_token: int) -> list[int]:
         """Returns the tokens between the last reply and the next one."""
         said, new = self._messages[: self._num_read], self._messages[self._num_read :]

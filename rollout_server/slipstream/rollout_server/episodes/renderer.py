@@ -59,6 +59,7 @@ class Renderer:
             self._tokenizer.chat_template = _read(template)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
+        self._special = frozenset(self._tokenizer.get_added_vocab().values())
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
         # The members of a group have the same prompt.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
@@ -96,6 +97,20 @@ class Renderer:
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
         tokens = list(tokenise(tail))
         return tokens[1:] if tokens[:1] == [last_token] else tokens
+
+    def reply(
+        self, text: str, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
+    ) -> list[int]:
+        """Returns the tokens that a model would sample to reply `text` behind `messages`.
+
+        The last one is the token with which the template ends a reply, or the tokenizer's end of a
+        sequence where the template writes none.
+        """
+        after = self._tokens(self._tail((*messages, REPLY), inputs))
+        end = self._tokenizer.eos_token_id
+        if after and after[0] in self._special:
+            end = after[0]
+        return [*self._tokenise(text), *([] if end is None else [end])]
 
     def check_results(self, inputs: TemplateInputs) -> None:
         """Raises RenderingFailed if the template has no place for results of tools.

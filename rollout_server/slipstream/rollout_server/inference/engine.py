@@ -129,6 +129,11 @@ class VllmEngine:
         return int(self._llm.vllm_config.parallel_config.world_size)
 
     @property
+    def version(self) -> PolicyVersion | None:
+        """See `Engine`."""
+        return self._pauses.version
+
+    @property
     def max_model_len(self) -> int:
         """See `Engine`."""
         return int(self._llm.model_config.max_model_len)

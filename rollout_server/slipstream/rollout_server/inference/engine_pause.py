@@ -30,7 +30,8 @@ class EnginePause:
         """`recompute_context`: see the setting of `rollout_server`."""
         self._llm, self._answer_limit_s = llm, answer_limit_s
         self._recompute = recompute_context
-        self._version: PolicyVersion | None = None
+        # The version of the newest `resume`.
+        self.version: PolicyVersion | None = None
         # True from the order to pause, or to hold requests, to the answer of `resume`.
         self.is_paused = False
         self._lets_in = True
@@ -45,9 +46,9 @@ class EnginePause:
 
         A request uses only prefixes that were cached under its own salt.
         """
-        if self._recompute or self._version is None:
+        if self._recompute or self.version is None:
             return None
-        return _stamp(self._version)
+        return _stamp(self.version)
 
     async def pause(self) -> None:
         """See `Engine`; held requests are let in, and wait in the engine.
@@ -61,7 +62,7 @@ class EnginePause:
         """See `Engine`."""
         if self._ahead != version:
             await self._call(asyncio.gather(*self._resuming(version)))
-        self._version, self.is_paused = version, False
+        self.version, self.is_paused = version, False
         self._let_all_in()
 
     async def pause_for_update(self, update_limit_s: float) -> None:
