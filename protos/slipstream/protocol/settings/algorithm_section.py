@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from slipstream.protocol.settings.section import Positive, Section
 
 AdvantageKind: TypeAlias = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "score", "none"
 ]
 LossKind: TypeAlias = Literal["ppo", "gspo", "cispo", "sapo", "reinforce"]
 AggregationKind: TypeAlias = Literal["token_mean", "sequence_mean", "fixed"]
@@ -28,6 +28,9 @@ _READ_BY: dict[str, tuple[LossKind, ...]] = {
     "sapo_tau_negative": ("sapo",),
     "ratio": ("ppo", "gspo", "cispo", "sapo"),
 }
+
+# Advantages that only compare the episodes of a group: equal rewards make them all 0.
+GROUP_ADVANTAGES: tuple[AdvantageKind, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
 class GaeSection(Section):
@@ -197,8 +200,19 @@ class AlgorithmSection(Section):
                 "decay_steps and decay_to have no effect with decay = 'none', "
                 f"got {self.decay_steps} and {self.decay_to}"
             )
-        if self.group_size == 1 and self.advantage not in ("gae", "reinforce_pp"):
+        if self.group_size == 1 and self.advantage in GROUP_ADVANTAGES:
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
+        divergence_trains = self.kl.coefficient > 0 and self.kl.placement == "loss"
+        if self.advantage == "none" and not divergence_trains:
+            yield (
+                "advantage = 'none' trains no reward: it needs kl.coefficient > 0 and "
+                f"kl.placement = 'loss', got {self.kl.coefficient} and {self.kl.placement!r}"
+            )
+        if self.advantage in ("score", "none") and self.dynamic_sampling.enabled:
+            yield (
+                "dynamic_sampling leaves out groups of equal rewards, but advantage = "
+                f"{self.advantage!r} compares none: dynamic_sampling.enabled must be false"
+            )
         if self.group_size == 1 and self.dynamic_sampling.enabled:
             yield "dynamic_sampling would filter every group of group_size = 1"
         if self.gae != GaeSection() and self.advantage != "gae":

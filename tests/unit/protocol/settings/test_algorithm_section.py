@@ -61,6 +61,16 @@ def section(**changes: JsonValue) -> AlgorithmSection:
             "algorithm: dynamic_sampling would filter every group of group_size = 1",
         ),
         (
+            {"advantage": "none", "kl": {"coefficient": 1.0, "placement": "reward"}},
+            "algorithm: advantage = 'none' trains no reward: it needs kl.coefficient > 0 and "
+            "kl.placement = 'loss', got 1.0 and 'reward'",
+        ),
+        (
+            {"advantage": "score", "dynamic_sampling": {"enabled": True}},
+            "algorithm: dynamic_sampling leaves out groups of equal rewards, but advantage = "
+            "'score' compares none",
+        ),
+        (
             {"gae": {"lam": 0.9}},
             "algorithm: the table gae has no effect with advantage = 'grpo'",
         ),

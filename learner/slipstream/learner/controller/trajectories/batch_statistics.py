@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.protocol.rewards import has_variance
-from slipstream.protocol.settings.algorithm_section import AdvantageKind
+from slipstream.protocol.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Status, Trajectory
 
-# Advantages that only compare the episodes of a group: equal rewards make them all 0.
-_GROUP_ADVANTAGES: tuple[AdvantageKind, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 _EQUAL = "equal_rewards_fraction"
 # Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.
 HINT_AFTER_STEPS = 10
@@ -86,7 +84,7 @@ class LessonWatch:
     """
 
     def __init__(self, config: Config) -> None:
-        self._compares_groups = config.algorithm.advantage in _GROUP_ADVANTAGES
+        self._compares_groups = config.algorithm.advantage in GROUP_ADVANTAGES
         # Steps in a row with equal rewards, by environment.
         self._steps: Counter[str] = Counter()
 

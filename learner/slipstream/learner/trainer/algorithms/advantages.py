@@ -75,6 +75,10 @@ def token_advantages(
             return [TokenAdvantages(a) for a in whitened([c.advantages for c in centred])]
         case "gae":
             return _gae_of(episodes, algorithm.gae)
+        case "score":
+            return _spread(scores, episodes)
+        case "none":
+            return _spread(np.zeros(len(episodes)), episodes)
 
 
 def episode_scores(episodes: Sequence[Episode]) -> FloatArray:

@@ -117,6 +117,7 @@ def test_score_of_an_episode_is_its_reward_less_the_costs_of_its_own_tokens() ->
         ("grpo", [[-1, -1], [1]]),
         ("dr_grpo", [[-0.5, -0.5], [0.5]]),
         ("rloo", [[-1, -1], [1]]),
+        ("score", [[0, 0], [1]]),
         # Returns 0, 0, 1: mean 1/3, deviation sqrt(2)/3.
         ("reinforce_pp", [[-1 / 2**0.5, -1 / 2**0.5], [2**0.5]]),
         # Centred -.5, -.5, .5: mean -1/6, deviation sqrt(2)/3.
@@ -129,6 +130,13 @@ def test_each_estimator_gives_every_token_its_advantage(kind: str, expected: lis
     for one, values in zip(found, expected, strict=True):
         assert one.advantages == pytest.approx(values, rel=1e-5)
         assert one.returns is None
+
+
+def test_without_an_advantage_no_reward_counts() -> None:
+    episodes = [episode("a", 0.0, [0.0, 0.0]), episode("a", 1.0, [0.0])]
+    only_divergence = algorithm(advantage="none", kl={"coefficient": 1.0})
+    found = token_advantages(episodes, only_divergence)
+    assert [one.advantages.tolist() for one in found] == [[0, 0], [0]]
 
 
 def test_costs_of_tokens_lower_the_score_of_the_episode() -> None:
