@@ -114,6 +114,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             pb.Branch(num_runs=branch.num_runs, share=branch.share, name=branch.name)
             for branch in trajectory.branches
         ],
+        is_given=trajectory.is_given,
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -171,6 +172,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         branches=tuple(
             Branch(branch.num_runs, branch.share, branch.name) for branch in message.branches
         ),
+        is_given=message.is_given,
     )
     _check(trajectory)
     return trajectory

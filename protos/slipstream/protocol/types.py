@@ -144,6 +144,9 @@ class Trajectory:
 
     The runs of `branches` follow each other: each branch is a sequence that the model saw by
     itself, and a token is sampled in one branch only. Without any, all runs are one sequence.
+
+    `is_given`: the environment gave all replies, so no policy sampled them; they count as sampled
+    tokens otherwise.
     """
 
     run_id: str
@@ -172,6 +175,7 @@ class Trajectory:
     reply_text: str = ""
     routed_experts: RoutedExperts | None = None
     branches: tuple[Branch, ...] = ()
+    is_given: bool = False
 
     @property
     def trajectory_id(self) -> TrajectoryId:

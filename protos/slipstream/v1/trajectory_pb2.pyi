@@ -94,7 +94,7 @@ class Branch(_message.Message):
     def __init__(self, num_runs: _Optional[int] = ..., share: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches")
+    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches", "is_given")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class Trajectory(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    IS_GIVEN_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     group_id: str
     member: int
@@ -156,7 +157,8 @@ class Trajectory(_message.Message):
     prompt_text: str
     routed_experts: RoutedExperts
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
-    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
+    is_given: bool
+    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., is_given: bool = ...) -> None: ...
 
 class DeliverRequest(_message.Message):
     __slots__ = ("trajectory", "trajectory_id")

@@ -112,6 +112,8 @@ CISPO = {
     "aggregation": "fixed",
     "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
 }
+# Replies that no policy sampled, each with its reward as the advantage.
+GIVEN = {"advantage": "score", "loss": "reinforce", "mini_batches": 2}
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
 TREES = {"max_total_tokens": 120}
@@ -123,6 +125,7 @@ LAYOUTS = {
     "one": Layout(1),
     "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
     "one-epochs": Layout(1, algorithm=TWO_EPOCHS),
+    "one-given": Layout(1, algorithm=GIVEN),
     "one-few": Layout(1, algorithm=FEW),
     "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
     "one-gspo": Layout(1, algorithm=GSPO),
@@ -154,6 +157,7 @@ LAYOUTS = {
     "tp2-sp-gspo": Layout(2, parallel=SP, algorithm=GSPO),
     "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO),
     "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO),
+    "cp2-given": Layout(2, parallel={"cp": 2}, algorithm=GIVEN),
     "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO),
     "tp2": Layout(2, parallel={"tp": 2}),
     "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
@@ -319,10 +323,22 @@ def batches(config: Config) -> list[Batch]:
         )
         for step in range(STEPS)
     ]
+    if algorithm.advantage == "score":
+        found = [given(one) for one in found]
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
         found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
     return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
+
+
+def given(batch: Batch) -> Batch:
+    """The same tokens, which no policy sampled."""
+    zeros = [np.zeros_like(t.behavior_logprobs) for t in batch.trajectories]
+    changed = [
+        dataclasses.replace(t, behavior_logprobs=values, is_given=True)
+        for t, values in zip(batch.trajectories, zeros, strict=True)
+    ]
+    return dataclasses.replace(batch, trajectories=tuple(changed))
 
 
 def with_experts(batch: Batch) -> Batch:

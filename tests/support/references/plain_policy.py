@@ -144,6 +144,9 @@ class PlainPolicy:
 
     def _losses(self, tokens: Tokens) -> Tensor:
         algorithm = self.config.algorithm
+        if algorithm.loss == "reinforce":
+            # Demonstrations: the negative log-likelihood times the reward.
+            return -tokens.advantage * tokens.policy
         weight = self._weight(tokens)
         anchor = tokens.behavior if algorithm.ratio == "behavior" else tokens.before
         ratio = (tokens.policy - anchor).exp()
@@ -213,6 +216,9 @@ def batch_advantages(trajectories: Sequence[Trajectory], kind: str) -> dict[str,
     found = {}
     every = np.concatenate([[t.reward] * t.num_sampled_tokens for t in trajectories])
     for t in trajectories:
+        if kind == "score":
+            found[t.trajectory_id] = t.reward
+            continue
         rewards = np.array([o.reward for o in trajectories if o.group_id == t.group_id])
         against = every if kind == "reinforce_pp" else rewards
         found[t.trajectory_id] = (t.reward - against.mean()) / (against.std() + 1e-6)

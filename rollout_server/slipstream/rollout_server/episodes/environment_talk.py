@@ -95,6 +95,7 @@ class EnvironmentTalk:
         if opening.max_reply_tokens:
             reply_limit = min(reply_limit, opening.max_reply_tokens)
         given = opening.given_reply
+        recording.is_given = bool(given)
         while True:
             room = recording.room(sampling) - len(context)
             if room < 1:
@@ -119,6 +120,11 @@ class EnvironmentTalk:
             if renderer.cannot_fit(verdict.messages, sampling.max_episode_tokens):
                 return Status.TRUNCATED
             given = verdict.given_reply
+            if bool(given) != recording.is_given:
+                raise EnvironmentFailed(
+                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                    "an environment gives all replies of an episode, or none",
+                )
             said = parsed.message if parsed else ChatMessage("assistant", reply)
             history.add(said, verdict.messages)
             if verdict.tools is None or verdict.tools == history.inputs.tools:

@@ -293,6 +293,7 @@ class Episode:
             reply_text=recording.clip(reply_text),
             routed_experts=self._routed_experts(status),
             branches=recording.branches,
+            is_given=recording.is_given,
         )
 
     def _routed_experts(self, status: Status) -> RoutedExperts | None:

@@ -28,6 +28,8 @@ class Recording:
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+    # Whether the environment gave the replies.
+    is_given: bool = False
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
     # Text of `last_reply`; None until it is decoded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -48,15 +49,15 @@ def policy_loss(
     the behavior policy to the present one. `entropy` carries a gradient if its coefficient is not
     0. Collective over `group`, the context parallel ranks, unless it is None.
     """
-    mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
+    mask = micro_batch.loss_mask
     proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
+    corrected = policy_logprobs.detach() if algorithm.loss == "reinforce" else proximal
+    behavior = micro_batch.behavior_logprobs
+    # A token that no policy sampled needs no correction: its ratio is 1.
+    behavior = torch.where(behavior.isnan(), corrected, behavior)
+    micro_batch = dataclasses.replace(micro_batch, behavior_logprobs=behavior)
     sequences = SequenceSums(micro_batch, group)
-    correction = correct(
-        policy_logprobs if algorithm.loss == "reinforce" else proximal,
-        behavior,
-        algorithm.correction,
-        sequences,
-    )
+    correction = correct(corrected, behavior, algorithm.correction, sequences)
     anchor = behavior if algorithm.ratio == "behavior" else proximal
     parts = token_losses(policy_logprobs, anchor, micro_batch.advantages, algorithm, sequences)
     losses = correction.weights * parts.losses

@@ -98,7 +98,7 @@ def weighted(
 
 def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Config) -> FloatArray:
     kl = config.algorithm.kl
-    if not kl.coefficient or kl.placement != "reward":
+    if not kl.coefficient or kl.placement != "reward" or trajectory.is_given:
         return np.zeros(trajectory.num_sampled_tokens)
     assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
     # The cost is the behavior policy's divergence, because that policy sampled the tokens.

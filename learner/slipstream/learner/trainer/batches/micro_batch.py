@@ -65,6 +65,7 @@ class MicroBatch:
     # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
     loss_weights: Tensor
     advantages: Tensor
+    # NaN for a token that no policy sampled.
     behavior_logprobs: Tensor
     lags: Tensor
     # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.

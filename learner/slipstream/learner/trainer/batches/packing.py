@@ -75,6 +75,7 @@ class TrainingSequence:
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
+    # NaN for a token that no policy sampled: an environment gave it.
     behavior_logprobs: npt.NDArray[np.float32]
     lags: npt.NDArray[np.int32]
     estimates: TokenEstimates
@@ -115,7 +116,7 @@ class TrainingSequence:
             for arrays in zip(
                 parts_of(token_ids, ends),
                 parts_of(_predicted(sampled, ends), ends),
-                placed(np.concatenate([t.behavior_logprobs for t in trajectories])),
+                placed(np.concatenate([_behavior(t) for t in trajectories])),
                 placed(token_lags(trajectories, step)),
                 TokenEstimates.map_all(estimates, placed),
                 strict=True,
@@ -237,6 +238,11 @@ def _unknown_experts(length: int, like: ExpertArray) -> ExpertArray:
 def round_up(number: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
+
+
+def _behavior(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+    logprobs = trajectory.behavior_logprobs
+    return np.full_like(logprobs, np.nan) if trajectory.is_given else logprobs
 
 
 def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:

@@ -43,6 +43,18 @@ def test_first_mini_batch_weighs_the_policy_gradient_by_the_truncated_importance
     assert found.num_tokens.item() == 2
 
 
+@pytest.mark.parametrize("weight", ["token", "sequence", "none"])
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: str) -> None:
+    policy = torch.tensor([-1.0, -3.0], requires_grad=True)
+    batch = micro_batch([math.nan, math.nan], [1.0, 0.5], lags=[0, 2])
+    found = loss_of(policy, batch, algorithm(loss=loss, correction={"weight": weight}))
+    assert gradient(found, policy) == pytest.approx([-1.0, -0.5])
+    sums = dict(zip(Sum, found.statistics.sums.tolist(), strict=True))
+    assert (sums[Sum.WEIGHT], sums[Sum.CAPPED], sums[Sum.KL]) == (2, 0, 0)
+    assert found.statistics.gaps[0].tolist() == [0.0] * NUM_LAGS
+
+
 def test_statistics_are_sums_over_the_trained_tokens() -> None:
     behavior = [-1.0 - math.log(1.5), -1.0 - math.log(4), 0.0]
     policy = torch.full((3,), -1.0)

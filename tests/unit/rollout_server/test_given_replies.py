@@ -1,0 +1,104 @@
+"""Replies that an environment gives: from its file to a trajectory, without the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from slipstream.client.builtin.demonstrations import Demonstrations
+from slipstream.client.environment import Environment, Message, ResetResult, StepResult
+from slipstream.client.serving import EpisodeHost
+from slipstream.protocol.types import FailureKind, PolicyVersion, Status, VersionSpan
+from slipstream.v1 import environment_pb2, fleet_pb2
+
+A, B, C, END = 4, 5, 6, 2
+
+
+def serve(server, environment: Environment) -> None:
+    host = EpisodeHost(environment)
+
+    async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
+        return await host.answer(call.command)
+
+    server.fleet.client = answer
+
+
+def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
+    roles = ("user", "assistant")
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(roles, turn, strict=True)
+    ]
+    path = folder / "demonstrations.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    return Demonstrations(str(path))
+
+
+async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(
+    server, tmp_path: Path
+) -> None:
+    serve(server, demonstrations(tmp_path, ("a b", "b a"), ("c", "c")))
+    connection = await server.join(step=5)
+    connection.lease("g1", members=[0])
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    # <s> a b <reply> b a </s> c <reply> c </s>
+    assert trajectory.token_ids.tolist() == [1, A, B, 3, B, A, END, C, 3, C, END]
+    assert trajectory.run_lengths == (4, 3, 2, 2)
+    assert trajectory.behavior_logprobs.tolist() == [0.0] * 5
+    assert trajectory.version_spans == (VersionSpan(5, PolicyVersion(0, 5)),)
+    assert trajectory.is_given
+    assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 1.0)
+    assert not server.engine.samplings
+    # The server's counters close: given tokens came into the run, and ended.
+    beat = await connection.wait_quiet()
+    assert (beat.generated_tokens, beat.ended_tokens) == (5, 5)
+
+
+async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path: Path) -> None:
+    serve(server, demonstrations(tmp_path, ("a", "a b c a b c")))
+    connection = await server.join()
+    connection.lease("g1", members=[0])
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.token_ids.tolist() == [1, A, 3, A, B, C, A]
+    assert trajectory.status is Status.TRUNCATED
+
+
+class HalfGiven(Environment[int]):
+    """Gives the first reply and wants the second one sampled."""
+
+    def tasks(self) -> range:
+        return range(1)
+
+    def reset(self, task: int) -> ResetResult:
+        return ResetResult([Message("user", "a")], reply="a")
+
+    def step(self, reply: str) -> StepResult:
+        return StepResult(done=False, messages=[Message("user", "b")])
+
+
+async def test_an_episode_of_given_and_sampled_replies_fails(server) -> None:
+    serve(server, HalfGiven())
+    connection = await server.join()
+    connection.lease("g1", members=[0], max_attempts=1)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert trajectory.failure.message == "an environment gives all replies of an episode, or none"
+
+
+@pytest.mark.parametrize(("reply", "shown"), [("", "''"), (3, "3")])
+async def test_a_reply_that_is_no_text_is_refused(server, reply: object, shown: str) -> None:
+    class Wrong(HalfGiven):
+        def reset(self, task: int) -> ResetResult:
+            return ResetResult([Message("user", "a")], reply=reply)  # type: ignore[arg-type]
+
+    serve(server, Wrong())
+    connection = await server.join()
+    connection.lease("g1", members=[0], max_attempts=1)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure is not None
+    assert trajectory.failure.message.endswith(
+        f"the reply of reset() must be None or a text that is not empty, got {shown}"
+    )
