@@ -19,7 +19,11 @@ CHAT_TEMPLATE = """\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 
 
 def make_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> int:

@@ -71,13 +71,13 @@ class EnvironmentTalk:
         # Reads replies; None: there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
-    async def run(self, opening: Opening) -> Status:
+    async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
         """Plays the turns behind `opening`; returns how the episode ended.
 
         PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
         """
         renderer, recording, sampling = self._renderer, self._recording, self._sampling
-        history = await self._begin(opening)
+        history = await self._begin(opening, inputs)
         context = history.prompt()
         recording.prompt_tokens = len(context)
         self._check_prompt(len(context))
@@ -115,14 +115,13 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             recording.begin_branch()
 
-    async def _begin(self, opening: Opening) -> History:
+    async def _begin(self, opening: Opening, inputs: TemplateInputs) -> History:
         renderer, most = self._renderer, self._sampling.max_episode_tokens
         if renderer.cannot_fit(opening.messages, most):
             raise PromptTooLong(
                 f"a prompt of {sum(len(message.content) for message in opening.messages)} "
                 f"characters leaves no room within sampling.max_episode_tokens = {most}"
             )
-        inputs = TemplateInputs(opening.tools)
         await self._offer(inputs)
         return History(renderer, opening.messages, inputs)
 
