@@ -419,6 +419,25 @@ async def test_a_parser_that_does_not_fit_the_model_is_named(shared) -> None:
         await Agents(shared.engine, settings).api()
 
 
+async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(
+    shared,
+) -> None:
+    settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
+    api = await Agents(shared.engine, settings.rollout_server).api()
+    rig = AgentRig(shared.engine, api)
+    rig.begin(template_values={"enable_thinking": False})
+    await chat(rig, [QUESTION])
+    await chat(rig, [QUESTION], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    client = rig.anthropic()
+    await client.messages.create(model="claude", max_tokens=400, messages=[QUESTION])
+    texts = [rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples]
+    assert ["<think>" in text for text in texts] == [True, False, True]
+    rig.begin()
+    await chat(rig, [QUESTION])
+    (sample,) = rig.engine.samples
+    assert "<think>" not in rig.engine.tokenizer.decode(sample.prompt)
+
+
 async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser=None).rollout_server
     rig = AgentRig(shared.engine, await Agents(shared.engine, settings).api())

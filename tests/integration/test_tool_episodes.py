@@ -51,7 +51,7 @@ class Server:
     connection: Connection
     leases: int = 0
 
-    async def run(self, environment: str, **sampling: int) -> Trajectory:
+    async def run(self, environment: str, *, values: str = "", **sampling: int) -> Trajectory:
         self.leases += 1
         settings = fleet_pb2.SamplingSettings()
         settings.CopyFrom(SAMPLING)
@@ -59,7 +59,13 @@ class Server:
             setattr(settings, name, value)
         group = f"g{self.leases}"
         self.connection.lease(
-            group, environment, members=[0], sampling=settings, timeout_s=30.0, max_attempts=1
+            group,
+            environment,
+            members=[0],
+            sampling=settings,
+            timeout_s=30.0,
+            max_attempts=1,
+            chat_template_kwargs_json=values,
         )
         while not (found := [t for t in self.fleet.trajectories if t.group_id == group]):
             await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
@@ -181,6 +187,10 @@ async def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
         load(server, "Thinking")
         trajectory = await server.run("Thinking")
         assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+        assert "<think>" not in trajectory.prompt_text
+        # The same server, for an environment that does not want it.
+        off = await server.run("Thinking", values='{"enable_thinking": false}')
+        assert off.prompt_text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 async def test_the_result_of_an_unknown_call_fails_the_episode(tmp_path: Path) -> None:

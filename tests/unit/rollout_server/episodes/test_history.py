@@ -20,7 +20,11 @@ def test_turns_are_appended_and_can_be_read_as_a_whole(renderer) -> None:
 
 
 def test_an_assistants_message_of_the_environment_is_no_reply(renderer) -> None:
-    shown = [ChatMessage("user", " a "), ChatMessage("assistant", " b "), ChatMessage("user", " c ")]
+    shown = [
+        ChatMessage("user", " a "),
+        ChatMessage("assistant", " b "),
+        ChatMessage("user", " c "),
+    ]
     history = History(renderer, shown, NO_INPUTS)
     history.add(ChatMessage("assistant", " d "), [ChatMessage("user", " e ")])
     assert renderer.decode_all(history.prompt()) == "<s> a b </s> c d </s> e <reply>"
