@@ -104,11 +104,12 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             said = parsed.message if parsed else ChatMessage("assistant", reply)
             history.add(said, verdict.messages)
-            if verdict.tools is None or verdict.tools == history.inputs.tools:
+            tools = history.inputs.tools if verdict.tools is None else verdict.tools
+            if tools == history.inputs.tools and history.can_continue:
                 context = history.continuation(recording.token_ids[-1])
                 continue
-            # A template writes tools before the messages, so the model must read all of it anew.
-            history.inputs = history.inputs._replace(tools=verdict.tools)
+            # The template would write the beginning otherwise: the model reads all of it anew.
+            history.inputs = history.inputs._replace(tools=tools)
             await self._offer(history.inputs)
             context = history.prompt()
             if recording.room(sampling, is_new=True) <= len(context):
@@ -128,13 +129,12 @@ class EnvironmentTalk:
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Opens the reader of replies to `inputs`.
 
-        EnvironmentFailed or RenderingFailed for tools that this run cannot offer.
+        EnvironmentFailed for tools that this run cannot offer.
         """
         check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._ask(self._agents.reader(inputs))
         if self._reader is not None and inputs.tools:
             self._reader.check(inputs)
-            self._renderer.check_results(inputs)
 
     def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
         """Returns what the run's parsers read in the last reply; None if there are none."""
