@@ -20,11 +20,11 @@ from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,
     REPLY,
+    RESULT,
     ChatMessage,
     TemplateInputs,
 )
 
-_RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 # Prompts that are cached, since the members of a group begin together. A long one takes a megabyte.
 _CACHED_PROMPTS = 128
 # Longest text between two replies that is cached: longer ones, mostly tool results, hardly recur.
@@ -101,10 +101,10 @@ class Renderer:
 
     def _has_place_for_results(self, inputs: TemplateInputs) -> bool:
         try:
-            tail = self._tail((ChatMessage("user", "a"), REPLY, _RESULT), inputs)
+            tail = self._tail((ChatMessage("user", "a"), REPLY, RESULT), inputs)
         except RenderingFailed:
             return False
-        return _RESULT.content in tail
+        return RESULT.content in tail
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Whether `messages` have more characters than `num_tokens` tokens can stand for.
