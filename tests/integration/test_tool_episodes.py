@@ -25,6 +25,7 @@ from slipstream.protocol.types import (  # noqa: E402
     Status,
     Trajectory,  # noqa: E402
 )
+from slipstream.rollout_server.engine_interface import GenerationFailed  # noqa: E402
 from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
 from slipstream.rollout_server.episodes.workers import WorkerGateway  # noqa: E402
 from slipstream.rollout_server.service import RolloutServer  # noqa: E402
@@ -200,6 +201,25 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         room = sum(map(len, samples[0])) + len(samples[1][0])
         cut = await server.run("Changing", max_total_tokens=room)
         assert (cut.status, cut.num_turns, cut.branches) == (Status.TRUNCATED, 1, ())
+
+
+async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as server:
+
+        def script_and_fail(prompt: str) -> str:
+            if '"name": "look"' in prompt:
+                raise GenerationFailed("no memory")
+            return script(prompt)
+
+        server.engine.script = script_and_fail
+        load(server, "Changing")
+        trajectory = await server.run("Changing")
+        assert trajectory.failure is not None
+        assert trajectory.failure.kind is FailureKind.ENGINE
+        assert trajectory.branches == (Branch(2), Branch(2))
+        assert trajectory.num_sampled_tokens == len(server.engine.samples[0].tokens)
 
 
 async def test_results_that_cannot_follow_a_sampled_reply_begin_a_branch(tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ class Episode:
 
     def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
         task, recording, renderer = self._task, self._recording, self._services.renderer
+        recording.close()
         prompt = recording.token_ids[: recording.prompt_tokens]
         if recording.num_turns > 1:
             reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
