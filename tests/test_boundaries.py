@@ -57,6 +57,7 @@ OWNERS = {
         # vLLM's HTTP application, which agents call.
         "slipstream.rollout_server.agents.application",
         "slipstream.rollout_server.agents.prompting",
+        "slipstream.rollout_server.agents.reply_reader",
         "slipstream.rollout_server.agents.replies_as_messages",
         # vLLM says which NCCL settings are for its own communicators alone.
         "slipstream.rollout_server.weights.nccl_receiver",

@@ -419,6 +419,50 @@ async def test_a_parser_that_does_not_fit_the_model_is_named(shared) -> None:
         await Agents(shared.engine, settings).api()
 
 
+# Like Gemma 4: a result stands inside the message with its call.
+NESTED = """\
+{%- for message in messages %}{% if message.role != 'tool' %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{%- if message.tool_calls %}<result>{{ messages[loop.index].content }}</result>{% endif %}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: Path) -> None:
+    (tmp_path / "nested.jinja").write_text(NESTED)
+    template = str(tmp_path / "nested.jinja")
+    rig = await agent_rig(tmp_path / "model", script, chat_template=template)
+    messages = [{"role": "user", "content": "call 4"}]
+    message = await chat(rig, messages, tools=TOOLS)
+    (call,) = message["tool_calls"]
+    messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "It is 7."}]
+    await chat(rig, messages, tools=TOOLS)
+    _, second = (rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples)
+    assert "<result>It is 7.</result>" in second
+    assert rig.runs() == [1, 1]
+
+
+async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(
+    shared,
+) -> None:
+    settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
+    api = await Agents(shared.engine, settings.rollout_server).api()
+    rig = AgentRig(shared.engine, api)
+    rig.begin(template_values={"enable_thinking": False})
+    await chat(rig, [QUESTION])
+    await chat(rig, [QUESTION], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    client = rig.anthropic()
+    await client.messages.create(model="claude", max_tokens=400, messages=[QUESTION])
+    texts = [rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples]
+    assert ["<think>" in text for text in texts] == [True, False, True]
+    rig.begin()
+    await chat(rig, [QUESTION])
+    (sample,) = rig.engine.samples
+    assert "<think>" not in rig.engine.tokenizer.decode(sample.prompt)
+
+
 async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser=None).rollout_server
     rig = AgentRig(shared.engine, await Agents(shared.engine, settings).api())

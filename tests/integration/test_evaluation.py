@@ -72,7 +72,13 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
             sampling__stop_token_ids=[5, 6],
             sampling__stop=["</call>"],
         ),
-        {"name": "greedy", "num_episodes": 2, "temperature": 0, "max_reply_tokens": 3},
+        {
+            "name": "greedy",
+            "num_episodes": 2,
+            "temperature": 0,
+            "max_reply_tokens": 3,
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
         {"name": "sampled", "num_episodes": 4, "top_p": 0.5, "temperature": 0.7},
     )
     server = FakeServer(config.controller.address)
@@ -87,6 +93,10 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
     # The same for all, those of training, too.
     assert {tuple(x.sampling.stop_token_ids) for x in server.leases} == {(5, 6)}
     assert {tuple(x.sampling.stop) for x in server.leases} == {("</call>",)}
+    # Values for the template belong to one environment.
+    assert {x.chat_template_kwargs_json for x in greedy} == {'{"enable_thinking": false}'}
+    others = [x for x in server.leases if x.environment != "greedy"]
+    assert {x.chat_template_kwargs_json for x in others} == {""}
 
 
 async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event(tmp_path, caplog):

@@ -327,6 +327,14 @@ async def test_a_failure_that_no_registered_trainer_reports_ends_nothing(tmp_pat
         ({"name": ".."}, "a name has 1 to 100 letters, digits and ._:-, a letter or digit first"),
         ({"args_json": "[" * 60_000}, "args must be a JSON object: "),
         (
+            {"chat_template_kwargs_json": "[" * 60_000},
+            "chat_template_kwargs must be a JSON object: ",
+        ),
+        (
+            {"chat_template_kwargs_json": '{"chat_template": "{{ 1 }}"}'},
+            "chat_template_kwargs must not set 'chat_template', which servers set",
+        ),
+        (
             {"args_json": "a" * (40 << 20)},
             "SubmitEnvironmentRequest must have at most 131072 bytes",
         ),

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import json
+import re
+import runpy
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from slipstream.client import Environment  # noqa: E402
 from slipstream.client.serving import EpisodeHost  # noqa: E402
 from slipstream.protocol.types import (  # noqa: E402
     Branch,
@@ -20,13 +25,14 @@ from slipstream.protocol.types import (  # noqa: E402
     Status,
     Trajectory,  # noqa: E402
 )
+from slipstream.rollout_server.engine_interface import GenerationFailed  # noqa: E402
 from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
 from slipstream.rollout_server.episodes.workers import WorkerGateway  # noqa: E402
 from slipstream.rollout_server.service import RolloutServer  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
 from support.fakes import example_tools  # noqa: E402
 from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
-from support.fakes.chat_models import make_chat_model  # noqa: E402
+from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model  # noqa: E402
 from support.fakes.fake_fleet import Connection, FakeFleet  # noqa: E402
 from support.fakes.scripted_engine import ScriptedEngine  # noqa: E402
 
@@ -38,6 +44,14 @@ SAMPLING = fleet_pb2.SamplingSettings(
     max_episode_tokens=1500,
     max_total_tokens=4000,
     max_branches=8,
+)
+# Like those of gpt-oss and MiniMax-M2.
+DEMANDING = CHAT_TEMPLATE.replace(
+    "{%- for message in messages %}",
+    "{%- set ns = namespace(called=false) %}{%- for message in messages %}"
+    "{%- if message.tool_calls %}{%- set ns.called = true %}{%- endif %}"
+    "{%- if message.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}"
+    "{%- endif %}",
 )
 FOLDER = str(Path(example_tools.__file__).parent)
 
@@ -51,7 +65,7 @@ class Server:
     connection: Connection
     leases: int = 0
 
-    async def run(self, environment: str, **sampling: int) -> Trajectory:
+    async def run(self, environment: str, *, values: str = "", **sampling: int) -> Trajectory:
         self.leases += 1
         settings = fleet_pb2.SamplingSettings()
         settings.CopyFrom(SAMPLING)
@@ -59,7 +73,13 @@ class Server:
             setattr(settings, name, value)
         group = f"g{self.leases}"
         self.connection.lease(
-            group, environment, members=[0], sampling=settings, timeout_s=30.0, max_attempts=1
+            group,
+            environment,
+            members=[0],
+            sampling=settings,
+            timeout_s=30.0,
+            max_attempts=1,
+            chat_template_kwargs_json=values,
         )
         while not (found := [t for t in self.fleet.trajectories if t.group_id == group]):
             await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
@@ -68,7 +88,7 @@ class Server:
         assert beat.generated_tokens == beat.ended_tokens == recorded
         return found[0]
 
-    def serve(self, environment: example_tools.Adding) -> None:
+    def serve(self, environment: Environment[Any]) -> None:
         """Serves an environment as a client does, under the name "served"."""
         host = EpisodeHost(environment)
 
@@ -79,8 +99,15 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, **rollout_server: object) -> AsyncIterator[Server]:
+async def serving(
+    folder: Path,
+    *,
+    script: Callable[[str], str] = script,
+    template: str = CHAT_TEMPLATE,
+    **rollout_server: object,
+) -> AsyncIterator[Server]:
     model = make_chat_model(folder / "model", with_weights=False)
+    (model / "chat_template.jinja").write_text(template)
     config = agent_config(model, **rollout_server)
     engine = scripted_engine(config, script)
     engine.version = None
@@ -176,11 +203,69 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         assert (cut.status, cut.num_turns, cut.branches) == (Status.TRUNCATED, 1, ())
 
 
+async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as server:
+
+        def script_and_fail(prompt: str) -> str:
+            if '"name": "look"' in prompt:
+                raise GenerationFailed("no memory")
+            return script(prompt)
+
+        server.engine.script = script_and_fail
+        load(server, "Changing")
+        trajectory = await server.run("Changing")
+        assert trajectory.failure is not None
+        assert trajectory.failure.kind is FailureKind.ENGINE
+        assert trajectory.branches == (Branch(2), Branch(2))
+        assert trajectory.num_sampled_tokens == len(server.engine.samples[0].tokens)
+
+
+async def test_results_that_cannot_follow_a_sampled_reply_begin_a_branch(tmp_path: Path) -> None:
+    async with serving(tmp_path, template=DEMANDING) as server:
+        load(server, "Adding")
+        trajectory = await server.run("Adding")
+        assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
+        assert trajectory.reward == 1 + 2 + 5
+        assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
+        samples = [(sample.prompt, sample.tokens) for sample in server.engine.samples]
+        assert recorded(trajectory) == samples
+
+
+def ask_and_answer(prompt: str) -> str:
+    """Asks for both temperatures, with a wrong call among them, and names the warmer town."""
+    *_, last = prompt.removesuffix("<|im_start|>assistant\n").split("<|im_start|>")
+    if last.startswith("tool"):
+        return "Rome"
+    asked = ({"town": "Rome"}, {"town": "Oslo"}, {"city": 3})
+    calls = [json.dumps({"name": "temperature", "arguments": each}) for each in asked]
+    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+async def test_the_tools_of_the_guide_answer_the_model(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text()
+    (text,) = re.findall(r"```python\n([^`]*class WarmerTown[^`]*)```", page)
+    (tmp_path / "shown.py").write_text(text)
+    shown = runpy.run_path(str(tmp_path / "shown.py"))["WarmerTown"]
+    async with serving(tmp_path, script=ask_and_answer) as server:
+        server.serve(shown({"Rome": 21.5, "Oslo": 4.0}))
+        trajectory = await server.run("served")
+        assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
+        assert (trajectory.reward, trajectory.metrics) == (1.0, {"calls": 3.0})
+        results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", trajectory.reply_text)
+        assert results == ["21.5", "4.0", "unknown town"]
+
+
 async def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
     async with serving(tmp_path, reasoning_parser="deepseek_r1") as server:
         load(server, "Thinking")
         trajectory = await server.run("Thinking")
         assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+        assert "<think>" not in trajectory.prompt_text
+        # The same server, for an environment that does not want it.
+        off = await server.run("Thinking", values='{"enable_thinking": false}')
+        assert off.prompt_text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 async def test_the_result_of_an_unknown_call_fails_the_episode(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from slipstream.client import Environment, StepResult
+from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
 from slipstream.protocol.settings.config import Config
@@ -269,7 +269,8 @@ ENVIRONMENT_BLOCKS = [
     if "(Environment)" in text and "def tasks" in text and "..." not in text
 ]
 # Arguments of the classes that need some.
-ARGUMENTS = {"Warmer": {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}}
+TEMPERATURES = {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}
+ARGUMENTS = {"Warmer": TEMPERATURES, "WarmerTown": TEMPERATURES}
 
 
 @pytest.mark.parametrize("text", ENVIRONMENT_BLOCKS, ids=lambda text: text.split("class ")[1][:8])
@@ -284,15 +285,18 @@ async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: 
     environment = found(**ARGUMENTS.get(found.__name__, {}))
     for index in range(3):
         opened = environment.reset(TaskSource(environment)[index])
-        messages = await opened if inspect.isawaitable(opened) else opened
+        opening = await opened if inspect.isawaitable(opened) else opened
+        has_tools = isinstance(opening, ResetResult)
+        messages = opening.messages if has_tools else opening
         assert {message["role"] for message in messages} <= {"system", "user"}
     if found.__name__ == "Poem":
         # The judge of this environment is not there.
         return
-    judged = environment.step("<look>Rome</look>")
+    calls = [ToolCall("1", "temperature", {"town": "Rome"})] if has_tools else []
+    judged = environment.step(Reply("<look>Rome</look>", tool_calls=calls))
     verdict = await judged if inspect.isawaitable(judged) else judged
     assert isinstance(verdict, StepResult)
-    assert verdict.done is (found.__name__ != "Warmer")
+    assert verdict.done is (found.__name__ not in ARGUMENTS)
 
 
 def options() -> dict[str, set[str]]:

@@ -39,6 +39,7 @@ from slipstream.protocol.access.security import (
 )
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.protocol.settings.config import SecuritySection, address_parts
+from slipstream.protocol.template_values import values_json
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -125,6 +126,7 @@ class Client:
         timeout_s: float = 60.0,
         num_workers: int = 1,
         search_path: Path | None = None,
+        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> EnvironmentStatus:
         """Has the rollout servers run "package.module:Class" in worker processes of their own.
 
@@ -146,6 +148,7 @@ class Client:
             num_workers=num_workers,
             search_path=str(search_path or os.getcwd()),
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+            chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
         )
         # The controller refuses a value that is no limit.
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
@@ -172,6 +175,7 @@ class Client:
         weight: float = 1.0,
         timeout_s: float = 60.0,
         connect_timeout_s: float = 60.0,
+        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> None:
         """Runs the episodes of `environment` in this process until the run ends.
 
@@ -186,6 +190,7 @@ class Client:
             timeout_s=timeout_s,
             num_workers=1,
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+            chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
         )
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes

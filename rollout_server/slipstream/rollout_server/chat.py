@@ -49,6 +49,8 @@ class ChatMessage(NamedTuple):
 
 # The stand-in for a reply whose tokens are known, in a history; no template may change its text.
 REPLY = ChatMessage("assistant", PLACEHOLDER)
+# The stand-in for a result, with an id that every template takes.
+RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 
 class ParsedReply(NamedTuple):

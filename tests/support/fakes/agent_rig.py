@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -21,6 +22,7 @@ from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
 from support.rigs.started_engine import become_a_server
 
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 SAMPLING = Sampling(1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50)
 
 
@@ -83,7 +85,9 @@ class AgentRig:
     def __post_init__(self) -> None:
         self.begin()
 
-    def begin(self, sampling: Sampling = SAMPLING) -> Recorder:
+    def begin(
+        self, sampling: Sampling = SAMPLING, *, template_values: Mapping[str, Any] = NO_VALUES
+    ) -> Recorder:
         """Starts another episode."""
         self._number += 1
         self.sampled_tokens = 0
@@ -98,6 +102,7 @@ class AgentRig:
             sampling,
             as_messages=self.api.as_messages,
             sampled=sampled,
+            template_values=template_values,
         )
         return self.recorder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 END = "<|im_end|>"
@@ -19,20 +20,28 @@ CHAT_TEMPLATE = """\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 
 
-def make_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> int:
-    """Saves the tokenizer; returns the size of its vocabulary."""
+def make_chat_tokenizer(
+    folder: Path, template: str = CHAT_TEMPLATE, *, words: Sequence[str] = ()
+) -> int:
+    """Saves the tokenizer; returns the size of its vocabulary. Each of `words` is one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL_TOKENS, *MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names = [*SPECIAL_TOKENS, *MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
     tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in MARKS])
+    tokenizer.add_tokens(
+        [AddedToken(name, special=False, normalized=False) for name in (*MARKS, *words)]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -43,7 +52,13 @@ def make_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> int:
     return len(names)
 
 
-def make_chat_model(folder: Path, *, with_weights: bool = True, max_length: int = 4096) -> Path:
+def make_chat_model(
+    folder: Path,
+    *,
+    with_weights: bool = True,
+    max_length: int = 4096,
+    words: Sequence[str] = (),
+) -> Path:
     """Saves a tiny Llama, with random weights or with none; returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,7 +66,7 @@ def make_chat_model(folder: Path, *, with_weights: bool = True, max_length: int 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=make_chat_tokenizer(folder),
+        vocab_size=make_chat_tokenizer(folder, words=words),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,

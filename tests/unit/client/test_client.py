@@ -196,6 +196,19 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
         await client.submit("m:C", args={"x": object()})  # type: ignore[dict-item]
 
 
+async def test_values_for_the_template_travel_with_the_environment(
+    client: Client, controller: Controller
+) -> None:
+    await client.submit("m:C", chat_template_kwargs={"enable_thinking": False})
+    assert controller.submitted[-1].chat_template_kwargs_json == '{"enable_thinking": false}'
+    for call in (
+        client.submit("m:C", chat_template_kwargs={"tools": 1}),
+        client.serve(Good(), chat_template_kwargs={"tools": 1}),
+    ):
+        with pytest.raises(ConfigError, match="chat_template_kwargs must not set 'tools'"):
+            await call
+
+
 async def test_an_address_without_a_controller_is_named() -> None:
     async with Client("127.0.0.1:9") as client:
         serving = client.serve(Good(), connect_timeout_s=0.1)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.protocol.settings.section import Positive, Reference, Seconds, Section
+from slipstream.protocol.template_values import TemplateValues
 
 # Between 0 and this temperature vLLM silently samples at this temperature.
 MIN_TEMPERATURE = 0.01
@@ -46,6 +47,8 @@ class EvaluationSection(Section):
     timeout_s: Seconds = 60.0
     # Worker processes beside each rollout server.
     num_workers: Positive = 1
+    # Passed by name to the chat template, like those of an environment.
+    chat_template_kwargs: TemplateValues = {}
 
     @model_validator(mode="after")
     def _samples(self) -> EvaluationSection:

@@ -18,6 +18,7 @@ from slipstream.protocol.settings.section import (
     Section,
     Silence,
 )
+from slipstream.protocol.template_values import TemplateValues
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -69,6 +70,9 @@ class EnvironmentSection(Section):
     timeout_s: Seconds = 60.0
     # Worker processes beside each rollout server.
     num_workers: Positive = 1
+    # Passed by name to the chat template for this environment, before those of
+    # rollout_server.chat_template_kwargs.
+    chat_template_kwargs: TemplateValues = {}
 
 
 class ControllerSection(Section):
@@ -227,16 +231,16 @@ class RolloutServerSection(Section):
     # weights, and nothing is computed twice.
     recompute_context: bool = True
     # vLLM's name of the reader of the model's tool calls: hermes, llama3_json, mistral and so on.
-    # Agents that use tools need it.
+    # Agents that use tools and environments that name tools need it.
     tool_parser: str | None = None
-    # vLLM's name of the reader of the model's reasoning, which agents get apart from the reply:
-    # qwen3, deepseek_r1 and so on. None: reasoning is part of the reply.
+    # vLLM's name of the reader of the model's reasoning, which agents and other environments get
+    # apart from the reply: qwen3, deepseek_r1 and so on. None: reasoning is part of the reply.
     reasoning_parser: str | None = None
     # File of a chat template in place of the tokenizer's, for agents and other environments.
     chat_template: Path | None = None
-    # Passed by name to the chat template, as `enable_thinking = false` is. An agent's request may
-    # say otherwise.
-    chat_template_kwargs: dict[str, JsonValue] = {}
+    # Passed by name to the chat template, as `enable_thinking = false` is. Those of an environment
+    # come before them, those of an agent's request before both.
+    chat_template_kwargs: TemplateValues = {}
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}

@@ -123,6 +123,9 @@ class Answering:
         if ruled.body.get("tools") and not self._has_tools and choice not in _NO_TOOLS:
             raise RefusedRequest(NEED_PARSER)
         ruled.body["model"] = self._model
+        values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
+        if values and isinstance(asked_values, dict):
+            ruled.body["chat_template_kwargs"] = {**values, **asked_values}
         return ruled
 
     def _with_model(self, body: bytes) -> bytes:

@@ -14,6 +14,7 @@ from slipstream.rollout_server.agents.conversations import Found
 from slipstream.rollout_server.agents.messages import message_key
 from slipstream.rollout_server.agents.open_call import OpenCall
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
+from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import TokensInput, tokens_input
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
@@ -21,7 +22,7 @@ from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, OpenCall] | None] = ContextVar("agent_call", default=None)
 
-_PLACEHOLDER = "slipstreamreplyplaceholder"
+_REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
 _CACHED_TEXTS = 256
@@ -51,6 +52,8 @@ class PromptRenderer:
             self._backend.no_padding()
         self._tokenizer = tokenizer
         self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
+        # Whether results of tools can follow a reply; None: no result has come yet.
+        self._has_place: bool | None = None
         self._short = lru_cache(_CACHED_TEXTS)(self._encode)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is vLLM's
@@ -112,17 +115,29 @@ class PromptRenderer:
         if found is None:
             return self._tokens(self._text(messages, params), most)
         known = found.num_messages
-        reply = {"role": "assistant", "content": _PLACEHOLDER}
+        new = messages[known:]
+        if any(each.get("role") == "tool" for each in new) and not self._takes_results(params):
+            return None
         try:
-            text = self._text([*messages[: known - 1], reply, *messages[known:]], params)
+            text = self._text([*messages[: known - 1], _REPLY, *new], params)
         except (VLLMValidationError, ValueError, TypeError):
             # A template may want what a plain reply lacks, calls before their results, for one.
             return None
-        if text.count(_PLACEHOLDER) != 1:
+        if text.count(PLACEHOLDER) != 1:
             return None
-        tokens = self._tokens(text.partition(_PLACEHOLDER)[2], most)
+        tokens = self._tokens(text.partition(PLACEHOLDER)[2], most)
         last = found.turn.branch.token_ids[found.turn.end - 1]
         return tokens[1:] if tokens[:1] == [last] else tokens
+
+    def _takes_results(self, params: ChatParams) -> bool:
+        """Whether the template writes results of tools behind a reply, not into its calls."""
+        if self._has_place is None:
+            try:
+                text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)
+            except (VLLMValidationError, ValueError, TypeError):
+                text = ""
+            self._has_place = _RESULT["content"] in text.partition(PLACEHOLDER)[2]
+        return self._has_place
 
     def _text(self, messages: list[Message], params: ChatParams) -> str:
         _, prompt = self._inner.render_messages(messages, params)

@@ -11,8 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from pydantic import JsonValue
 from slipstream.rollout_server.agents.conversations import Conversations, Found, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
@@ -54,10 +56,15 @@ class Recorder:
         *,
         as_messages: AsMessages,
         sampled: Callable[[int], None],
+        template_values: Mapping[str, JsonValue] = MappingProxyType({}),
     ) -> None:
-        """`key` names the episode; `sampled` is told the number of tokens of each generation."""
+        """`key` names the episode; `sampled` is told the number of tokens of each generation.
+
+        `template_values` are the environment's for the chat template.
+        """
         self.conversations = Conversations()
         self.sampling = sampling
+        self.template_values = template_values
         # Seconds with at least one reply under way.
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0

@@ -19,6 +19,7 @@ from slipstream.protocol.errors import ProtocolError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.settings.config import SamplingSection
+from slipstream.protocol.template_values import read_values
 from slipstream.protocol.types import (
     MAX_EXCUSED_ATTEMPTS,
     FailureKind,
@@ -64,17 +65,23 @@ class Lease:
     max_attempts: int
     # Seconds within which the environment must answer one call.
     timeout_s: float
+    # The environment's values for the chat template, a JSON object; "": none.
+    template_values: str = ""
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
         """The lease of a message; `defaults` apply if the message has no sampling settings.
 
-        ProtocolError for an unknown purpose.
+        ProtocolError for an unknown purpose, or values that no chat template takes.
         """
         if message.purpose not in _PURPOSES:
             raise ProtocolError(
                 f"Lease.purpose must be one of {sorted(_PURPOSES)}, got {message.purpose}"
             )
+        try:
+            read_values(message.chat_template_kwargs_json)
+        except ValueError as error:
+            raise ProtocolError(f"Lease.{error}") from None
         given = message.sampling if message.HasField("sampling") else defaults.to_pb()
         return cls(
             group_id=GroupId(message.group_id),
@@ -87,6 +94,7 @@ class Lease:
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,
             timeout_s=message.timeout_s,
+            template_values=message.chat_template_kwargs_json,
         )
 
 
@@ -263,6 +271,7 @@ class Dispatcher:
                 purpose=lease.purpose,
                 sampling=lease.sampling,
                 timeout_s=lease.timeout_s,
+                template_values=lease.template_values,
             )
             episode = Episode(task, self._services)
             group.episodes.add(episode)

@@ -81,13 +81,13 @@ class EnvironmentTalk:
         # Reads replies; None: there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
-    async def run(self, opening: Opening) -> Status:
+    async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
         """Plays the turns behind `opening`; returns how the episode ended.
 
         PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
         """
         renderer, recording, sampling = self._renderer, self._recording, self._sampling
-        history = await self._begin(opening)
+        history = await self._begin(opening, inputs)
         context = history.prompt()
         recording.prompt_tokens = len(context)
         self._check_prompt(len(context))
@@ -127,38 +127,37 @@ class EnvironmentTalk:
                 )
             said = parsed.message if parsed else ChatMessage("assistant", reply)
             history.add(said, verdict.messages)
-            if verdict.tools is None or verdict.tools == history.inputs.tools:
+            tools = history.inputs.tools if verdict.tools is None else verdict.tools
+            if tools == history.inputs.tools and history.can_continue:
                 context = history.continuation(recording.token_ids[-1])
                 continue
-            # A template writes tools before the messages, so the model must read all of it anew.
-            history.inputs = history.inputs._replace(tools=verdict.tools)
+            # The template would write the beginning otherwise: the model reads all of it anew.
+            history.inputs = history.inputs._replace(tools=tools)
             await self._offer(history.inputs)
             context = history.prompt()
             if recording.room(sampling, is_new=True) <= len(context):
                 return Status.TRUNCATED
             recording.begin_branch()
 
-    async def _begin(self, opening: Opening) -> History:
+    async def _begin(self, opening: Opening, inputs: TemplateInputs) -> History:
         renderer, most = self._renderer, self._sampling.max_episode_tokens
         if renderer.cannot_fit(opening.messages, most):
             raise PromptTooLong(
                 f"a prompt of {sum(len(message.content) for message in opening.messages)} "
                 f"characters leaves no room within sampling.max_episode_tokens = {most}"
             )
-        inputs = TemplateInputs(opening.tools)
         await self._offer(inputs)
         return History(renderer, opening.messages, inputs)
 
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Opens the reader of replies to `inputs`.
 
-        EnvironmentFailed or RenderingFailed for tools that this run cannot offer.
+        EnvironmentFailed for tools that this run cannot offer.
         """
         check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._ask(self._agents.reader(inputs))
         if self._reader is not None and inputs.tools:
             self._reader.check(inputs)
-            self._renderer.check_results(inputs)
 
     def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
         """Returns what the run's parsers read in the last reply; None if there are none."""

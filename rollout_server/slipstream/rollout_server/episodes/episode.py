@@ -19,6 +19,7 @@ import numpy as np
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.template_values import read_values
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -31,6 +32,7 @@ from slipstream.protocol.types import (
 )
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import (
     Engine,
     FinishReason,
@@ -67,6 +69,8 @@ class EpisodeTask:
     sampling: Sampling
     # Seconds within which the environment must answer one call.
     timeout_s: float
+    # The environment's values for the chat template, a JSON object; "": none.
+    template_values: str = ""
 
     @property
     def key(self) -> str:
@@ -167,7 +171,7 @@ class Episode:
             generate=self._generate,
             give=self._give,
         )
-        return await talk.run(opening)
+        return await talk.run(opening, TemplateInputs(opening.tools, task.template_values))
 
     async def _serve_agent(self, session: EnvironmentSession, max_reply_tokens: int) -> Status:
         """Answers the agent's calls until it returns; its conversations are recorded at the end."""
@@ -180,6 +184,7 @@ class Episode:
             dataclasses.replace(task.sampling, max_reply_tokens=int(most)),
             as_messages=api.as_messages,
             sampled=self._services.ledger.sampled,
+            template_values=read_values(task.template_values),
         )
         talk = AgentTalk(session, api.answering, recorder, timeout_s=task.timeout_s)
         shares: dict[str, float] = {}
@@ -262,6 +267,7 @@ class Episode:
 
     def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
         task, recording, renderer = self._task, self._recording, self._services.renderer
+        recording.close()
         prompt = recording.token_ids[: recording.prompt_tokens]
         if recording.num_turns > 1:
             reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])

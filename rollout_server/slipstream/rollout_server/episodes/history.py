@@ -47,15 +47,28 @@ class History:
 
     def prompt(self) -> list[int]:
         """Returns the tokens of all messages, replies as messages too."""
-        replies = iter(self._replies)
-        whole = [next(replies) if each is REPLY else each for each in self._messages]
-        return self._renderer.prompt(whole, self.inputs)
+        return self._renderer.prompt(self._whole(self._messages), self.inputs)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether what follows the last reply can be appended to its tokens."""
+        new = self._messages[self._num_read :]
+        has_results = bool(self.inputs.tools) and any(each.role == "tool" for each in new)
+        return not has_results or self._renderer.has_place_for_results(self.inputs)
 
     def reply(self, text: str) -> list[int]:
         """Returns the tokens of a reply with this text, with the one that ends it."""
         return self._renderer.reply(text, self._messages, self.inputs)
 
     def continuation(self, last_token: int) -> list[int]:
-        """Returns the tokens between the last reply and the next one."""
+        """Returns the tokens between the last reply and the next one, if it `can_continue`."""
         said, new = self._messages[: self._num_read], self._messages[self._num_read :]
+        if self.inputs.tools and not self._renderer.has_place_for_results(self.inputs):
+            # Earlier results stand behind their calls.
+            said = [*self._whole(said[:-1]), REPLY]
         return self._renderer.continuation(said, new, last_token, self.inputs)
+
+    def _whole(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Returns the first messages with the replies in the place of their stand-ins."""
+        replies = iter(self._replies)
+        return [next(replies) if each is REPLY else each for each in messages]

@@ -120,6 +120,11 @@ class Recording:
             self.expert_ids.append(_unknown(missing, known))
         self.start = len(self.token_ids)
 
+    def close(self) -> None:
+        """Ends the record: a branch whose last context has no reply gets an empty one."""
+        if self.ended_branches and len(self.run_lengths) % 2:
+            self.run_lengths.append(0)
+
     def add_context(self, token_ids: list[int]) -> None:
         """Appends tokens for the model to read."""
         self.token_ids += token_ids

@@ -20,11 +20,11 @@ from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,
     REPLY,
+    RESULT,
     ChatMessage,
     TemplateInputs,
 )
 
-_RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 # Prompts that are cached, since the members of a group begin together. A long one takes a megabyte.
 _CACHED_PROMPTS = 128
 # Longest text between two replies that is cached: longer ones, mostly tool results, hardly recur.
@@ -65,7 +65,9 @@ class Renderer:
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
         self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
-        self._results_problem = lru_cache(_CACHED_PROMPTS)(self._find_results_problem)
+        # Whether the result of a tool can follow a reply whose calls are part of its text. Some
+        # templates write results where they write calls, others refuse results without calls.
+        self.has_place_for_results = lru_cache(_CACHED_PROMPTS)(self._has_place_for_results)
         try:
             self._text((ChatMessage("user", "a"),), NO_INPUTS)
         except RenderingFailed as error:
@@ -112,23 +114,12 @@ class Renderer:
             end = after[0]
         return [*self._tokenise(text), *([] if end is None else [end])]
 
-    def check_results(self, inputs: TemplateInputs) -> None:
-        """Raises RenderingFailed if the template has no place for results of tools.
-
-        Such a template writes results where it writes calls, which a sampled reply already holds.
-        """
-        problem = self._results_problem(inputs)
-        if problem:
-            raise RenderingFailed(
-                f"the chat template takes no result of a tool behind a sampled reply: {problem}"
-            )
-
-    def _find_results_problem(self, inputs: TemplateInputs) -> str:
+    def _has_place_for_results(self, inputs: TemplateInputs) -> bool:
         try:
-            tail = self._tail((ChatMessage("user", "a"), REPLY, _RESULT), inputs)
-        except RenderingFailed as error:
-            return str(error)
-        return "" if _RESULT.content in tail else "it leaves the result out"
+            tail = self._tail((ChatMessage("user", "a"), REPLY, RESULT), inputs)
+        except RenderingFailed:
+            return False
+        return RESULT.content in tail
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Whether `messages` have more characters than `num_tokens` tokens can stand for.

@@ -196,6 +196,37 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(
     assert set(seen) <= {"LC_CTYPE"}, caught.value
 
 
+CALLING = """
+from slipstream.client import Environment, ResetResult
+
+class Calling(Environment):
+    def tasks(self):
+        return [1]
+
+    def reset(self, task):
+        look = {"type": "function", "function": {"name": "look"}}
+        return ResetResult([{"role": "user", "content": "look"}], tools=[look])
+"""
+
+
+@pytest.mark.process
+async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calling.py").write_text(CALLING)
+    monkeypatch.chdir(tmp_path)
+    section = EnvironmentSection(name="e", reference="calling:Calling", timeout_s=20.0)
+    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    with pytest.raises(ConfigError) as caught:
+        await check_environments(config)
+    assert str(caught.value) == (
+        "environment e: tools need rollout_server.tool_parser, the reader of the model's tool "
+        "calls: set it in the run's configuration"
+    )
+    server = config.rollout_server.model_copy(update={"tool_parser": "hermes"})
+    await check_environments(config.model_copy(update={"rollout_server": server}))
+
+
 HANGING = """
 import ctypes, os, subprocess, sys
 from slipstream.client.builtin.echo import Echo

@@ -395,7 +395,8 @@ async def test_unloading_ends_the_workers(hosted) -> None:
 
 async def scattered(session) -> list[int]:
     """The processes that an episode of `Scattering` has left behind."""
-    ((_, told),) = (await session.reset(0, 0)).messages
+    (message,) = (await session.reset(0, 0)).messages
+    told = message.content
     pids = [int(pid) for pid in told.split()]
     assert all(map(psutil.pid_exists, pids))
     return pids
@@ -482,7 +483,8 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
         hosted.load("Curious")
         await hosted.report()
         session = await hosted.open("Curious")
-        ((_, told),) = (await session.reset(0, 0)).messages
+        (message,) = (await session.reset(0, 0)).messages
+        told = message.content
         session.close()
     files, variables, arguments = json.loads(told)
     # The null device, the record of its calls, and what it has opened itself: sockets, its log's

@@ -6,7 +6,7 @@ import numpy as np
 from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import Branch, PolicyVersion, VersionSpan
 from slipstream.rollout_server.agents.conversations import Conversations
-from slipstream.rollout_server.engine_interface import FinishReason, Generation
+from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.recording import Recording
 
 
@@ -54,3 +54,30 @@ def test_an_episode_without_a_reply_is_empty() -> None:
     recording = Recording()
     recording.take_branches(Conversations(), {})
     assert (recording.token_ids, recording.branches, recording.prompt_tokens) == ([], (), 0)
+
+
+SAMPLING = Sampling(1.0, 1.0, 0, 8, 8, 6, max_total_tokens=10, max_branches=2)
+
+
+def test_another_conversation_of_an_environment_begins_a_branch() -> None:
+    recording = Recording()
+    assert recording.room(SAMPLING) == recording.room(SAMPLING, is_new=True) == 6
+    recording.add_context([1, 2])
+    recording.add_reply(generation([10], [0, 1]))
+    assert (recording.branches, recording.num_routed) == ((), 2)
+    assert (recording.room(SAMPLING), recording.room(SAMPLING, is_new=True)) == (3, 6)
+    recording.begin_branch()
+    assert (recording.conversation, recording.num_routed) == ([], 0)
+    recording.add_context([3, 4])
+    recording.add_reply(generation([11], [5, 6]))
+    assert recording.conversation == [3, 4, 11]
+    assert recording.branches == (Branch(2), Branch(2))
+    # Four of all tokens are left, three of the branch, and no third branch.
+    assert (recording.room(SAMPLING), recording.room(SAMPLING, is_new=True)) == (3, 0)
+    recording.add_context([5])
+    assert (recording.conversation, recording.num_routed) == ([3, 4, 11, 5], 2)
+    recording.add_reply(generation([12], [7, 4]))
+    assert recording.branches == (Branch(2), Branch(4))
+    assert recording.token_ids == [1, 2, 10, 3, 4, 11, 5, 12]
+    experts = RoutedExperts.of_parts(recording.expert_ids, 8, num_tokens=8)
+    assert experts.expert_ids[:, 0, 0].tolist() == [0, 1, 255, 5, 6, 7, 4, 255]

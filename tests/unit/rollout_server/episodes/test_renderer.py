@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from make_tiny_model import make_tokenizer
 from slipstream.protocol.errors import ConfigError
-from slipstream.rollout_server.chat import REPLY, ChatMessage
+from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, ToolCall
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 
 EOS = 2
@@ -122,3 +122,62 @@ def test_a_long_text_between_two_replies_is_not_kept(renderer) -> None:
 def test_a_text_for_readers_has_the_special_tokens(renderer) -> None:
     assert renderer.decode_all(renderer.prompt([user("a b")])) == "<s> a b <reply>"
     assert renderer.decode_all([]) == renderer.decode([]) == ""
+
+
+# Like Qwen3: tools open the prompt, and the reasoning of earlier turns is left out.
+TOOLS = (
+    "{% if tools %}<s> {{ tools[0].function.name }} {% endif %}"
+    "{% for m in messages %}<s> {% if m.reasoning_content and loop.last %}"
+    "{{ m.reasoning_content }} {% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.arguments.x }}{% endfor %}"
+    "{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<reply>{% if thinks %} 1{% endif %}{% endif %}"
+)
+# Like Gemma 4: results stand inside the message with the calls.
+NESTED = (
+    "{% for m in messages if m.role != 'tool' %}{{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<reply>{% endif %}"
+)
+# Like gpt-oss: results without calls are refused.
+DEMANDING = (
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('no call') }}{% endif %}{{ m.content }} {% endfor %}"
+)
+ADD = TemplateInputs(tools='[{"type": "function", "function": {"name": "d"}}]')
+
+
+def test_tools_are_rendered_once_and_results_behind_the_sampled_tokens(tmp_path: Path) -> None:
+    renderer = with_template(tmp_path, TOOLS)
+    history = [user("a")]
+    # <s> d <s> a </s> <reply>
+    assert renderer.prompt(history, ADD) == [1, 7, 1, 4, 2, 3]
+    assert renderer.prompt(history) == [1, 4, 2, 3]
+    assert renderer.has_place_for_results(ADD)
+    result = ChatMessage("tool", "b", "c")
+    later = renderer.continuation([*history, REPLY], [result], EOS, ADD)
+    # <s> b c </s> <reply>: the tools are not said again.
+    assert later == [1, 5, 6, 2, 3]
+
+
+def test_replies_as_messages_have_calls_and_the_template_decides_on_reasoning(tmp_path) -> None:
+    renderer = with_template(tmp_path, TOOLS)
+    reply = ChatMessage(
+        "assistant", "e", tool_calls=(ToolCall("1", "d", '{"x": "f"}'),), reasoning="g"
+    )
+    said = renderer.prompt([user("a"), reply, ChatMessage("tool", "b", "c")])
+    assert renderer.decode_all(said) == "<s> a </s> <s> e f </s> <s> b c </s> <reply>"
+    assert renderer.decode_all(renderer.prompt([reply])) == "<s> g e f </s> <reply>"
+
+
+def test_values_of_an_environment_come_before_those_of_the_run(tmp_path: Path) -> None:
+    with_template(tmp_path, TOOLS)
+    renderer = Renderer(tmp_path, values={"thinks": True})
+    off = TemplateInputs(values='{"thinks": false}')
+    assert renderer.prompt([user("a")]) == [1, 4, 2, 3, 31]
+    assert renderer.prompt([user("a")], off) == [1, 4, 2, 3]
+    assert renderer.continuation([user("a"), REPLY], [user("b")], EOS, off) == [1, 5, 2, 3]
+
+
+@pytest.mark.parametrize("template", [NESTED, DEMANDING])
+def test_a_template_without_a_place_for_results_is_known(tmp_path: Path, template: str) -> None:
+    assert not with_template(tmp_path, template).has_place_for_results(ADD)

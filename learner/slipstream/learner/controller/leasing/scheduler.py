@@ -169,6 +169,7 @@ class Scheduler:
             max_attempts=group.first_attempt + self._config.controller.max_attempts,
             first_attempt=group.first_attempt,
             timeout_s=entry.spec.timeout_s,
+            chat_template_kwargs_json=entry.spec.chat_template_kwargs_json,
         )
 
     def grant_evaluation(self, session: ServerSession, group: Group) -> None:

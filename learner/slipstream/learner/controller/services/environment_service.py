@@ -26,6 +26,7 @@ from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.template_values import read_values
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
@@ -176,7 +177,13 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             args = json.loads(spec.args_json or "{}")
         except (ValueError, RecursionError) as error:
             return f"args must be a JSON object: {error}"
-        return "" if isinstance(args, dict) else f"args must be a JSON object, got {spec.args_json}"
+        if not isinstance(args, dict):
+            return f"args must be a JSON object, got {spec.args_json}"
+        try:
+            read_values(spec.chat_template_kwargs_json)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _client_came(self, client: ClientSession) -> str:
         group_size = self._run.config.algorithm.group_size

@@ -7,6 +7,7 @@ import json
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.measurement_sections import EvaluationSection
 from slipstream.protocol.settings.sections import EnvironmentSection
+from slipstream.protocol.template_values import values_json
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 
@@ -38,4 +39,5 @@ def _spec(
         num_workers=section.num_workers,
         search_path=search_path,
         purpose=purpose,
+        chat_template_kwargs_json=values_json(section.chat_template_kwargs),
     )

@@ -1,0 +1,89 @@
+"""Environments with tools in a run with all parts, hosted and served, and its replay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from support.fakes import example_tools  # noqa: E402
+from support.fakes.chat_models import make_chat_model  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    command,
+    connection,
+    run_command,
+    summary_of,
+    until_step,
+    write_config,
+)
+
+pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
+
+RUN_LIMIT_S = 500.0
+LOOKING = {"reference": "user_tools:Looking", "timeout_s": 60.0}
+
+
+async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None:
+    shutil.copy(example_tools.__file__, tmp_path / "user_tools.py")
+    model = make_chat_model(tmp_path / "model", max_length=1024, words=example_tools.CALLS)
+    config = write_config(
+        tmp_path,
+        model,
+        run__steps=6,
+        environments=[
+            {"name": "looking", **LOOKING},
+            # Its prompts say that the model should not think.
+            {"name": "silent", "chat_template_kwargs": {"enable_thinking": False}, **LOOKING},
+        ],
+        evaluations=[{"name": "held", "num_episodes": 4, **LOOKING}],
+        algorithm__group_size=4,
+        algorithm__groups_per_step=6,
+        sampling__max_turns=4,
+        sampling__max_reply_tokens=8,
+        sampling__max_episode_tokens=512,
+        rollout_server__max_episodes=64,
+        rollout_server__tool_parser="hermes",
+        controller__sample_every_steps=1,
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with connection(config, run) as client:
+            await until_step(client, 1, limit_s=RUN_LIMIT_S)
+            await client.serve(example_tools.Looking(), name="served", weight=4.0, timeout_s=60.0)
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    folder = tmp_path / "run"
+    summary = summary_of(folder)
+    assert summary["steps"] == 6
+    assert summary["ledger"]["failed"] == 0
+    check_ledger(summary)
+    found = [
+        trajectory
+        for record in read_records(folder / "journal")
+        if record["kind"] == "batch"
+        for trajectory in read_batch(
+            folder / "journal", record["step"], record["crc32"]
+        ).trajectories
+    ]
+    assert {t.environment for t in found} == {"looking", "silent", "served"}
+    for trajectory in found:
+        thinks_not = trajectory.prompt_text.endswith("</think>\n\n")
+        assert thinks_not == (trajectory.environment == "silent")
+    called = [t for t in found if t.metrics.get("calls")]
+    assert {t.environment for t in called} == {"looking", "silent", "served"}
+    # A call is answered behind its own tokens, in one conversation.
+    assert any(t.num_turns > 1 for t in called)
+    assert [(t.environment, t.branches) for t in found if t.branches] == []
+    lines = (folder / "trajectories.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
+    turns = next(one["turns"] for one in kept if "turns" in one)
+    assert '"name": "look"' in turns[0]["context"]
+    assert "<tool_call>" in turns[0]["sampled"]
+    assert "<|im_start|>tool\nseen " in turns[1]["context"]
+    replayed = run_command("replay", folder, cwd=tmp_path)
+    assert replayed.returncode == 0, replayed.stderr

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+from make_tiny_model import make_tokenizer
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.chat import (
+    NO_INPUTS,
+    ChatMessage,
+    ParsedReply,
+    TemplateInputs,
+    ToolCall,
+)
+from slipstream.rollout_server.episodes.history import History
+from slipstream.rollout_server.episodes.renderer import Renderer
+
+EOS = 2
+# Like gpt-oss: results without a call before them are refused.
+DEMANDING = (
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('no call') }}{% endif %}{{ m.content }} {% endfor %}"
+)
+
+
+def test_turns_are_appended_and_can_be_read_as_a_whole(renderer) -> None:
+    history = History(renderer, [ChatMessage("user", " a ")], NO_INPUTS)
+    assert renderer.decode_all(history.prompt()) == "<s> a <reply>"
+    history.add(ChatMessage("assistant", " b "), [ChatMessage("user", " c ")])
+    assert renderer.decode_all(history.continuation(EOS)) == "c <reply>"
+    history.add(ChatMessage("assistant", " d "), [ChatMessage("user", " e ")])
+    assert renderer.decode_all(history.continuation(17)) == "</s> e <reply>"
+    whole = "<s> a b </s> c d </s> e <reply>"
+    assert renderer.decode_all(history.prompt()) == whole
+
+
+def test_an_assistants_message_of_the_environment_is_no_reply(renderer) -> None:
+    shown = [
+        ChatMessage("user", " a "),
+        ChatMessage("assistant", " b "),
+        ChatMessage("user", " c "),
+    ]
+    history = History(renderer, shown, NO_INPUTS)
+    history.add(ChatMessage("assistant", " d "), [ChatMessage("user", " e ")])
+    assert renderer.decode_all(history.prompt()) == "<s> a b </s> c d </s> e <reply>"
+
+
+def test_earlier_results_stand_behind_their_calls_where_a_template_demands_it(tmp_path) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(DEMANDING)
+    renderer = Renderer(tmp_path)
+    tools = '[{"type": "function", "function": {"name": "add"}}]'
+    history = History(renderer, [ChatMessage("user", "a")], TemplateInputs(tools))
+    call = ToolCall("one", "add", "{}")
+    history.add(ParsedReply("b", tool_calls=(call,)).message, [ChatMessage("tool", "c", "one")])
+    assert not history.can_continue
+    assert renderer.decode_all(history.prompt()) == "a b c"
+    history.add(ChatMessage("assistant", "d"), [ChatMessage("user", "e")])
+    assert history.can_continue
+    assert renderer.decode_all(history.continuation(EOS)) == "e"
+
+
+def test_a_result_may_answer_any_call_of_the_episode_and_no_other(renderer) -> None:
+    history = History(renderer, [ChatMessage("user", "a")], NO_INPUTS)
+    calls = (ToolCall("one", "add", "{}"), ToolCall("two", "add", "{}"))
+    history.add(ParsedReply("b", tool_calls=calls).message, [ChatMessage("tool", "c", "two")])
+    history.add(ChatMessage("assistant", "b"), [ChatMessage("tool", "c", "one")])
+    with pytest.raises(EnvironmentFailed, match="must be the id of a call of the model, got 'on'"):
+        history.add(ChatMessage("assistant", "b"), [ChatMessage("tool", "c", "on")])
