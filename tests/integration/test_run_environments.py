@@ -57,7 +57,7 @@ BROKEN = {
 SABOTAGE = (
     "KeyError",
     "the reward must be a finite number, got nan",
-    "no answer to step within 3 s, the environment's timeout_s (user_environments.py:",
+    "within 3 s, the environment's timeout_s (user_environments.py:",
     "worker exited with code 3",
     "processes, more than rollout_server.environment_processes = 50",
     "more than rollout_server.environment_memory_gib = 1.00",

@@ -7,6 +7,7 @@ limit of time or of the folder, at which the launcher kills itself; the keeper t
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -22,7 +23,7 @@ from slipstream.client.sandbox.plan import Plan
 from slipstream.client.sandbox.system_calls import filter_program, give_up_privileges, install
 
 # Seconds between two checks of the time and the folder.
-CHECK_PERIOD_S = 0.1
+CHECK_PERIOD_S = 0.2
 # Files and folders that the private folder may hold: to count more would take long.
 MAX_ENTRIES = 10_000
 # Paths of the system that programs read, if they are there.
@@ -165,9 +166,10 @@ def _is_above(folder: str, limit: int) -> bool:
                         folders.append(entry.path)
                     if taken > limit or entries > MAX_ENTRIES:
                         return True
-        except OSError:
-            # The program has removed or renamed it meanwhile.
-            continue
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return True
+            # Else the program has removed or renamed it meanwhile.
     return False
 
 
