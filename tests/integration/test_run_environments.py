@@ -62,8 +62,8 @@ SABOTAGE = (
     "processes, more than rollout_server.environment_processes = 50",
     "more than rollout_server.environment_memory_gib = 1.00",
 )
-# Each end of a worker costs some seconds, and the hanging task more.
-SABOTAGE_LIMIT_S = 280.0
+# Each end of a worker costs some seconds, on a busy machine many, and the hanging task more.
+SABOTAGE_LIMIT_S = 600.0
 SABOTAGE_STEPS = 10
 
 
@@ -149,6 +149,7 @@ async def test_broken_environments_are_suspended_and_the_rest_trains_to_the_end(
         assert 1 <= len(causes) == len(set(causes)) <= 3
 
 
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("kind", ["Sabotaged", "SabotagedAgent"])
 async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_learned(
     tmp_path: Path, tiny_model: Path, kind: str

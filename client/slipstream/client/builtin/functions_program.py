@@ -1,4 +1,6 @@
-"""Two programs that talk through a third party, each in a sandbox: `python THIS examiner|candidate`.
+"""Two programs that talk through a third party, each in a sandbox of its own.
+
+    python functions_program.py examiner|candidate
 
 The examiner has the tests and the expected values. Where a test calls a function that is examined,
 it gets a stand-in that writes the call as a line of JSON and reads the value from the next line.
@@ -18,7 +20,10 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
+
+# A value of Python's own types, or of JSON.
+Value: TypeAlias = Any
 
 # Items of an iterator that a function may give.
 MAX_ITEMS = 100_000
@@ -30,7 +35,7 @@ class EndedError(BaseException):
     """The candidate gave no answer; no `except Exception` of a test catches it."""
 
 
-def encode(value: object) -> object:
+def encode(value: Value) -> Value:
     """Returns a value of Python's own types as a value of JSON; TypeError for any other."""
     match value:
         case None | bool() | str():
@@ -57,31 +62,26 @@ def encode(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} cannot be passed to a test")
 
 
-def decode(value: Any) -> Any:
+def decode(value: Value) -> Value:
     """Returns the value that `encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
-    match kind:
-        case "int":
-            return int(inside, 16)
-        case "float":
-            return float(inside)
-        case "complex":
-            return complex(float(inside[0]), float(inside[1]))
-        case "bytes":
-            return bytes.fromhex(inside)
-        case "tuple":
-            return tuple(decode(item) for item in inside)
-        case "set":
-            return {decode(item) for item in inside}
-        case "dict":
-            return {decode(key): decode(item) for key, item in inside}
-        case "iterator":
-            return iter([decode(item) for item in inside])
-    raise ValueError(f"there is no kind of value {kind!r}")
+    return _KINDS[kind](inside)
+
+
+_KINDS: dict[str, Callable[[Value], Value]] = {
+    "int": lambda inside: int(inside, 16),
+    "float": float,
+    "complex": lambda inside: complex(*map(float, inside)),
+    "bytes": bytes.fromhex,
+    "tuple": lambda inside: tuple(map(decode, inside)),
+    "set": lambda inside: set(map(decode, inside)),
+    "dict": lambda inside: {decode(key): decode(item) for key, item in inside},
+    "iterator": lambda inside: iter([decode(item) for item in inside]),
+}
 
 
 def examine(hears: IO[str], says: IO[str]) -> None:
@@ -115,13 +115,21 @@ def _stand_in(name: str, hears: IO[str], says: IO[str]) -> Callable[..., object]
         if "ended" in answer:
             raise EndedError(answer["ended"])
         if "raised" in answer:
-            kind = getattr(builtins, str(answer["raised"]), None)
-            is_one = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_one else RuntimeError)(str(answer.get("text", "")))
+            raise _error(answer["raised"], str(answer.get("text", "")))
         return decode(answer["value"])
 
-    called.__name__ = name
     return called
+
+
+def _error(name: Value, text: str) -> Exception:
+    kind = vars(builtins).get(name)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return RuntimeError(f"{name}: {text}")
+    try:
+        return kind(text)
+    except TypeError:
+        # Some take more than a text, such as UnicodeDecodeError.
+        return RuntimeError(f"{name}: {text}")
 
 
 def answer_calls(hears: IO[str], says: IO[str]) -> None:

@@ -81,11 +81,11 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     def wait() -> int:
         result = process.wait()
         if result.reason is sandlock.ExitReason.SIGNALED:
-            return -result.signal
+            return -int(result.signal)
         if result.reason is sandlock.ExitReason.KILLED:
             # So ends a program that asks for too much memory; sandlock does not say why.
             return -signal.SIGKILL
-        return result.exit_code if result.error is None else 125
+        return int(result.exit_code) if result.error is None else 125
 
     return wait
 

@@ -29,6 +29,8 @@ from slipstream.protocol.errors import ConfigError
 
 BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
 _CHUNK_BYTES = 64 << 10
+# The longest line that `StartedProgram.stdout` gives.
+LINE_BYTES = 4 << 20
 # Bytes of the launcher itself, which the keeper counts too.
 _LAUNCHER_BYTES = 192 << 20
 # Processes of launcher and bubblewrap.
@@ -133,7 +135,7 @@ class Sandbox:
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=[write_end, launchers_end],
-                limit=_CHUNK_BYTES,
+                limit=LINE_BYTES,
             )
         except BaseException:
             os.close(read_end)
@@ -204,9 +206,10 @@ class StartedProgram:
         if self._cause_fd < 0:
             return
         self._errors.reading.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:
-                self._process.send_signal(signal.SIGTERM)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # Its own `send_signal` may collect the process, whose status is then lost.
+                os.kill(self._process.pid, signal.SIGTERM)
         self.stdin.close()
         try:
             async with asyncio.timeout(_SLACK_S):
