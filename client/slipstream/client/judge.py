@@ -15,7 +15,7 @@ from typing import Literal
 from slipstream.protocol.errors import ConfigError
 
 ANSWERS = ("number", "json")
-NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FIELD = re.compile(r"\{(\w+)\}")
 # Characters of a judge's words that an error shows.
 MAX_SHOWN = 200
@@ -53,9 +53,9 @@ class Judge:
     ) -> None:
         """In `prompt` the text {NAME} stands for the field NAME that `score` is given.
 
-        With `answer` "number" the score is the last number on the last line of the judge's reply
-        that is not empty; with "json" the field `score` of the object from its first { to its last
-        }. ConfigError names what cannot work.
+        With `answer` "number" the score is the one number on the last line of the judge's reply
+        that is not empty; "7/10" are two. With "json" it is the field `score` of the object from
+        the reply's first { to its last }. ConfigError names what cannot work.
         """
         _check(
             (answer in ANSWERS, f"answer must be one of {', '.join(ANSWERS)}, got {answer!r}"),
@@ -115,10 +115,11 @@ class Judge:
         return (score - self._lowest) / (self._highest - self._lowest)
 
     def _read(self, text: str) -> float:
-        score = _last_number(text) if self._answer == "number" else _field_score(text)
+        score = _only_number(text) if self._answer == "number" else _field_score(text)
         if score is None:
+            is_json = self._answer == "json"
             wanted = (
-                "a number on its last line" if self._answer == "number" else "{'score': number}"
+                "an object with the number `score`" if is_json else "one number on its last line"
             )
             raise JudgeError(f"{self._name} must reply with {wanted}, got {_short(text)!r}")
         if not self._lowest <= score <= self._highest:
@@ -134,10 +135,10 @@ def _check(*rules: tuple[object, str]) -> None:
             raise ConfigError(message)
 
 
-def _last_number(text: str) -> float | None:
+def _only_number(text: str) -> float | None:
     lines = [line for line in text.splitlines() if line.strip()]
     found = NUMBER.findall(lines[-1]) if lines else []
-    return float(found[-1]) if found else None
+    return float(found[0]) if len(found) == 1 else None
 
 
 def _field_score(text: str) -> float | None:

@@ -222,10 +222,10 @@ async def test_code_cannot_fake_a_pass(name: str, tmp_path: Path, any_backend: s
 
 async def test_the_code_is_the_last_block_of_the_reply() -> None:
     one, two = "```python\na = 1\n```", "```\nb = 2\n```"
-    assert code_of(f"first {one}\nthen\n{two}\nend") == "b = 2\n"
+    assert code_of(f"first\n{one}\nthen\n{two}\nend") == "b = 2\n"
     assert code_of("a = 1") == "a = 1"
     assert code_of("```py\na = 1") == "a = 1"
-    assert code_of("  ```python\n  a = 1\n  ```") == "  a = 1\n"
+    assert code_of("  ```python\n  a = 1\n  ```") == "a = 1\n"
     assert code_of("`x` and ```inline``` alone") == "`x` and ```inline``` alone"
     assert code_of("") == ""
 

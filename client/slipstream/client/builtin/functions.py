@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Literal
@@ -202,7 +203,7 @@ async def _said(program: StartedProgram, limit_s: float) -> dict[str, object]:
 def code_of(reply: str) -> str:
     """Returns the last block of code of a reply; without any block, the reply."""
     blocks = BLOCK.findall(reply)
-    return blocks[-1] if blocks else reply
+    return textwrap.dedent(blocks[-1]) if blocks else reply
 
 
 def _command(role: str) -> list[str]:
