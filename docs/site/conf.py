@@ -41,6 +41,8 @@ CONTENTS = {
     "Guides": [
         "docs/guides/environments",
         "docs/guides/agents",
+        "docs/guides/sandbox",
+        "docs/guides/judges",
         "docs/guides/checkpoints",
         "docs/guides/parallelism",
         "docs/guides/deployment",

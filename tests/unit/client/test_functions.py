@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux"),
 ]
 
-# As in MBPP: `text`, `test_setup_code`, `test_list`.
+# The columns of MBPP.
 MBPP = {
     "text": "Write a function to add two numbers.",
     "test_setup_code": "import math",
@@ -28,7 +28,7 @@ MBPP = {
         "assert [add(*pair) for pair in ((1, 2), (3, 4))] == [3, 7]",
     ],
 }
-# As in HumanEval: `prompt`, `entry_point`, `test`.
+# The columns of HumanEval.
 HUMANEVAL = {
     "prompt": "def half(x):\n    return x / 2\n\ndef twice(x):\n    '''Twice x.'''\n",
     "entry_point": "twice",

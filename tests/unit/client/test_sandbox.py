@@ -27,7 +27,7 @@ pytestmark = [
 # Enough for what the tests do on a busy machine; each test lowers the limit that it is about.
 LIMITS = Limits(seconds=60, processor_s=60)
 MARK = f"a-program-of-{os.getpid()}"
-# For the program `sleep`: no other one sleeps exactly so long.
+# The program `sleep` is given this: no other one sleeps exactly so long.
 A_TIME = f"3600.{os.getpid()}"
 
 
