@@ -144,12 +144,12 @@ ENDED = {
     "many_files": (
         "n = 0\nwhile True:\n    n += 1\n    open(str(n), 'w').close()",
         {},
-        {"folder_bytes"},
+        {"folder_files"},
     ),
     "deep_folders": (
         "import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')",
         {},
-        {"folder_bytes"},
+        {"folder_files"},
     ),
 }
 

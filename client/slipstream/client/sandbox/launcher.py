@@ -19,13 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from slipstream.client.sandbox.plan import Plan
+from slipstream.client.sandbox.plan import Limits, Plan
 from slipstream.client.sandbox.system_calls import filter_program, give_up_privileges, install
 
 # Seconds between two checks of the time and the folder.
 CHECK_PERIOD_S = 0.2
-# Files and folders that the private folder may hold: to count more would take long.
-MAX_ENTRIES = 10_000
 # Paths of the system that programs read, if they are there.
 _SYSTEM_PATHS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives"),
@@ -40,7 +38,8 @@ _LAST_SIGNAL = 64
 def main(arguments: Sequence[str]) -> NoReturn:
     """Ends as the program ends."""
     plan = Plan.of(arguments[0])
-    os.set_inheritable(plan.cause_fd, False)
+    if plan.cause_fd > 2:
+        os.set_inheritable(plan.cause_fd, False)
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: plan.limits.file_bytes,
@@ -68,13 +67,14 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     box = sandlock.Sandbox(
         fs_readable=[*_readable(plan), *_DEVICES],
         fs_writable=[plan.folder, "/dev/null"],
-        cwd=plan.folder,
+        cwd=plan.cwd or plan.folder,
         clean_env=True,
         env=dict(os.environ),
         max_memory=plan.limits.memory_bytes,
         max_processes=plan.limits.processes,
         max_open_files=plan.limits.open_files,
         no_coredump=True,
+        net_allow=[f"tcp://127.0.0.1:{plan.port}"] if plan.port else [],
     )
     process = box.popen(list(command))
 
@@ -102,7 +102,7 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
             *("bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--cap-drop", "ALL"),
             *("--die-with-parent", "--new-session", "--seccomp", str(read_end)),
             *(*binds, *devices, "--bind", plan.folder, plan.folder, "--remount-ro", "/"),
-            *("--chdir", plan.folder, "--", *command),
+            *("--chdir", plan.cwd or plan.folder, "--", *command),
         ],
         pass_fds=[read_end],
         preexec_fn=lambda: _set_own_limits(plan),
@@ -141,18 +141,18 @@ def _watched(wait: Callable[[], int], plan: Plan) -> int:
             return found[0] if found else 125
         if time.monotonic() > until_s:
             _end_for(plan, "seconds")
-        if _is_above(plan.folder, plan.limits.folder_bytes):
-            _end_for(plan, "folder_bytes")
+        if limit := _exceeded(plan.folder, plan.limits):
+            _end_for(plan, limit)
 
 
 def _end_for(plan: Plan, limit: str) -> NoReturn:
-    os.write(plan.cause_fd, limit.encode())
+    os.write(plan.cause_fd, f"\n{limit}\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("not reached")
 
 
-def _is_above(folder: str, limit: int) -> bool:
-    """Whether the files below `folder` take more than `limit` bytes, or are too many."""
+def _exceeded(folder: str, limits: Limits) -> str:
+    """Returns the name of the limit that the files below `folder` exceed; "" if they do not."""
     taken, entries = 0, 0
     folders = [folder]
     while folders:
@@ -164,13 +164,15 @@ def _is_above(folder: str, limit: int) -> bool:
                     taken += facts.st_blocks * 512
                     if stat.S_ISDIR(facts.st_mode):
                         folders.append(entry.path)
-                    if taken > limit or entries > MAX_ENTRIES:
-                        return True
+                    if taken > limits.folder_bytes:
+                        return "folder_bytes"
+                    if entries > limits.folder_files:
+                        return "folder_files"
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                return True
+                return "folder_files"
             # Else the program has removed or renamed it meanwhile.
-    return False
+    return ""
 
 
 if __name__ == "__main__":

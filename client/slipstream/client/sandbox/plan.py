@@ -27,6 +27,7 @@ class Limits:
     open_files: int = 64
     file_bytes: int = 16 << 20
     folder_bytes: int = 64 << 20
+    folder_files: int = 10_000
     output_bytes: int = 1 << 20
 
     def wrong(self) -> str:
@@ -40,13 +41,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launcher is told. At `cause_fd` it names the limit that ended the program."""
+    """What a launcher is told. At `cause_fd` it names the limit that ended the program.
+
+    The program may write below `folder`, begins in `cwd`, the folder unless named, and may connect
+    to `port` of 127.0.0.1, which sandlock alone can allow; 0 is no port.
+    """
 
     backend: Backend
     folder: str
     readable: Sequence[str]
     limits: Limits
     cause_fd: int
+    cwd: str = ""
+    port: int = 0
 
     @staticmethod
     def of(text: str) -> Plan:

@@ -158,7 +158,7 @@ class Sandbox:
             *("--memory-setting", "memory_bytes"),
             *("--processes", str(limits.processes + _OWN_PROCESSES)),
             *("--processes-setting", "processes", "--"),
-            *_launched(plan, command),
+            *launched(plan, command),
         ]
 
 
@@ -267,7 +267,7 @@ def why_not(backend: Backend) -> str:
         return "the program bwrap is not installed: apt install bubblewrap"
     with tempfile.TemporaryDirectory(prefix="slipstream-sandbox-") as folder:
         tried = subprocess.run(
-            _launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),
+            launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),
             env=_variables(folder),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -291,7 +291,8 @@ def _lack_of_landlock(backend: Backend) -> str:
     return f"this kernel has version {found} of Landlock, and {needed} is needed (Linux 6.12)"
 
 
-def _launched(plan: Plan, command: Sequence[str]) -> list[str]:
+def launched(plan: Plan, command: Sequence[str]) -> list[str]:
+    """Returns a command that runs `command` in a sandbox, below a keeper of the caller's."""
     return [*own_program("slipstream.client.sandbox.launcher"), plan.text(), *command]
 
 
