@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from slipstream.client import StepResult
 from slipstream.client.builtin.functions import Functions, code_of
-from slipstream.client.sandbox.sandbox import BACKENDS, why_not
 from slipstream.protocol.errors import ConfigError
 
 pytestmark = [
@@ -44,15 +43,6 @@ HUMANEVAL_COLUMNS = {
     "function": "entry_point",
 }
 LIMIT_S = 20.0
-
-
-@pytest.fixture(params=BACKENDS)
-def any_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if reason := why_not(request.param):
-        assert request.param != "sandlock", reason
-        pytest.skip(f"{request.param}: {reason}")
-    monkeypatch.setattr("slipstream.client.sandbox.sandbox.first_backend", lambda: request.param)
-    return request.param
 
 
 def functions(folder: Path, row: dict[str, object], **options: object) -> Functions:
@@ -212,7 +202,10 @@ FAKES = {
 
 
 @pytest.mark.parametrize("name", FAKES)
-async def test_code_cannot_fake_a_pass(name: str, tmp_path: Path, any_backend: str) -> None:
+async def test_code_cannot_fake_a_pass(
+    name: str, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.client.sandbox.sandbox.first_backend", lambda: backend)
     row = {"question": "?", "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"]}
     tasks = functions(tmp_path, row, limit_s=8.0)
     found = await judged(tasks, block(FAKES[name]))

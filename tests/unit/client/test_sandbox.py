@@ -31,14 +31,6 @@ MARK = f"a-program-of-{os.getpid()}"
 A_TIME = f"3600.{os.getpid()}"
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    if reason := why_not(request.param):
-        assert request.param != "sandlock", reason
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param
-
-
 async def run(backend: str, program: str, **limits: float) -> Finished:
     finished = await Sandbox(replace(LIMITS, **limits), backend=backend).run(program)
     assert b"escaped" not in finished.stdout, finished

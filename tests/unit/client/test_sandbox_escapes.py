@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.client.sandbox import Sandbox
-from slipstream.client.sandbox.sandbox import BACKENDS, why_not
 from support.fakes.escapes import BEGINNING, MAY_FAIL_OUTSIDE, WORK_OUTSIDE
 
 pytestmark = [
@@ -53,14 +52,6 @@ held = ctypes.create_string_buffer(b"private")
 print(ctypes.addressof(held), flush=True)
 time.sleep(3600)
 """
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    if reason := why_not(request.param):
-        assert request.param != "sandlock", reason
-        pytest.skip(f"{request.param}: {reason}")
-    return request.param
 
 
 class Outside:

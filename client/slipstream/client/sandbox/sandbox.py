@@ -266,14 +266,17 @@ def why_not(backend: Backend) -> str:
     if backend == "bubblewrap" and shutil.which("bwrap") is None:
         return "the program bwrap is not installed: apt install bubblewrap"
     with tempfile.TemporaryDirectory(prefix="slipstream-sandbox-") as folder:
-        tried = subprocess.run(
-            launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),
-            env=_variables(folder),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_PROBE_LIMIT_S,
-            check=False,
-        )
+        try:
+            tried = subprocess.run(
+                launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),
+                env=_variables(folder),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_PROBE_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"a program in it did not end within {_PROBE_LIMIT_S:g} s"
     if tried.returncode == 0:
         return ""
     said = tried.stderr.decode(errors="replace").strip().splitlines()
