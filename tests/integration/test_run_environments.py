@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -56,13 +57,14 @@ BROKEN = {
 SABOTAGE = (
     "KeyError",
     "the reward must be a finite number, got nan",
-    "no answer to step within 3 s, the environment's timeout_s (user_environments.py:",
+    "within 3 s, the environment's timeout_s (user_environments.py:",
     "worker exited with code 3",
     "processes, more than rollout_server.environment_processes = 50",
     "more than rollout_server.environment_memory_gib = 1.00",
 )
-# Each end of a worker costs some seconds, and the hanging task more.
-SABOTAGE_LIMIT_S = 280.0
+# Each end of a worker costs some seconds, on a busy machine many, and the hanging task more.
+SABOTAGE_LIMIT_S = 600.0
+SABOTAGE_STEPS = 10
 
 
 def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
@@ -76,6 +78,11 @@ def trained_environments(run: Path) -> set[str]:
         if record["kind"] == "batch"
         for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
     }
+
+
+def rewards_by_step(run: Path) -> list[float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [entry["reward_mean"] for entry in map(json.loads, lines) if "reward_mean" in entry]
 
 
 def trained_tasks(run: Path) -> set[int]:
@@ -142,16 +149,19 @@ async def test_broken_environments_are_suspended_and_the_rest_trains_to_the_end(
         assert 1 <= len(causes) == len(set(causes)) <= 3
 
 
-async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_trained(
-    tmp_path: Path, tiny_model: Path
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("kind", ["Sabotaged", "SabotagedAgent"])
+async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_learned(
+    tmp_path: Path, tiny_model: Path, kind: str
 ) -> None:
     bad = set(range(0, 24, 4))
-    entry = {"name": "sabotaged", "reference": "user_environments:Sabotaged", "timeout_s": 3.0}
+    entry = {"name": "sabotaged", "reference": f"user_environments:{kind}", "timeout_s": 3.0}
     write_config(
         copy_environments(tmp_path),
         tiny_model,
-        run__steps=8,
+        run__steps=SABOTAGE_STEPS,
         environments=[entry],
+        algorithm__learning_rate=1e-2,
         rollout_server__environment_memory_gib=1.0,
         rollout_server__environment_processes=50,
         **SIZES | {"rollout_server__max_episodes": 64},
@@ -159,7 +169,7 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_tr
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         assert await run.wait(SABOTAGE_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")
-    assert summary["steps"] == 8
+    assert summary["steps"] == SABOTAGE_STEPS
     assert summary["max_lag_seen"] <= 2
     check_ledger(summary)
     records = list(read_records(tmp_path / "run" / "journal"))
@@ -169,6 +179,8 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_tr
     for cause, said in zip(causes, SABOTAGE, strict=True):
         assert said in cause
     assert trained_tasks(tmp_path / "run") == set(range(25)) - bad
+    rewards = rewards_by_step(tmp_path / "run")
+    assert fmean(rewards[-3:]) > 2 * fmean(rewards[:3]), rewards
 
 
 async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(

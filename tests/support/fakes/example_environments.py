@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import string
 import time
+import urllib.request
 
-from slipstream.client import Environment, StepResult
+from slipstream.client import AgentEnvironment, Environment, StepResult
 
 
 class Repeat(Environment[str]):
@@ -77,7 +79,10 @@ class Exiting(Repeat):
 
 
 class Sabotaged(Repeat):
-    """Has 25 tasks, and every fourth one breaks in its own way."""
+    """Has 25 tasks, and every fourth one breaks in its own way.
+
+    The reply should be the letter a, four times: a model learns that in a few steps.
+    """
 
     KINDS = ("raise", "no number", "hang", "exit", "forks", "memory")
 
@@ -86,26 +91,54 @@ class Sabotaged(Repeat):
         self._kinds = dict(zip(self._letters[::4], self.KINDS, strict=False))
 
     async def step(self, reply):
-        kept = []
-        match self._kinds.get(self.letter):
-            case "raise":
-                raise KeyError(self.letter)
-            case "no number":
-                return StepResult(reward=math.nan)
-            case "hang":
-                time.sleep(3600)
-            case "exit":
-                os._exit(3)
-            case "forks":
-                while os.fork():
-                    time.sleep(0.002)
-                os.setsid()
-                time.sleep(3600)
-            case "memory":
-                while True:
-                    kept.append(bytearray(20 << 20))
-                    time.sleep(0.02)
-        return await super().step(reply)
+        if (kind := self._kinds.get(self.letter)) is not None:
+            return StepResult(reward=sabotage(kind))
+        return StepResult(reward=reply.split()[:4].count("a") / 4)
+
+
+class SabotagedAgent(AgentEnvironment[str]):
+    """Is `Sabotaged` as an agent, which breaks when it has called the model."""
+
+    def __init__(self) -> None:
+        self._judge = Sabotaged()
+
+    def tasks(self):
+        return self._judge.tasks()
+
+    async def run(self, task, endpoint):
+        messages = await self._judge.reset(task)
+        key = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        body = json.dumps({"model": "any", "messages": messages}).encode()
+        request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body, key)
+        answer = await asyncio.to_thread(urllib.request.urlopen, request)
+        # Episodes share the judge: what it keeps is set and used without a pause.
+        self._judge.letter = task
+        verdict = await self._judge.step(json.load(answer)["choices"][0]["message"]["content"])
+        return verdict.reward
+
+
+def sabotage(kind: str) -> float:
+    """Breaks the process or the episode; returns a reward that is no number if it has to."""
+    kept = []
+    match kind:
+        case "raise":
+            raise KeyError(kind)
+        case "no number":
+            return math.nan
+        case "hang":
+            time.sleep(3600)
+        case "exit":
+            os._exit(3)
+        case "forks":
+            while os.fork():
+                time.sleep(0.002)
+            os.setsid()
+            time.sleep(3600)
+        case "memory":
+            while True:
+                kept.append(bytearray(20 << 20))
+                time.sleep(0.02)
+    raise AssertionError(f"sabotage of kind {kind!r} came to an end")
 
 
 class Unmade(Repeat):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -220,3 +222,70 @@ async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program(
         files={"argparse.py": "raise SystemExit(9)", "slipstream/__init__.py": "raise KeyError"},
     )
     assert (await played(command)).agent_result.reward == 1.0
+
+
+# An agent that tries to get out while it works; its score is what it could not do.
+SANDBOXED = (
+    CALL
+    + """
+import pathlib, socket, subprocess
+kept = 0
+for way in (
+    lambda: open(sys.argv[2]).read(),
+    lambda: open(sys.argv[2] + ".new", "w"),
+    lambda: socket.create_connection(("127.0.0.1", int(sys.argv[3])), 5),
+    lambda: os.kill(int(sys.argv[4]), 0),
+    lambda: os.listdir("/proc"),
+):
+    try:
+        way()
+    except OSError:
+        kept += 1
+pathlib.Path(os.environ["HOME"], "notes").write_text("x")
+assert subprocess.run(["true"]).returncode == 0
+pathlib.Path("json.py").write_text(f"loads = lambda _: open({sys.argv[2]!r}).read()")
+pathlib.Path("score.txt").write_text(str(kept if reply == "HELLO" else 0))
+"""
+)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("7")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code = (SANDBOXED, "{word}", str(secret), str(port), str(os.getpid()))
+        options = {"sandbox": True, "memory_gib": 1.0, "max_processes": 50}
+        tasks = [{"word": "hello"}]
+        result = await played(Command(python(*code), tasks, score_file="score.txt", **options))
+        assert result.agent_result.reward == 5, result
+        # The folder is the program's: what it left there runs in the sandbox as well.
+        score = python("import json; print(json.loads(open('score.txt').read()))")
+        scored = Command(
+            python(*code),
+            tasks,
+            score_command=score,
+            **options,
+        )
+        failed = await played(scored)
+        assert "score_command failed: exit status 1" in failed.failure.message, failed
+
+
+@pytest.mark.process
+async def test_a_score_file_that_leads_out_of_the_folder_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("1")
+    program = python(
+        CALL + "os.symlink(sys.argv[2], 'score.txt')", "{word}", str(tmp_path / "secret")
+    )
+    failed = await played(Command(program, [{"word": "hello"}], score_file="score.txt"))
+    assert "it leads out of the folder" in failed.failure.message
+
+
+def test_a_sandbox_needs_limits_and_sandlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="sandbox = true needs memory_gib and max_processes"):
+        Command(["true", "{task}"], ["x"], sandbox=True)
+    monkeypatch.setattr("slipstream.client.builtin.command.why_not", lambda name: f"no {name}")
+    with pytest.raises(ConfigError, match="the one port of the endpoint: no sandlock"):
+        Command(["true", "{task}"], ["x"], sandbox=True, memory_gib=1.0, max_processes=9)

@@ -12,10 +12,13 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.builtin.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.client.builtin.question_files import read_rows
+from slipstream.client.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.client.sandbox.plan import Limits, Plan
+from slipstream.client.sandbox.sandbox import launched, why_not
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.process import open_variables
 
@@ -54,11 +57,14 @@ class Command(AgentEnvironment[Row]):
         max_output_mib: float = 16.0,
         memory_gib: float = 0.0,
         max_processes: int = 0,
+        sandbox: bool = False,
+        readable: Sequence[str] = (),
     ) -> None:
         """`tasks` is a list, or the path of a .jsonl or .parquet file; `files` are written first.
 
-        The limits hold for the program with all that it starts; 0 of the last two: no limit.
-        ConfigError names what cannot work.
+        The limits hold for the program with all that it starts; 0 of `memory_gib` and
+        `max_processes`: no limit. With `sandbox` both programs run in sandlock, and may read
+        `readable` too. ConfigError names what cannot work.
         """
         if score_command is not None and score_file is not None:
             raise ConfigError("give score_command or score_file, not both")
@@ -84,6 +90,8 @@ class Command(AgentEnvironment[Row]):
             processes=max_processes,
         )
         self._score_limits = ProgramLimits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES)
+        self._confined = _sandbox_limits(self._limits) if sandbox else None
+        self._readable = [os.path.abspath(path) for path in readable]
 
     def tasks(self) -> list[Row]:
         """Returns the tasks in their order."""
@@ -98,8 +106,9 @@ class Command(AgentEnvironment[Row]):
             fields = {**endpoint.variables(), **task}
             variables = self._make_folders(folder, fields)
             own = {name: _fill(text, fields) for name, text in self._variables.items()}
+            port = urlsplit(endpoint.anthropic_url).port or 0
             ended = await run_program(
-                _filled(self._command, fields),
+                self._inside(_filled(self._command, fields), folder, port),
                 folder=folder,
                 variables=variables | endpoint.variables() | own,
                 limits=self._limits,
@@ -111,6 +120,21 @@ class Command(AgentEnvironment[Row]):
             said = await self._score(task, folder, variables, ended)
         metrics = {"ended_by_limit": float(bool(ended.limit)), "exit_0": float(ended.status == 0)}
         return AgentOutcome(said.pop("reward"), metrics | said)
+
+    def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
+        """Returns the command, in the sandbox if there is one, which allows one port at most."""
+        if self._confined is None:
+            return command
+        plan = Plan(
+            "sandlock",
+            str(folder.parent),
+            self._readable,
+            self._confined,
+            cause_fd=1,
+            cwd=str(folder),
+            port=port,
+        )
+        return launched(plan, command)
 
     def _make_folders(self, folder: Path, fields: Row) -> dict[str, str]:
         """Makes the folders and files of an episode; returns the variables that name them."""
@@ -130,7 +154,7 @@ class Command(AgentEnvironment[Row]):
         """Returns the reward, under its name, and metrics."""
         if self._score_command:
             judged = await run_program(
-                _filled(self._score_command, task),
+                self._inside(_filled(self._score_command, task), folder),
                 folder=folder,
                 variables=variables,
                 limits=self._score_limits,
@@ -141,8 +165,11 @@ class Command(AgentEnvironment[Row]):
                 raise ValueError(f"score_command failed: {cause}: {judged.last_line}")
             return _score_of(judged.last_line, "the last line of score_command")
         if self._score_file is not None:
+            path = folder / self._score_file
             try:
-                with (folder / self._score_file).open(encoding="utf-8") as file:
+                if not path.resolve().is_relative_to(folder.resolve()):
+                    raise OSError("it leads out of the folder")
+                with path.open(encoding="utf-8") as file:
                     text = file.read(MAX_SCORE_BYTES)
             except (OSError, UnicodeDecodeError) as error:
                 cause = ended.limit or f"exit status {ended.status}"
@@ -160,6 +187,27 @@ class Command(AgentEnvironment[Row]):
                 f"nothing of a task reaches the program: name one of its fields ({fields}) as "
                 f"{{FIELD}} in command, files or variables"
             )
+
+
+def _sandbox_limits(limits: ProgramLimits) -> Limits:
+    """Returns the limits of the sandbox for those of a program; ConfigError if there is none."""
+    if not (limits.memory_bytes > 0 and limits.processes > 0):
+        raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
+    if reason := why_not("sandlock"):
+        raise ConfigError(
+            f"sandbox = true needs sandlock, which can allow the one port of the endpoint: {reason}"
+        )
+    return Limits(
+        seconds=limits.seconds,
+        # The keeper and the time bound it.
+        processor_s=math.ceil(limits.seconds) * (os.cpu_count() or 1),
+        memory_bytes=limits.memory_bytes,
+        processes=limits.processes,
+        open_files=1024,
+        file_bytes=GIB,
+        folder_bytes=GIB,
+        folder_files=100_000,
+    )
 
 
 def _check_program(command: Sequence[str]) -> None:

@@ -18,12 +18,9 @@ from pathlib import Path
 
 # Bytes at the end of the output that are kept.
 KEPT_BYTES = 16 << 10
-# Starts a keeper with our own path: neither files of the folder nor variables of the program may
+# Begins a module with our own path: neither files of the folder nor variables of the program may
 # decide what it imports.
-_KEEPER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from slipstream.protocol.keeper import main; main(sys.argv[1:])"
-)
+_OWN_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 _CHUNK_BYTES = 64 << 10
 # Seconds in which a keeper ends everything below it, on a busy machine.
 _END_LIMIT_S = 30.0
@@ -74,13 +71,7 @@ async def run_program(
 ) -> ProgramEnd:
     """Runs `command` in `folder`; `with_errors`: its stderr belongs to its output."""
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-I",
-            "-c",
-            _KEEPER,
-            json.dumps([os.path.abspath(each) for each in sys.path if each]),
-        ),
+        *own_program("slipstream.protocol.keeper"),
         *(*limits.arguments(), "--cause-fd", "1", "--", *command),
         cwd=folder,
         env=dict(variables),
@@ -108,6 +99,13 @@ async def run_program(
         # The keeper says so in the output.
         limit = ProgramEnd(0, text).last_line or "it was killed"
     return ProgramEnd(process.returncode, text, limit)
+
+
+def own_program(module: str) -> list[str]:
+    """Returns a command that runs `main` of a module of ours with the arguments that follow."""
+    begin = f"{_OWN_PATH}from {module} import main; main(sys.argv[1:])"
+    path = json.dumps([os.path.abspath(each) for each in sys.path if each])
+    return [sys.executable, "-I", "-c", begin, path]
 
 
 class _Output:

@@ -1,0 +1,167 @@
+"""Two programs that talk through a third party, each in a sandbox of its own.
+
+    python functions_program.py examiner|candidate
+
+The examiner has the tests and the expected values. Where a test calls a function that is examined,
+it gets a stand-in that writes the call as a line of JSON and reads the value from the next line.
+The candidate has the functions and answers such calls. So code under test sees arguments, and
+nothing of the test, its values or its verdict; a value is one of Python's own, whose `==` is true
+to what it says.
+
+Nothing but Python's own library is imported: this file alone lies in the sandbox.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, Any, TypeAlias
+
+# A value of Python's own types, or of JSON.
+Value: TypeAlias = Any
+
+# Items of an iterator that a function may give.
+MAX_ITEMS = 100_000
+# Beyond these a number is written as text.
+PLAIN_INTEGERS = 1 << 53
+
+
+class EndedError(BaseException):
+    """The candidate gave no answer; no `except Exception` of a test catches it."""
+
+
+def encode(value: Value) -> Value:
+    """Returns a value of Python's own types as a value of JSON; TypeError for any other."""
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value) if abs(value) < PLAIN_INTEGERS else {"int": hex(value)}
+        case float():
+            return {"float": repr(float(value))}
+        case complex():
+            return {"complex": [repr(value.real), repr(value.imag)]}
+        case bytes() | bytearray():
+            return {"bytes": bytes(value).hex()}
+        case list():
+            return [encode(item) for item in value]
+        case tuple():
+            return {"tuple": [encode(item) for item in value]}
+        case set() | frozenset():
+            return {"set": [encode(item) for item in value]}
+        case dict():
+            return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+        case Iterator() | range():
+            items = list(itertools.islice(value, MAX_ITEMS))
+            return {"iterator": [encode(item) for item in items]}
+    raise TypeError(f"a {type(value).__name__} cannot be passed to a test")
+
+
+def decode(value: Value) -> Value:
+    """Returns the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    return _KINDS[kind](inside)
+
+
+_KINDS: dict[str, Callable[[Value], Value]] = {
+    "int": lambda inside: int(inside, 16),
+    "float": float,
+    "complex": lambda inside: complex(*map(float, inside)),
+    "bytes": bytes.fromhex,
+    "tuple": lambda inside: tuple(map(decode, inside)),
+    "set": lambda inside: set(map(decode, inside)),
+    "dict": lambda inside: {decode(key): decode(item) for key, item in inside},
+    "iterator": lambda inside: iter([decode(item) for item in inside]),
+}
+
+
+def examine(hears: IO[str], says: IO[str]) -> None:
+    """Runs the tests one by one; says {"outcome": ...} after each."""
+    with open("exam.json", encoding="utf-8") as file:
+        exam = json.load(file)
+    names = {name: _stand_in(name, hears, says) for name in exam["functions"]}
+    given = {
+        name: value
+        for name, value in runpy.run_path("setup.py").items()
+        if not name.startswith("__")
+    }
+    for number in range(exam["num_tests"]):
+        try:
+            runpy.run_path(f"test_{number}.py", init_globals=given | names, run_name="test")
+            outcome = "passed"
+        except EndedError as ended:
+            outcome = str(ended)
+        except AssertionError:
+            outcome = "failed"
+        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
+            print(f"test {number}: {type(error).__name__}: {error}", file=sys.stderr)
+            outcome = "error"
+        _say(says, {"outcome": outcome})
+
+
+def _stand_in(name: str, hears: IO[str], says: IO[str]) -> Callable[..., object]:
+    def called(*arguments: object, **named: object) -> object:
+        _say(says, {"call": name, "arguments": encode(arguments), "named": encode(named)})
+        answer = json.loads(hears.readline())
+        if "ended" in answer:
+            raise EndedError(answer["ended"])
+        if "raised" in answer:
+            raise _error(answer["raised"], str(answer.get("text", "")))
+        return decode(answer["value"])
+
+    return called
+
+
+def _error(name: Value, text: str) -> Exception:
+    kind = vars(builtins).get(name)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return RuntimeError(f"{name}: {text}")
+    try:
+        return kind(text)
+    except TypeError:
+        # Some take more than a text, such as UnicodeDecodeError.
+        return RuntimeError(f"{name}: {text}")
+
+
+def answer_calls(hears: IO[str], says: IO[str]) -> None:
+    """Says {"is": "started"}, loads the functions, says {"is": "ready"}, and answers calls."""
+    _say(says, {"is": "started"})
+    functions = runpy.run_path("solution.py", run_name="solution")
+    _say(says, {"is": "ready"})
+    for line in hears:
+        call = json.loads(line)
+        try:
+            function = functions[call["call"]]
+            value = encode(function(*decode(call["arguments"]), **decode(call["named"])))
+            answer = {"value": value}
+        except Exception as error:  # noqa: BLE001 - it travels to the test
+            kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
+            answer = {"raised": kind.__name__, "text": str(error)[:1000]}
+        _say(says, answer)
+
+
+def _say(says: IO[str], what: object) -> None:
+    says.write(json.dumps(what) + "\n")
+    says.flush()
+
+
+def main(role: str) -> None:
+    """Talks on stdin and stdout; what tests and functions print goes to stderr."""
+    says = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    hears = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(2, 1)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    (examine if role == "examiner" else answer_calls)(hears, says)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

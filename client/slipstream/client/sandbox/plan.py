@@ -1,0 +1,66 @@
+"""What a program in a sandbox may use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, TypeAlias
+
+Backend: TypeAlias = Literal["sandlock", "bubblewrap"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a program with all that it starts.
+
+    `processor_s`, `open_files` and `file_bytes` hold for each of its processes. `folder_bytes` are
+    on the disk: what a program has removed and still holds open counts up to `file_bytes` for each
+    of its `open_files`. `output_bytes` hold for stdout and stderr each.
+    """
+
+    seconds: float = 10.0
+    processor_s: int = 10
+    memory_bytes: int = 512 << 20
+    processes: int = 16
+    open_files: int = 64
+    file_bytes: int = 16 << 20
+    folder_bytes: int = 64 << 20
+    folder_files: int = 10_000
+    output_bytes: int = 1 << 20
+
+    def wrong(self) -> str:
+        """Says which limit is not above 0; "" if all are."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                return f"{field.name} must be above 0, got {value}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launcher is told. At `cause_fd` it names the limit that ended the program.
+
+    The program may write below `folder`, begins in `cwd`, the folder unless named, and may connect
+    to `port` of 127.0.0.1, which sandlock alone can allow; 0 is no port.
+    """
+
+    backend: Backend
+    folder: str
+    readable: Sequence[str]
+    limits: Limits
+    cause_fd: int
+    cwd: str = ""
+    port: int = 0
+
+    @staticmethod
+    def of(text: str) -> Plan:
+        """Returns the plan that `text` gave."""
+        table = json.loads(text)
+        return Plan(**table | {"limits": Limits(**table["limits"])})
+
+    def text(self) -> str:
+        """Returns the plan as JSON."""
+        return json.dumps(asdict(self))
