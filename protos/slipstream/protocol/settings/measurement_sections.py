@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -46,6 +47,8 @@ class EvaluationSection(Section):
     timeout_s: Seconds = 60.0
     # Worker processes beside each rollout server.
     num_workers: Positive = 1
+    # Interpreter of the workers, like the python of an environment.
+    python: Path | None = None
 
     @model_validator(mode="after")
     def _samples(self) -> EvaluationSection:

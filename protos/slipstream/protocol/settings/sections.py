@@ -69,6 +69,9 @@ class EnvironmentSection(Section):
     timeout_s: Seconds = 60.0
     # Worker processes beside each rollout server.
     num_workers: Positive = 1
+    # Interpreter of the workers, such as that of an environment of `python -m venv` with other
+    # versions of packages. None: the rollout server's own.
+    python: Path | None = None
 
 
 class ControllerSection(Section):

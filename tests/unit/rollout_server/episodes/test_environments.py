@@ -431,7 +431,7 @@ async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
 
 async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -> None:
     late = (sys.executable, "-c", "import time; time.sleep(600)")
-    gateway = WorkerGateway(tmp_path / "logs", program=late, log_bytes=4096)
+    gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), lambda _: None)
         Hosted(environments, asyncio.Queue()).load("Good")
@@ -448,7 +448,7 @@ async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
     gateway = WorkerGateway(
-        tmp_path / "logs", program=late, log_bytes=4096, waits=WorkerWaits(start_s=0.2)
+        tmp_path / "logs", program=lambda _: late, log_bytes=4096, waits=WorkerWaits(start_s=0.2)
     )
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.measurement_sections import EvaluationSection
@@ -38,4 +39,5 @@ def _spec(
         num_workers=section.num_workers,
         search_path=search_path,
         purpose=purpose,
+        python=str(Path(search_path) / section.python) if section.python else "",
     )
