@@ -38,10 +38,9 @@ def worker_program(python: str) -> tuple[str, ...]:
     """Returns the command of a worker without its arguments; "" stands for this interpreter."""
     if not python:
         return (sys.executable, "-m", WORKER)
-    # The script is no module of the package before it has made it.
-    import slipstream
-
-    return (python, os.path.abspath(__file__), os.pathsep.join(slipstream.__path__))
+    package = importlib.util.find_spec("slipstream")
+    folders = package.submodule_search_locations if package is not None else None
+    return (python, os.path.abspath(__file__), os.pathsep.join(folders or ()))
 
 
 def main() -> None:
