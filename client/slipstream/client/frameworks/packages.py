@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any, TypeAlias
 
 from slipstream.protocol.errors import ConfigError
 
+# An object of another framework, whose types are not read here.
+Foreign: TypeAlias = Any
 
-def needs(module: str, package: str, requirement: str) -> None:
-    """Raises ConfigError, with the command that installs it, when `module` is not there."""
+
+def needs(module: str, package: str, advice: str) -> None:
+    """Raises ConfigError with `advice` when `module` is not there."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        import sys
-
         what = f"{package} is not installed" if error.name == package else str(error)
-        command = f"{sys.executable} -m pip install {requirement}"
-        raise ConfigError(f"{what}: {command}") from error
+        raise ConfigError(f"{what}: {advice}") from error

@@ -21,10 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.frameworks.packages import needs
+from slipstream.client.frameworks.packages import Foreign, needs
 from slipstream.protocol.errors import ConfigError
 
-INSTALL = "'verifiers>=0.4,<0.5'"
+# It needs other versions of packages than vLLM does.
+INSTALL = (
+    "pip install 'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its "
+    "interpreter as `python` of the environment"
+)
 # The harnesses that the one of this process takes the place of: verifiers starts each of them for
 # every episode as a program, by `uv run`.
 REPLACED = frozenset({"null"})
@@ -81,7 +85,7 @@ class Verifiers(AgentEnvironment[Any]):
         """Returns the chosen tasks; those of an endless taskset have no end."""
         return list(self._tasks) if self._tasks.bounded else self._tasks
 
-    async def run(self, task: Any, endpoint: Endpoint) -> AgentOutcome:
+    async def run(self, task: Foreign, endpoint: Endpoint) -> AgentOutcome:
         """Plays one episode of verifiers."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.env import RunSlot
@@ -108,7 +112,7 @@ class Verifiers(AgentEnvironment[Any]):
         finally:
             del os.environ[name]
 
-    def _outcome(self, episode: Any) -> AgentOutcome:
+    def _outcome(self, episode: Foreign) -> AgentOutcome:
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         if not trained:
             raise RuntimeError("the environment trains none of its agents")
@@ -130,7 +134,7 @@ class Verifiers(AgentEnvironment[Any]):
 class _Serving:
     """What the environment shares between its episodes, from the first one to the worker's end."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Foreign) -> None:
         self._env = env
         self._ready: asyncio.Future[None] | None = None
 
@@ -163,7 +167,7 @@ def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils import loaders
 
-    taskset = table["taskset"]["id"] if "id" in table["taskset"] else ""
+    taskset = table["taskset"].get("id", "")
     kind = loaders.env_config_type(taskset, table.get("id", ""))
     usual = loaders.default_harness_id(taskset)
     for name, field in kind.model_fields.items():
@@ -179,7 +183,7 @@ def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _of_episode(env: Any, endpoint: Endpoint, variable: str) -> Any:
+def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
     """Returns a copy of `env` whose agents call the model at branches of `endpoint`.
 
     An agent with a `client` of its own calls that one, such as a judge elsewhere.
@@ -199,13 +203,13 @@ def _of_episode(env: Any, endpoint: Endpoint, variable: str) -> Any:
     return own
 
 
-def _client(endpoint: Endpoint, variable: str) -> Any:
+def _client(endpoint: Endpoint, variable: str) -> Foreign:
     from verifiers.v1.configs.client import EvalClientConfig
 
     return EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
 
 
-def _numbers(trace: Any) -> dict[str, float]:
+def _numbers(trace: Foreign) -> dict[str, float]:
     """Returns the rewards of a trace before their weights, its metrics, and its length."""
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -213,7 +217,7 @@ def _numbers(trace: Any) -> dict[str, float]:
     return {**counted, **rewards, **metrics}
 
 
-def _failure(episode: Any) -> str:
+def _failure(episode: Foreign) -> str:
     """Returns the first error of an episode in words."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
@@ -226,7 +230,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _first_line(error: Any) -> str:
+def _first_line(error: Foreign) -> str:
     """Returns the first mistake that pydantic found, with its place."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))

@@ -1,7 +1,7 @@
 """A harness of verifiers that chats in the worker's own process.
 
-verifiers' `null` harness does the same as a program, which `uv run` starts for each episode after it
-has downloaded packages. Tools of a taskset are called over MCP by verifiers' own client.
+verifiers' `null` harness does the same as a program, which `uv run` starts for each episode after
+it has downloaded packages. Tools of a taskset are called over MCP by verifiers' own client.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import openai
+from slipstream.client.frameworks.packages import Foreign
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import Harness
@@ -41,21 +42,21 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
     async def launch(
         self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
+        ctx: Foreign,
+        trace: Foreign,
+        runtime: Foreign,
         endpoint: str,
         secret: str,
         mcp_urls: Mapping[str, str],
-        data: Any,
-    ) -> Any:
+        data: Foreign,
+    ) -> Foreign:
         """Chats to the end of one segment; a full context ends it with what was said so far."""
         client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=None)
         messages = self._opening(data)
         async with AsyncExitStack() as stack:
             tools, dispatch, servers = await connect_mcp(self._servers(mcp_urls), stack)
 
-            async def call(name: str, arguments: dict[str, Any]) -> Any:
+            async def call(name: str, arguments: dict[str, Any]) -> Foreign:
                 if name not in dispatch:
                     return f"error: unknown tool {name!r}"
                 return await call_mcp(servers, dispatch, name, arguments)
@@ -76,7 +77,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
                     return ENDED
                 messages += [await _answered(asked, call) for asked in reply.tool_calls]
 
-    def _opening(self, data: Any) -> list[dict[str, Any]]:
+    def _opening(self, data: Foreign) -> list[dict[str, Any]]:
         system_prompt, prompt = self.resolve_prompt(data)
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         if isinstance(prompt, str):
@@ -85,16 +86,20 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
     def _servers(self, urls: Mapping[str, str]) -> dict[str, Any]:
         limit_s = self.config.tool_timeout
-        return {"mcpServers": {name: {"url": url, "timeout": limit_s} for name, url in urls.items()}}
+        return {
+            "mcpServers": {name: {"url": url, "timeout": limit_s} for name, url in urls.items()}
+        }
 
 
-async def _answered(asked: Any, call: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Any:
+async def _answered(
+    asked: Foreign, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
+) -> Foreign:
     """Returns the message with the result of one call; the model reads what was wrong with it."""
     name = asked.function.name
     try:
         arguments = json.loads(asked.function.arguments or "{}")
     except ValueError as error:
-        content: Any = f"error: invalid JSON in tool arguments ({error})"
+        content: Foreign = f"error: invalid JSON in tool arguments ({error})"
     else:
         if isinstance(arguments, dict):
             content = await call(name, arguments)
