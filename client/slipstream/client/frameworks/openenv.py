@@ -180,7 +180,8 @@ class OpenEnv(Environment[Start]):
 
     def _chosen(self, seen: Mapping[str, Any]) -> dict[str, float]:
         """Returns the metrics that were asked for; RuntimeError for one that is no number."""
-        fields = {**(seen.get("metadata") or {}), **seen["observation"]}
+        observation = seen["observation"]
+        fields = {**(observation.get("metadata") or {}), **observation}
         chosen = {}
         for name in self._metrics:
             value = fields.get(name)

@@ -44,11 +44,14 @@ class ServerProcess:
         The episode's own limit bounds the wait.
         """
         async with self._starting:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            while not await self._answers():
-                if ended := self.ended():
+            is_new = False
+            while self._process is None or not await self._answers():
+                ended = self.ended()
+                if ended and is_new:
                     raise RuntimeError(f"the server did not start: {ended}")
+                if ended or self._process is None:
+                    self._start()
+                    is_new = True
                 await asyncio.sleep(LOOK_S)
         return f"http://{LOOPBACK}:{self._port}"
 
@@ -58,6 +61,11 @@ class ServerProcess:
             return ""
         code = self._process.returncode
         return f"{self._command[0]} ended with code {code}; the worker's log has its output"
+
+    async def close(self) -> None:
+        """Ends the server, which the end of the worker does otherwise."""
+        if self._process is not None:
+            await asyncio.to_thread(_stop, self._process)
 
     def _start(self) -> None:
         with socket.socket() as probe:
