@@ -171,6 +171,8 @@ async def test_a_server_that_was_started_starts_again_after_its_end() -> None:
         assert (first[0].reward, second[0].reward) == (1.0, 1.0)
         with pytest.raises(RuntimeError, match="the OpenEnv server was lost in step: "):
             await play(game, {}, "die")
+        while "ended with code 9" not in game._server.ended():
+            await asyncio.sleep(0.005)
         assert (await play(game, {}, "one"))[0].reward == 1.0
     await game._server.close()
 
