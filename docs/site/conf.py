@@ -41,6 +41,7 @@ CONTENTS = {
     "Guides": [
         "docs/guides/environments",
         "docs/guides/agents",
+        "docs/guides/frameworks",
         "docs/guides/checkpoints",
         "docs/guides/parallelism",
         "docs/guides/deployment",

@@ -21,18 +21,21 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.environment import StepResult
+from slipstream.client.environment import Message, StepResult
 from slipstream.client.frameworks.openenv import OpenEnv
 from slipstream.client.launch.preflight import free_port
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
+from support.fakes.page_reader import BLOCK
 from support.rigs.run_processes import (
     ROOT,
     check_ledger,
@@ -63,12 +66,15 @@ def needs(framework: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not python_of(framework).exists(), reason=reason)
 
 
-def play(python: Path | str, reference: str, args: dict, *episodes: dict) -> list[dict]:
-    """Plays episodes in another interpreter, with scripted replies."""
+def play(
+    python: Path | str, reference: str, args: dict, *episodes: dict, folder: Path = FAKES
+) -> list[dict]:
+    """Plays episodes in another interpreter and in `folder`, with scripted replies."""
+    asked = {"reference": reference, "args": args, "search_path": str(folder)}
     paths = [str(ROOT / part) for part in ("client", "protos", "tests")]
     ended = subprocess.run(
-        [python, FAKES / "framework_episode.py",
-         json.dumps({"reference": reference, "args": args, "episodes": episodes})],
+        [python, FAKES / "framework_episode.py", json.dumps({**asked, "episodes": episodes})],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
@@ -285,6 +291,61 @@ def test_what_inspect_cannot_do_is_a_failure_with_its_cause() -> None:
     }
     (failed,) = play(sys.executable, INSPECT, args, {"replies": ["4"]})
     assert "inspect left no log after exit status" in failed["failure"]
+
+
+def shown(folder: Path, framework: str) -> dict:
+    """Saves the file of a section of the guide; returns the args of its first environment."""
+    page = (ROOT / "docs" / "guides" / "frameworks.md").read_text()
+    section = page.partition(f"## {framework}\n")[2].partition("\n## ")[0]
+    blocks = [(block[1], block[2]) for block in BLOCK.finditer(section)]
+    for name in re.findall(r"`(\w+\.py)`", section)[:1]:
+        (folder / name).write_text(next(text for kind, text in blocks if kind == "python"))
+    table = tomllib.loads(next(text for kind, text in blocks if kind == "toml"))
+    (folder / "venvs").symlink_to(FOLDER)
+    return (table.get("environments") or table["evaluations"])[0]["args"]
+
+
+@needs("verifiers")
+def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
+    args = shown(tmp_path, "verifiers")
+    (episode,) = play(
+        python_of("verifiers"), VERIFIERS, args, {"task": 1, "replies": ["edcb"]}, folder=tmp_path
+    )
+    assert (episode["failure"], episode["reward"]) == ("", 1.0)
+
+
+@needs("openenv")
+def test_the_server_of_the_guide_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = shown(tmp_path, "OpenEnv")
+    init = [tmp_path / "venvs" / "openenv" / "bin" / "openenv", "init", "echoing"]
+    subprocess.run(init, cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT_S)
+    monkeypatch.chdir(tmp_path)
+    environment = OpenEnv(**args)
+
+    async def played() -> tuple[str, StepResult]:
+        try:
+            (first,) = await environment.reset({"seed": 0})
+            return first.content, await environment.step("hi")
+        finally:
+            await environment.close()
+            assert environment._server is not None
+            await environment._server.close()
+
+    first, step = asyncio.run(played())
+    assert first == "You said: Echoing environment ready!"
+    assert step.messages == [Message("user", "You said: hi")]
+    assert (step.reward, step.done) == (pytest.approx(0.2), False)
+
+
+@needs("inspect")
+def test_the_task_of_the_guide_is_evaluated(tmp_path: Path) -> None:
+    args = shown(tmp_path, "Inspect")
+    (episode,) = play(
+        sys.executable, INSPECT, args, {"task": 3, "replies": ["It is 60"]}, folder=tmp_path
+    )
+    assert (episode["failure"], episode["reward"]) == ("", 0.1)
+    assert len(episode["requests"]) == 10
+    assert len(list((tmp_path / "runs" / "logs-of-inspect").iterdir())) == 1
 
 
 def sizes(**changes: object) -> dict[str, object]:
