@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 from slipstream.protocol.other_python import NEEDS, worker_program
+from support.rigs.other_pythons import bare_python, furnished_python
 
 FAKES = str(Path(__file__).parents[2] / "support" / "fakes")
 LIMIT_S = 60.0
@@ -18,19 +17,13 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a virtual environment with no package."""
-    folder = tmp_path_factory.mktemp("bare") / "venv"
-    venv.create(folder, with_pip=False)
-    return folder / "bin" / "python"
+    return bare_python(tmp_path_factory.mktemp("bare") / "venv")
 
 
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of one that has this one's packages, but not Slipstream's own folders."""
-    folder = tmp_path_factory.mktemp("furnished") / "venv"
-    venv.create(folder, with_pip=False)
-    (site,) = folder.glob("lib/*/site-packages")
-    (site / "more.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return folder / "bin" / "python"
+    return furnished_python(tmp_path_factory.mktemp("furnished") / "venv")
 
 
 def check(python: Path, reference: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +74,7 @@ def test_another_version_of_a_package_is_refused(
     bare: Path, tmp_path: Path, version: str, is_right: bool
 ) -> None:
     folder = tmp_path / "venv"
-    venv.create(folder, with_pip=False)
+    python = bare_python(folder)
     (site,) = folder.glob("lib/*/site-packages")
     for module, requirement in NEEDS.items():
         name, _, bounds = requirement.partition(">=")
@@ -92,7 +85,7 @@ def test_another_version_of_a_package_is_refused(
         info.mkdir()
         given = version if name == "grpcio" else bounds.partition(",")[0]
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {given}\n")
-    ended = check(folder / "bin" / "python", "fake_workers:Good")
+    ended = check(python, "fake_workers:Good")
     said = "-m pip install 'grpcio>=1.76,<2'\n"
     assert ended.stderr.endswith(said) is not is_right, ended.stderr
 

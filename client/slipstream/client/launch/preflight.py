@@ -35,9 +35,10 @@ from slipstream.protocol.other_python import worker_program
 from slipstream.protocol.run_folder import log_path
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
+from slipstream.protocol.settings.measurement_sections import EvaluationSection
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.roles import role_settings
-from slipstream.protocol.settings.sections import SecuritySection
+from slipstream.protocol.settings.sections import EnvironmentSection, SecuritySection
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
@@ -224,7 +225,8 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
     refusal makes no folder for this log, unless the environment has printed something.
     """
     printed: list[str] = []
-    for section in (*config.environments, *config.evaluations):
+    sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
+    for section in [*sections, *config.evaluations]:
         name, reference, timeout_s = section.name, section.reference, section.timeout_s
         arguments = ["--check", reference, "--args", json.dumps(section.args)]
         arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]

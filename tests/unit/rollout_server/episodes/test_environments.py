@@ -25,6 +25,7 @@ from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
+from support.rigs.other_pythons import bare_python, furnished_python
 
 pytestmark = pytest.mark.process
 
@@ -50,6 +51,7 @@ class Hosted:
         timeout_s: float = 10.0,
         num_workers: int = 1,
         try_reset: bool = False,
+        python: str = "",
     ) -> None:
         spec = env_pb.EnvironmentSpec(
             name=name,
@@ -58,6 +60,7 @@ class Hosted:
             timeout_s=timeout_s,
             num_workers=num_workers,
             search_path=str(Path(__file__).parent),
+            python=python,
         )
         self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset))
 
@@ -118,6 +121,28 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
     verdict = await session.step("x", truncated=False)
     assert (verdict.reward, verdict.done) == (0.5, True)
     session.close()
+
+
+async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) -> None:
+    python = furnished_python(tmp_path / "venv")
+    hosted.load("Good", python=str(python))
+    report = await hosted.report()
+    assert not report.HasField("failure"), report.failure.message
+    assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(python)
+    session = await hosted.open("Good")
+    assert [tuple(m) for m in (await session.reset(1, 2)).messages] == [("user", "a b")]
+    session.close()
+
+
+async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(
+    hosted, tmp_path: Path
+) -> None:
+    python = bare_python(tmp_path / "venv")
+    hosted.load("Good", python=str(python))
+    cause = (await hosted.report()).failure.message
+    assert cause == "worker exited with code 2 before it attached: see its log"
+    log = tmp_path / "logs" / "rollout-server-environment-Good-0.log"
+    assert f"{python} lacks what a worker needs: {python} -m pip install" in log.read_text()
 
 
 async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:
