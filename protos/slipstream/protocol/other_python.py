@@ -59,7 +59,7 @@ def main() -> None:
     package.__path__ = folders.split(os.pathsep)
     sys.modules["slipstream"] = package
     if sys.prefix != sys.base_prefix:
-        # As if the virtual environment were activated.
+        # This is what activating the virtual environment does.
         os.environ["VIRTUAL_ENV"] = sys.prefix
         programs = os.path.join(sys.prefix, "bin")
         os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])

@@ -23,6 +23,8 @@ from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["ChatHarness"]
 
+# Seconds of one reply. A busy engine may take long, and the episode has limits of its own.
+REPLY_LIMIT_S = 3600.0
 ENDED = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -51,7 +53,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         data: Foreign,
     ) -> Foreign:
         """Chats to the end of one segment; a full context ends it with what was said so far."""
-        client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=None)
+        client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=REPLY_LIMIT_S)
         messages = self._opening(data)
         async with AsyncExitStack() as stack:
             tools, dispatch, servers = await connect_mcp(self._servers(mcp_urls), stack)
