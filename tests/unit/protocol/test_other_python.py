@@ -39,6 +39,22 @@ def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished:
     assert ended.stdout == "environment fake_workers:Good is ready: 3 tasks\n"
 
 
+def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:
+    command = [*worker_program(""), "--check", "fake_workers:Good", "--search-path", FAKES]
+
+    def ended(python: Path) -> tuple[int, str]:
+        given = [*command, "--python", str(python)]
+        done = subprocess.run(given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert ended(furnished) == (0, "environment fake_workers:Good is ready: 3 tasks\n")
+    missing = tmp_path / "python"
+    assert ended(missing) == (
+        2,
+        f"--python must be an interpreter, got {missing}: No such file or directory\n",
+    )
+
+
 def test_the_worker_sees_the_variables_of_its_own_virtual_environment(
     furnished: Path, tmp_path: Path
 ) -> None:
