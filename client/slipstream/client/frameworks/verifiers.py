@@ -78,7 +78,7 @@ class Verifiers(AgentEnvironment[Any]):
         except (ModuleNotFoundError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"taskset {table.get('id')!r}: {error}") from error
         self._metrics = None if metrics is None else frozenset(metrics)
-        self._serving = _Serving(self._env)
+        self._serving = Serving(self._env)
         self._numbers = itertools.count()
 
     def tasks(self) -> Iterable[Any]:
@@ -131,7 +131,7 @@ class Verifiers(AgentEnvironment[Any]):
         )
 
 
-class _Serving:
+class Serving:
     """What the environment shares between its episodes, from the first one to the worker's end."""
 
     def __init__(self, env: Foreign) -> None:
