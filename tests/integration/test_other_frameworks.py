@@ -237,10 +237,10 @@ async def test_sessions_of_openenv_are_episodes_and_their_failures_have_causes()
         # The server refuses what is no whole number.
         (half,) = await replied(game, {"seed": 0}, "1.5")
         assert half.metrics["invalid_action"] == 1.0
-        with pytest.raises(RuntimeError, match="refuses step: seven is not allowed"):
-            await replied(game, {"seed": 0}, "7")
+        with pytest.raises(RuntimeError, match="refuses step: 777 is not allowed"):
+            await replied(game, {"seed": 0}, "777")
         with pytest.raises(RuntimeError, match="the OpenEnv server was lost in step"):
-            await replied(game, {"seed": 0}, "8")
+            await replied(game, {"seed": 0}, "888")
         assert process.wait(LIMIT_S) == 3
         with pytest.raises(RuntimeError, match="no OpenEnv server answers at ws://127.0.0.1"):
             await replied(game, {"seed": 0}, "1")

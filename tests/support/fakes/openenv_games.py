@@ -24,7 +24,7 @@ class GuessObservation(Observation):
 
 
 class Guess(Environment[GuessAction, GuessObservation, State]):
-    """One of three digits is wanted; a hint leads on. 7 raises, 8 ends the server."""
+    """One of three digits is wanted; a hint leads on. 777 raises, 888 ends the server."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -39,9 +39,9 @@ class Guess(Environment[GuessAction, GuessObservation, State]):
 
     def step(self, action, timeout_s=None, **kwargs):
         self._state.step_count += 1
-        if action.guess == 7:
-            raise ValueError("seven is not allowed")
-        if action.guess == 8:
+        if action.guess == 777:
+            raise ValueError("777 is not allowed")
+        if action.guess == 888:
             os._exit(3)
         right = action.guess == self._wanted
         hint = "right" if right else ("more" if action.guess < self._wanted else "less")
