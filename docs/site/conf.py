@@ -44,6 +44,7 @@ CONTENTS = {
         "docs/guides/demonstrations",
         "docs/guides/sandbox",
         "docs/guides/judges",
+        "docs/guides/frameworks",
         "docs/guides/checkpoints",
         "docs/guides/parallelism",
         "docs/guides/deployment",

@@ -45,6 +45,8 @@ NOT_OURS = {
     "solve.py",
     "replies.py",
     "chat.py",
+    "reverse_v1.py",
+    "sums.py",
     "slipstream/__init__.py",
 }
 

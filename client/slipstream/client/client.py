@@ -127,13 +127,15 @@ class Client:
         num_workers: int = 1,
         search_path: Path | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        python: Path | None = None,
     ) -> EnvironmentStatus:
         """Has the rollout servers run "package.module:Class" in worker processes of their own.
 
         `name` is by default the class's name in lower case. `weight` is the environment's share of
         the trained groups, `timeout_s` the limit of one reset or step. The module is looked for in
-        `search_path` on the servers' machines, by default the working directory. Returns when a
-        worker has loaded it and reset its first task; EnvironmentFailed says why no worker could.
+        `search_path` on the servers' machines, by default the working directory. `python` is the
+        workers' interpreter there, by default the servers' own. Returns when a worker has loaded it
+        and reset its first task; EnvironmentFailed says why no worker could.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -147,6 +149,7 @@ class Client:
             timeout_s=timeout_s,
             num_workers=num_workers,
             search_path=str(search_path or os.getcwd()),
+            python=str(Path(search_path or os.getcwd(), python)) if python else "",
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
         )

@@ -42,11 +42,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
+    parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
     arguments = parser.parse_args(argv)
+    if arguments.check is not None and arguments.python is not None:
+        _become_other(arguments.python, arguments)
     report = _keep_stdout()
     if arguments.check is not None:
         _check(arguments, report)
     return _serve(arguments.connect, arguments.record)
+
+
+def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
+    """Goes on as the same check with the interpreter `python`; exits with 2 without one."""
+    from slipstream.protocol.other_python import worker_program
+
+    command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
+    command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
+    try:
+        os.execvp(python, command)
+    except OSError as error:
+        print(f"--python must be an interpreter, got {python}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _keep_stdout() -> int:

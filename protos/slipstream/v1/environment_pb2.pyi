@@ -21,7 +21,7 @@ ENVIRONMENT_STATE_READY: EnvironmentState
 ENVIRONMENT_STATE_SUSPENDED: EnvironmentState
 
 class EnvironmentSpec(_message.Message):
-    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose", "chat_template_kwargs_json")
+    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose", "chat_template_kwargs_json", "python")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class EnvironmentSpec(_message.Message):
     SEARCH_PATH_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
     name: str
     reference: str
     args_json: str
@@ -40,7 +41,8 @@ class EnvironmentSpec(_message.Message):
     search_path: str
     purpose: _trajectory_pb2.EpisodePurpose
     chat_template_kwargs_json: str
-    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., chat_template_kwargs_json: _Optional[str] = ...) -> None: ...
+    python: str
+    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., chat_template_kwargs_json: _Optional[str] = ..., python: _Optional[str] = ...) -> None: ...
 
 class EvaluationRound(_message.Message):
     __slots__ = ("step", "numbers")

@@ -143,7 +143,13 @@ async def test_submit_describes_the_environment_and_returns_its_status(
     assert (status.name, status.state, status.num_tasks) == ("sums", "ready", 7)
     assert (status.reference, status.args) == ("package.module:Sums", {"digits": 3})
     await client.submit(
-        "m:C", name="other", weight=2.5, timeout_s=3, num_workers=4, search_path=tmp_path
+        "m:C",
+        name="other",
+        weight=2.5,
+        timeout_s=3,
+        num_workers=4,
+        search_path=tmp_path,
+        python=Path("venv/bin/python"),
     )
     first, second = controller.submitted
     assert first == environment_pb2.EnvironmentSpec(
@@ -158,6 +164,7 @@ async def test_submit_describes_the_environment_and_returns_its_status(
     )
     assert (second.name, second.weight, second.timeout_s) == ("other", 2.5, 3.0)
     assert (second.num_workers, second.search_path) == (4, str(tmp_path))
+    assert second.python == str(tmp_path / "venv" / "bin" / "python")
 
 
 async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(

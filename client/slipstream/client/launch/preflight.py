@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from slipstream.client.launch.programs import run_module
+from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
@@ -31,12 +31,14 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.address import listen
 from slipstream.protocol.machine.process import open_variables
+from slipstream.protocol.other_python import worker_program
 from slipstream.protocol.run_folder import log_path
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
+from slipstream.protocol.settings.measurement_sections import EvaluationSection
 from slipstream.protocol.settings.queue_section import QueueEnd
 from slipstream.protocol.settings.roles import role_settings
-from slipstream.protocol.settings.sections import SecuritySection
+from slipstream.protocol.settings.sections import EnvironmentSection, SecuritySection
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
@@ -224,17 +226,17 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
     The run's preflight.log is written anew, with the last lines that each environment printed. A
     refusal makes no folder for this log, unless the environment has printed something.
     """
-    sections = [(e.name, e.reference, e.args, e.timeout_s) for e in config.environments]
-    sections += [(e.name, e.reference, e.args, e.timeout_s) for e in config.evaluations]
     printed: list[str] = []
-    for name, reference, args, timeout_s in sections:
-        arguments = ["slipstream.client.worker", "--check", reference]
-        arguments += ["--args", json.dumps(args), "--search-path", os.getcwd()]
+    sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
+    for section in [*sections, *config.evaluations]:
+        name, reference, timeout_s = section.name, section.reference, section.timeout_s
+        arguments = ["--check", reference, "--args", json.dumps(section.args)]
+        arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
         if config.rollout_server.tool_parser is None:
             arguments.append("--no-tools")
         with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
-            checked = await run_module(
-                [*arguments, "--timeout-s", str(timeout_s)],
+            checked = await run_program(
+                [*worker_program(str(section.python or "")), *arguments],
                 limit_s=timeout_s + grace_s,
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),

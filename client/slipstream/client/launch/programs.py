@@ -34,14 +34,26 @@ async def run_module(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `python -m arguments` with `given` on its stdin; drops its stdout."""
+    """Runs `python -m arguments`, as `run_program` does."""
+    command = [sys.executable, "-m", *arguments]
+    return await run_program(command, limit_s=limit_s, given=given, environ=environ)
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `command` with `given` on its stdin; drops its stdout."""
     # Files rather than pipes: a pipe stays open as long as anything that the program has started.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "slipstream.protocol.keeper", "--"],
-            *[sys.executable, "-m", *arguments],
+            *command,
             stdin=stdin,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=stderr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -49,6 +50,8 @@ class EvaluationSection(Section):
     num_workers: Positive = 1
     # Passed by name to the chat template, like those of an environment.
     chat_template_kwargs: TemplateValues = {}
+    # Interpreter of the workers, like the python of an environment.
+    python: Path | None = None
 
     @model_validator(mode="after")
     def _samples(self) -> EvaluationSection:

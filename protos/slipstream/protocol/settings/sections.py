@@ -73,6 +73,9 @@ class EnvironmentSection(Section):
     # Passed by name to the chat template for this environment, before those of
     # rollout_server.chat_template_kwargs.
     chat_template_kwargs: TemplateValues = {}
+    # Interpreter of the workers, such as that of an environment of `python -m venv` with other
+    # versions of packages. None: the rollout server's own.
+    python: Path | None = None
 
 
 class ControllerSection(Section):

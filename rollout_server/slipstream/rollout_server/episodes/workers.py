@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import grpc.aio
 from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.other_python import worker_program
 from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession, check_tools
 from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
@@ -33,7 +33,6 @@ from slipstream.rollout_server.episodes.worker_process import (
 )
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
-WORKER_PROGRAM = (sys.executable, "-m", "slipstream.client.worker")
 _MAX_QUEUED_COMMANDS = 65_536
 _STOP_LIMIT_S = 2.0
 
@@ -46,7 +45,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         log_dir: Path,
         *,
         server: str = "rollout-server",
-        program: Sequence[str] = WORKER_PROGRAM,
+        program: Callable[[str], Sequence[str]] = worker_program,
         log_bytes: int,
         limits: WorkerLimits = NO_LIMITS,
         waits: WorkerWaits = WORKER_WAITS,
@@ -60,7 +59,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self.limits, self.waits, self.takes_tools = limits, waits, takes_tools
         self.log_dir, self.server = log_dir, server
         self._socket_note = log_dir / f"{server}.sockets"
-        self.program = tuple(program)
+        self.program = program
         self._log_bytes = log_bytes
         self.logs: WorkerLogs
         self._folder = Path()
@@ -242,7 +241,7 @@ class EnvironmentWorker:
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
         # The servers of one machine write into the same folder.
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
-        command = [*self._gateway.program, "--connect", self._gateway.address]
+        command = [*self._gateway.program(self._spec.python), "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
             return await WorkerProcess.start(
                 command, limits=self._gateway.limits, token=token, log=log
@@ -299,7 +298,8 @@ class EnvironmentWorker:
     async def _watch_exit(self) -> None:
         ended = await self._process.wait()
         if not self._attached.done():
-            failed = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, ended)
+            cause = f"{ended} before it attached: see its log" if self._spec.python else ended
+            failed = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
             self._attached.set_exception(failed)
         elif self.table.is_open:
             calls = self._process.calls()

@@ -25,6 +25,7 @@ from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
 from support.fakes.small_configs import config_of
 from support.rigs.loopbacks import LOOPBACKS
+from support.rigs.other_pythons import bare_python
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
@@ -266,6 +267,22 @@ async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
             Path(f"/proc/{helper}/stat").read_text()
         ):
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.process
+async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Path) -> None:
+    bare = bare_python(tmp_path / "venv")
+    for python, cause in (
+        (bare, f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio"),
+        (tmp_path / "none", f"environment e: slipstream: {tmp_path}/none: No such file"),
+    ):
+        section = EnvironmentSection(
+            name="e", reference="slipstream.client.builtin.echo:Echo", python=python
+        )
+        config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+        with pytest.raises(ConfigError) as caught:
+            await check_environments(config)
+        assert str(caught.value).startswith(cause)
 
 
 PRINTING = """

@@ -26,6 +26,7 @@ from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
+from support.rigs.other_pythons import bare_python, furnished_python
 
 pytestmark = pytest.mark.process
 
@@ -51,6 +52,7 @@ class Hosted:
         timeout_s: float = 10.0,
         num_workers: int = 1,
         try_reset: bool = False,
+        python: str = "",
     ) -> None:
         spec = env_pb.EnvironmentSpec(
             name=name,
@@ -59,6 +61,7 @@ class Hosted:
             timeout_s=timeout_s,
             num_workers=num_workers,
             search_path=str(Path(__file__).parent),
+            python=python,
         )
         self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset))
 
@@ -119,6 +122,28 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
     verdict = await session.step("x", truncated=False)
     assert (verdict.reward, verdict.done) == (0.5, True)
     session.close()
+
+
+async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) -> None:
+    python = furnished_python(tmp_path / "venv")
+    hosted.load("Good", python=str(python))
+    report = await hosted.report()
+    assert not report.HasField("failure"), report.failure.message
+    assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(python)
+    session = await hosted.open("Good")
+    assert [tuple(m) for m in (await session.reset(1, 2)).messages] == [("user", "a b")]
+    session.close()
+
+
+async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(
+    hosted, tmp_path: Path
+) -> None:
+    python = bare_python(tmp_path / "venv")
+    hosted.load("Good", python=str(python))
+    cause = (await hosted.report()).failure.message
+    assert cause == "worker exited with code 2 before it attached: see its log"
+    log = tmp_path / "logs" / "rollout-server-environment-Good-0.log"
+    assert f"{python} lacks what a worker needs: {python} -m pip install" in log.read_text()
 
 
 async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:
@@ -433,7 +458,7 @@ async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
 
 async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -> None:
     late = (sys.executable, "-c", "import time; time.sleep(600)")
-    gateway = WorkerGateway(tmp_path / "logs", program=late, log_bytes=4096)
+    gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), lambda _: None)
         Hosted(environments, asyncio.Queue()).load("Good")
@@ -450,7 +475,7 @@ async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
     gateway = WorkerGateway(
-        tmp_path / "logs", program=late, log_bytes=4096, waits=WorkerWaits(start_s=0.2)
+        tmp_path / "logs", program=lambda _: late, log_bytes=4096, waits=WorkerWaits(start_s=0.2)
     )
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.measurement_sections import EvaluationSection
@@ -40,4 +41,5 @@ def _spec(
         search_path=search_path,
         purpose=purpose,
         chat_template_kwargs_json=values_json(section.chat_template_kwargs),
+        python=str(Path(search_path) / section.python) if section.python else "",
     )

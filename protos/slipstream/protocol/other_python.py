@@ -1,0 +1,108 @@
+"""Starts an environment worker with another interpreter than the server's.
+
+    /path/to/venv/bin/python other_python.py FOLDERS ARGUMENTS...
+
+FOLDERS are those of the server's own package `slipstream`, so server and worker are of one version.
+Everything else comes from the other interpreter, which needs the packages of `NEEDS`. Until these
+are checked, this file runs as a script that imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # The folder of a script comes first, and this one has modules with names of Python's own.
+    del sys.path[0]
+
+import importlib.util  # noqa: E402
+import os  # noqa: E402
+import runpy  # noqa: E402
+import types  # noqa: E402
+
+WORKER = "slipstream.client.worker"
+MIN_PYTHON = (3, 11)
+# Module -> the requirement that has it: what the worker imports, as pyproject.toml bounds it.
+NEEDS = {
+    "grpc": "grpcio>=1.76,<2",
+    "google.protobuf": "protobuf>=6.33.5,<8",
+    "google.rpc": "googleapis-common-protos>=1.66,<2",
+    "numpy": "numpy>=2",
+    "pydantic": "pydantic>=2.11,<3",
+    "uvicorn": "uvicorn>=0.34,<1",
+}
+REFUSED = 2
+
+
+def worker_program(python: str) -> tuple[str, ...]:
+    """Returns the command of a worker without its arguments; "" stands for this interpreter."""
+    if not python:
+        return (sys.executable, "-m", WORKER)
+    package = importlib.util.find_spec("slipstream")
+    folders = package.submodule_search_locations if package is not None else None
+    return (python, os.path.abspath(__file__), os.pathsep.join(folders or ()))
+
+
+def main() -> None:
+    """Becomes the worker, or prints one line on stderr and exits with 2."""
+    folders, *arguments = sys.argv[1:]
+    if sys.version_info < MIN_PYTHON:
+        found = ".".join(map(str, sys.version_info[:2]))
+        _refuse(f"Python 3.11 or newer is needed, {sys.executable} is {found}")
+    missing = missing_requirements()
+    if missing:
+        wanted = " ".join(f"'{requirement}'" for requirement in missing)
+        _refuse(
+            f"{sys.executable} lacks what a worker needs: {sys.executable} -m pip install {wanted}"
+        )
+    package = types.ModuleType("slipstream")
+    package.__path__ = folders.split(os.pathsep)
+    sys.modules["slipstream"] = package
+    if sys.prefix != sys.base_prefix:
+        # This is what activating the virtual environment does.
+        os.environ["VIRTUAL_ENV"] = sys.prefix
+        programs = os.path.join(sys.prefix, "bin")
+        os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
+    sys.argv = [WORKER, *arguments]
+    runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
+
+
+def missing_requirements() -> list[str]:
+    """Returns the requirements of `NEEDS` that this interpreter lacks in the right version."""
+    return [
+        requirement for module, requirement in NEEDS.items() if not _is_there(module, requirement)
+    ]
+
+
+def _is_there(module: str, requirement: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        if importlib.util.find_spec(module) is None:
+            return False
+        name, _, bounds = requirement.partition(">=")
+        found = _numbers(version(name))
+    except (ModuleNotFoundError, PackageNotFoundError):
+        return False
+    lowest, _, below = bounds.partition(",<")
+    return _numbers(lowest) <= found and (not below or found < _numbers(below))
+
+
+def _numbers(version: str) -> list[int]:
+    """Returns the leading numbers of a version: [1, 76, 0] for "1.76.0rc1"."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return numbers
+
+
+def _refuse(line: str) -> None:
+    print(line, file=sys.stderr)
+    sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Virtual environments with and without what a worker needs."""
+
+from __future__ import annotations
+
+import sysconfig
+import venv
+from pathlib import Path
+
+
+def bare_python(folder: Path) -> Path:
+    """Makes a virtual environment with no package; returns its interpreter."""
+    venv.create(folder, with_pip=False)
+    return folder / "bin" / "python"
+
+
+def furnished_python(folder: Path) -> Path:
+    """Makes one that has this one's packages, but not Slipstream's own folders."""
+    python = bare_python(folder)
+    (site,) = folder.glob("lib/*/site-packages")
+    (site / "more.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
