@@ -1,0 +1,1 @@
+"""Environments of other frameworks, each named in a configuration as it is."""
