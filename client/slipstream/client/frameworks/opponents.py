@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.client.frameworks.packages import import_function, import_package
 from slipstream.client.frameworks.seats import AgentSeat, ModelSeat, RandomSeat, Seat
 from slipstream.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    import openai
 
 SELF = "self"
 RANDOM = "random"
@@ -43,6 +47,19 @@ def make_opponent(name: str, args: Mapping[str, Any], *, is_whole: bool) -> Oppo
     return lambda player, seed: AgentSeat(agent)
 
 
+@dataclass(frozen=True)
+class _Api:
+    """A model behind an API; one client serves all games."""
+
+    client: openai.AsyncOpenAI
+    model: str
+    is_whole: bool
+
+    def __call__(self, player: int, seed: int) -> Seat:
+        """Makes the seat of a player."""
+        return ModelSeat(self.client, self.model, is_whole=self.is_whole)
+
+
 def _api(url: str, args: dict[str, Any], *, is_whole: bool) -> Opponent:
     model, key_file = args.pop("model", None), args.pop("key_file", None)
     if not model or args:
@@ -55,6 +72,6 @@ def _api(url: str, args: dict[str, Any], *, is_whole: bool) -> Opponent:
             key = Path(key_file).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"key_file {key_file}: {error.strerror}") from error
-    openai = import_package("openai", install="openai")
-    client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=REPLY_LIMIT_S)
-    return lambda player, seed: ModelSeat(client, model, is_whole=is_whole)
+    library = import_package("openai", install="openai")
+    client = library.AsyncOpenAI(base_url=url, api_key=key, timeout=REPLY_LIMIT_S)
+    return _Api(client, model, is_whole)

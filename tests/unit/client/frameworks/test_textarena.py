@@ -233,6 +233,7 @@ async def test_a_model_behind_a_url_plays_against_the_model(tmp_path: Path) -> N
     finally:
         exchange.end()
         await answering
+        await environment._opponent.client.close()
         await gateway.close()
 
 
