@@ -51,8 +51,12 @@ def raise_open_files() -> None:
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a process with environment code gets."""
-    return {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+    """Returns the variables that a process with environment code gets.
+
+    The order of sets of texts is the same in all of them: task 7 must be the same one everywhere.
+    """
+    kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+    return kept | {"PYTHONHASHSEED": "0"}
 
 
 if __name__ == "__main__":

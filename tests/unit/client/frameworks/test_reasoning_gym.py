@@ -11,6 +11,7 @@ import pytest
 from slipstream.client.environment import TaskSource
 from slipstream.client.loading import load_environment
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed
+from slipstream.protocol.machine.process import open_variables
 
 # Its prompts, scores and generators are compared with the package's own.
 pytest.importorskip("cellpylib", reason="pip install reasoning-gym")
@@ -104,25 +105,25 @@ def test_num_tasks_are_different_questions() -> None:
     assert refusal("chain_sum", EASY, num_tasks=5000).startswith("num_tasks must be at most ")
 
 
-# Sets of texts and the process's random numbers differ between processes.
+# The order of sets of texts, and the process's random numbers, differ between processes.
 PROGRAM = """
 import itertools, json, random, sys
 from slipstream.client.frameworks.reasoning_gym import ReasoningGym
 random.seed(int(sys.argv[1]))
 tasks = {
     name: [task["question"] for task in itertools.islice(ReasoningGym(name).tasks(), 20)]
-    for name in ("chain_sum", "list_functions", "word_sorting")
+    for name in ("chain_sum", "list_functions", "ransom_note", "word_ladder")
 }
 print(json.dumps(tasks))
 """
 
 
 @pytest.mark.process
-def test_every_process_has_the_same_tasks() -> None:
+def test_every_worker_has_the_same_tasks() -> None:
     said = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM, seed],
-            env=os.environ | {"PYTHONHASHSEED": seed},
+            env=open_variables(os.environ | {"PYTHONHASHSEED": seed}),
             capture_output=True,
             check=True,
             text=True,

@@ -175,7 +175,7 @@ from slipstream.client.builtin.echo import Echo
 class Spy(Echo):
     def __init__(self):
         super().__init__()
-        known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_ENDPOINT"}
+        known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "HF_ENDPOINT"}
         seen = sorted(set(os.environ) - known)
         if os.environ.get("HF_ENDPOINT") != "http://127.0.0.1:9":
             seen.append("no_hub")
@@ -196,9 +196,9 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(
     config = config_of(tmp_path).model_copy(update={"environments": (spy,)})
     with pytest.raises(ConfigError) as caught:
         await check_environments(config)
-    # Python sets the last one itself.
+    # Python sets the first one itself.
     seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
-    assert set(seen) <= {"LC_CTYPE"}, caught.value
+    assert set(seen) <= {"LC_CTYPE", "PYTHONHASHSEED"}, caught.value
 
 
 HANGING = """
