@@ -40,6 +40,7 @@ CONTENTS = {
     "Start": ["docs/tutorial"],
     "Guides": [
         "docs/guides/environments",
+        "docs/guides/frameworks",
         "docs/guides/agents",
         "docs/guides/checkpoints",
         "docs/guides/parallelism",

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +47,9 @@ configs:
 """
 # A folder with the package `datasets` and what it needs, which are no dependencies of ours.
 DATASETS = os.environ.get("SLIPSTREAM_DATASETS", "")
+
+
+FENCE = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def rows(first: int, last: int) -> list[dict[str, str]]:
@@ -163,6 +168,17 @@ def test_files_that_only_datasets_can_read_are_named(
             "hf:some/csv has no parquet or JSON lines for split 'train': "
             "pip install datasets may read it"
         )
+
+
+def test_the_data_set_on_the_page_is_read(ask: Callable, hub: Hub) -> None:
+    page = Path(__file__).parents[3] / "docs" / "guides" / "frameworks.md"
+    (shown,) = [text for text in FENCE.findall(page.read_text()) if "hf:" in text]
+    table = tomllib.loads(shown)
+    (trained,), (evaluated,) = table["environments"], table["evaluations"]
+    folder = hub.folder / "openai" / "sums"
+    folder.rename(hub.folder / "openai" / "gsm8k")
+    assert ask(**trained["args"]) == ["0", "2", "4", "6", "8"]
+    assert ask(**evaluated["args"]) == ["10", "12"]
 
 
 def test_settings_of_the_hub_are_for_names_on_the_hub(ask: Callable) -> None:

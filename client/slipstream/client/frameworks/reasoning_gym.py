@@ -30,6 +30,13 @@ MAX_IN_A_ROW = 2000
 MAX_NAME = 40
 # The only generator that needs pycosat, which pip compiles.
 NEEDS_PYCOSAT = "zebra_puzzles"
+# Generators whose scorers run a reply as Python: by eval(), or sympy's parse_expr(), which does it.
+EVALUATING = frozenset(
+    {
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24"),
+        *("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+)
 
 Entry: TypeAlias = Mapping[str, Any]
 Spec: TypeAlias = Mapping[str, Any]
@@ -58,12 +65,14 @@ class ReasoningGym(Environment[Entry]):
         answer: Literal["tags", "whole", "last_line", "number"] = "tags",
         system: str | None = None,
         instruction: str = "{question}",
+        evaluate_replies: bool = False,
     ) -> None:
         """`dataset` is a name, with options in `config`, or a list of `{name, weight, config}`.
 
         `num_tasks`: different questions; None: without end. `system` is a text, or the name of one
         of the package's prompts: "default" where answers stand in tags, otherwise none.
-        ConfigError names what cannot work.
+        `evaluate_replies` allows scorers that run a reply as Python. ConfigError names what cannot
+        work.
         """
         self._split = Split(split, heldout_one_in)
         check_at_least("num_tasks", num_tasks, 1)
@@ -71,6 +80,12 @@ class ReasoningGym(Environment[Entry]):
             raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
         self._library = _import_library()
         self._specs = _read_specs(dataset, config, self._library)
+        evaluating = sorted({spec["name"] for spec in self._specs} & EVALUATING)
+        if evaluating and not evaluate_replies:
+            raise ConfigError(
+                f"the scorer of dataset {evaluating[0]} runs replies as Python code: "
+                "evaluate_replies = true allows that"
+            )
         self._seed = seed
         utils = self._library.utils
         cuts: dict[str, Callable[[str], str | None]] = {

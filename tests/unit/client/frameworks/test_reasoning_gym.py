@@ -3,8 +3,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,7 +18,7 @@ from slipstream.protocol.machine.process import open_variables
 # Its prompts, scores and generators are compared with the package's own.
 pytest.importorskip("cellpylib", reason="pip install reasoning-gym")
 
-from slipstream.client.frameworks.reasoning_gym import ReasoningGym  # noqa: E402
+from slipstream.client.frameworks.reasoning_gym import EVALUATING, ReasoningGym  # noqa: E402
 
 REFERENCE = "slipstream.client.frameworks.reasoning_gym:ReasoningGym"
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -36,7 +38,7 @@ def refusal(*args: object, **settings: object) -> str:
 
 def test_questions_and_scores_are_the_packages_own() -> None:
     own = library().create_dataset("countdown", seed=5, size=500)
-    environment = ReasoningGym("countdown", seed=5, heldout_one_in=10**9)
+    environment = ReasoningGym("countdown", seed=5, heldout_one_in=10**9, evaluate_replies=True)
     tasks = list(itertools.islice(environment.tasks(), 3))
     assert [task["question"] for task in tasks] == [own[i]["question"] for i in range(3)]
     system, asked = environment.reset(tasks[0])
@@ -169,6 +171,29 @@ def test_what_cannot_work_is_named() -> None:
     )
     assert "instruction must contain {question}" in refusal("chain_sum", instruction="Think.")
     assert refusal("chain_sum", split="test") == "split must be one of train, heldout, got 'test'"
+
+
+# Calls that run a text as Python, with what they run; answers of the package are no replies.
+RUNS = re.compile(r"(?<!def )\b(?:eval|exec|parse_expr)\((?!expr|left|right|sub)([^\n]*)")
+OWN = ("entry[", 'metadata["integrand"]', "full_code", "problem", "exp.")
+
+
+def test_scorers_that_run_replies_as_python_must_be_allowed() -> None:
+    folder = Path(library().__file__).parent
+    running = {
+        re.search(r'DATASET_NAME = "(\w+)"', text)[1]
+        for path in folder.rglob("*.py")
+        if "DATASET_NAME" in (text := path.read_text())
+        and any(not ran.startswith(OWN) for ran in RUNS.findall(text.partition("def score_")[2]))
+    }
+    assert running - EVALUATING == set()
+    assert len(EVALUATING & running) == len(EVALUATING)
+    assert refusal("countdown") == (
+        "the scorer of dataset countdown runs replies as Python code: "
+        "evaluate_replies = true allows that"
+    )
+    assert "spiral_matrix" in refusal([{"name": "chain_sum"}, {"name": "spiral_matrix"}])
+    ReasoningGym("countdown", evaluate_replies=True)
 
 
 def test_a_generator_that_needs_a_compiled_package_says_so(
