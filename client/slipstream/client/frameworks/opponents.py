@@ -44,7 +44,7 @@ def make_opponent(name: str, args: Mapping[str, Any], *, is_whole: bool) -> Oppo
         agent = make_agent(**args)
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"opponent {name}: {error}") from error
-    return lambda player, seed: AgentSeat(agent)
+    return lambda player, seed: AgentSeat(agent, player, is_whole=is_whole)
 
 
 @dataclass(frozen=True)

@@ -64,16 +64,20 @@ class ModelSeat:
 
 
 class AgentSeat:
-    """An agent as textarena knows them, which takes a text and returns one; it may block."""
+    """An agent as textarena knows them, which reads the whole game at each turn; it may block."""
 
-    def __init__(self, agent: Callable[[str], str]) -> None:
-        self._agent = agent
+    def __init__(self, agent: Callable[[str], str], player: int, *, is_whole: bool) -> None:
+        self._agent, self._player = agent, player
+        self._is_whole = is_whole
         self._heard = ""
 
     async def move(self, text: str, game: TextArenaGame) -> str:
         """Asks the agent, in a thread."""
-        self._heard = f"{self._heard}\n{text}".strip()
-        return str(await asyncio.to_thread(self._agent, self._heard))
+        self._heard = text if self._is_whole else f"{self._heard}\n{text}".strip()
+        move = str(await asyncio.to_thread(self._agent, self._heard))
+        # What is new to a player leaves its own moves out.
+        self._heard += f"\n[Player {self._player}] {move}"
+        return move
 
 
 class RandomSeat:

@@ -26,9 +26,10 @@ AGENTS = """
 import textarena
 
 class First(textarena.Agent):
+    heard = []
+
     def __init__(self, move="0"):
         self.move = move
-        self.heard = []
 
     def __call__(self, observation):
         self.heard.append(observation)
@@ -186,14 +187,24 @@ async def test_games_side_by_side_have_their_own_chance() -> None:
     assert cards(disturbed=True) == undisturbed
 
 
-async def test_an_agent_of_textarena_plays_against_the_model(agents: str) -> None:
+@pytest.mark.parametrize("prompts", ["new", "whole"])
+async def test_an_agent_of_textarena_plays_and_reads_the_whole_game_once(
+    agents: str, prompts: str
+) -> None:
     environment = TextArena(
-        "TicTacToe-v0", opponent=f"{agents}:First", opponent_args={"move": "[8]"}
+        "TicTacToe-v0",
+        opponent=f"{agents}:First",
+        opponent_args={"move": "[8]"},
+        prompts=prompts,
     )
     _, answer = await played(environment, in_turn("[0]", "[1]", "[2]"))
     # The agent's second move is not free, and after a warning neither is its third.
     assert answer.agent_result.reward == 1.0
     assert dict(answer.agent_result.shares) == {"player-1": 0.0}
+    last = sys.modules[agents].First.heard[-1]
+    assert last.count("in Tic Tac Toe.") == 1
+    assert last.count("[Player 0] [0]") == last.count("[Player 0] [1]") == 1
+    assert last.count("[Player 1] [8]") == 2
 
 
 async def test_an_agent_that_fails_makes_a_failed_episode(agents: str) -> None:
