@@ -87,18 +87,10 @@ class ReasoningGym(Environment[Entry]):
                 "evaluate_replies = true allows that"
             )
         self._seed = seed
-        utils = self._library.utils
-        cuts: dict[str, Callable[[str], str | None]] = {
-            "tags": utils.extract_answer,
-            "whole": str.strip,
-            "last_line": lambda reply: reply.strip().rpartition("\n")[2].strip(),
-            "number": _last_number,
-        }
-        check_choice("answer", answer, cuts)
-        self._cut = cuts[answer]
+        self._cut = _cut_of(answer, self._library)
         if system is None:
             system = "default" if answer == "tags" else ""
-        self._system = utils.SYSTEM_PROMPTS.get(system, system)
+        self._system = self._library.utils.SYSTEM_PROMPTS.get(system, system)
         self._instruction = instruction
         self._scorer = self._make(0)
         # The first question shows whether the generator works and the split has any.
@@ -233,6 +225,18 @@ def _check_options(name: str, config: Mapping[str, Any], library: ModuleType) ->
             )
         if option not in options:
             raise unknown_name(f"dataset {name} has no option", option, options)
+
+
+def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
+    """Returns what cuts the answer out of a reply."""
+    cuts: dict[str, Callable[[str], str | None]] = {
+        "tags": library.utils.extract_answer,
+        "whole": str.strip,
+        "last_line": lambda reply: reply.strip().rpartition("\n")[2].strip(),
+        "number": _last_number,
+    }
+    check_choice("answer", answer, cuts)
+    return cuts[answer]
 
 
 def _last_number(reply: str) -> str | None:

@@ -18,9 +18,11 @@ MAX_OPEN_FILES = 65536
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Variables that processes with environment code may see: no secrets.
-_OPEN_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
-# The hub's address and its cache on this machine; HF_TOKEN stays behind.
-_OPEN_VARIABLES += ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
+_OPEN_VARIABLES = (
+    *("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"),
+    # The address of the Hugging Face hub and its cache on this machine; HF_TOKEN stays behind.
+    *("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
