@@ -97,8 +97,11 @@ def ask(request: pytest.FixtureRequest, hub: Hub, tmp_path: Path) -> Callable[..
             "PYTHONPATH": DATASETS if request.param == "datasets" else "",
         }
         variables.pop("HF_TOKEN", None)
+        # A folder with this name is not the package.
+        (tmp_path / "datasets").mkdir(exist_ok=True)
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps({"path": path, **settings})],
+            cwd=tmp_path,
             env=variables,
             capture_output=True,
             text=True,

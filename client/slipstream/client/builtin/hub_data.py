@@ -6,7 +6,7 @@ the data set's README does, or the usual names of files; parquet and JSON lines 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,15 +47,24 @@ def read_hub_rows(
     it is installed. ConfigError says in one line what cannot be read.
     """
     if by_datasets is None:
-        by_datasets = importlib.util.find_spec("datasets") is not None
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise ConfigError(f"{data} needs the hub's client: pip install huggingface_hub pyarrow")
+        by_datasets = _is_installed("datasets")
+    if not _is_installed("huggingface_hub"):
+        raise ConfigError(f"{data} needs the hub's client: pip install 'slipstream-rl[data]'")
     with _one_line(data):
         readme = _bring(data, ["README.md"]) / "README.md"
         if by_datasets:
             return _by_datasets(data)
         files = _find_files(data, _configs(readme))
     return itertools.chain.from_iterable(map(read_file, files))
+
+
+def _is_installed(package: str) -> bool:
+    # A folder of data named datasets is a module too, and no distribution.
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _by_datasets(data: HubData) -> Iterable[Row]:
