@@ -40,11 +40,11 @@ CONTENTS = {
     "Start": ["docs/tutorial"],
     "Guides": [
         "docs/guides/environments",
+        "docs/guides/frameworks",
         "docs/guides/agents",
         "docs/guides/demonstrations",
         "docs/guides/sandbox",
         "docs/guides/judges",
-        "docs/guides/frameworks",
         "docs/guides/checkpoints",
         "docs/guides/parallelism",
         "docs/guides/deployment",

@@ -41,6 +41,7 @@ DESCRIPTION = re.compile(r"(?<=\S) {2,}\S.*")
 NOT_OURS = {
     "my_environments.py",
     "my_agents.py",
+    "my_functions.py",
     "serve_agents.py",
     "solve.py",
     "replies.py",

@@ -17,7 +17,8 @@ MAX_CAUSE_CHARACTERS = 500
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 _OWN_FOLDER = str(Path(__file__).parent)
-_BUILTIN_FOLDER = str(Path(__file__).parent / "builtin")
+# Folders of the environments that come with the client.
+_BUILTIN_FOLDERS = tuple(str(Path(__file__).parent / name) for name in ("builtin", "frameworks"))
 
 
 def environment_failed(cause: str) -> EnvironmentFailed:
@@ -101,4 +102,4 @@ def is_of_environment(filename: str) -> bool:
 
 def is_builtin(filename: str) -> bool:
     """Whether a file belongs to the environments that come with the client."""
-    return filename.startswith(_BUILTIN_FOLDER)
+    return filename.startswith(_BUILTIN_FOLDERS)

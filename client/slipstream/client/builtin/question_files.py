@@ -1,4 +1,4 @@
-"""Reads questions and answers from parquet and JSON-lines files, and says what is wrong in them."""
+"""Reads questions and answers from files and from the hub, and says what is wrong in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from slipstream.client.builtin.hub_data import HubData, read_hub_rows
 from slipstream.client.environment import Message
 from slipstream.protocol.errors import ConfigError
 
@@ -25,9 +26,9 @@ class Question(NamedTuple):
 
 
 def read_questions(
-    path: Path, question: str, answer: str, *, duplicates: Literal["refuse", "drop"]
+    path: Path | HubData, question: str, answer: str, *, duplicates: Literal["refuse", "drop"]
 ) -> list[Question]:
-    """Returns the questions of a file in its order, each once.
+    """Returns the questions of a file or of a data set on the hub in its order, each once.
 
     `question` and `answer` name columns; a dot leads into a column of objects. A question is a
     text, or a list of messages with role and content. ConfigError names the row, or the columns
@@ -50,8 +51,13 @@ def read_questions(
     return [one for _, one in found.values()]
 
 
-def read_rows(path: Path) -> Iterable[Row]:
-    """Returns the rows of a .jsonl or .parquet file; ConfigError names what is wrong in it."""
+def read_rows(path: Path | HubData) -> Iterable[Row]:
+    """Returns the rows of a .jsonl or .parquet file, or of a data set on the hub.
+
+    ConfigError names what is wrong in it.
+    """
+    if isinstance(path, HubData):
+        return read_hub_rows(path, read_rows)
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; the working directory is {Path.cwd()}")
     match path.suffix:
@@ -91,7 +97,7 @@ def _parquet(path: Path) -> Sequence[Row]:
     return rows
 
 
-def _cell(row: Row, column: str, path: Path) -> Cell:
+def _cell(row: Row, column: str, path: Path | HubData) -> Cell:
     if column in row:
         return row[column]
     place: Cell = row

@@ -1,4 +1,4 @@
-"""Questions with one right answer, from a file."""
+"""Questions with one right answer, from a file or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Literal
 
+from slipstream.client.builtin.hub_data import PREFIX, HubData
 from slipstream.client.builtin.math_judge import MathJudge
 from slipstream.client.builtin.question_files import Question, read_questions
 from slipstream.client.environment import Environment, Message, StepResult
@@ -19,7 +20,9 @@ DUPLICATES = ("refuse", "drop")
 
 
 class Questions(Environment[Question]):
-    """Asks the questions of a parquet or JSON-lines file; one reply each, reward 1 or 0.
+    """Asks the questions of a parquet or JSON-lines file, or of a data set on the hub.
+
+    Each gets one reply, with reward 1 or 0.
 
     `judge`: "math_verify" compares as mathematics: 1/2 is 0.5, and the last or boxed expression of
     the reply counts. "exact" compares as text; "contains" looks for the answer in the reply. With
@@ -43,8 +46,13 @@ class Questions(Environment[Question]):
         limit: int | None = None,
         duplicates: Literal["refuse", "drop"] = "refuse",
         judge_timeout_s: float = 10.0,
+        hub_config: str | None = None,
+        hub_split: str = "train",
+        hub_revision: str | None = None,
     ) -> None:
-        """`question` and `answer` are columns; a dot leads into a column of objects.
+        """`path` is a file, or "hf:OWNER/NAME" with the `hub_` arguments.
+
+        `question` and `answer` are columns; a dot leads into a column of objects.
 
         `instruction` is put around a question that is a text. Where the text `answer_after` occurs
         in an answer or a reply, only what follows its last occurrence counts. `limit` takes the
@@ -70,7 +78,8 @@ class Questions(Environment[Question]):
         self._instruction = instruction
         self._answer_after = answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
-        questions = read_questions(Path(path), question, answer, duplicates=duplicates)
+        source = _source(path, hub_config, hub_split, hub_revision)
+        questions = read_questions(source, question, answer, duplicates=duplicates)
         if split != "all":
             wanted = split == "heldout"
             questions = [q for q in questions if is_heldout(q, heldout_one_in) == wanted]
@@ -117,6 +126,14 @@ def is_heldout(question: Question, one_in: int) -> bool:
     text = "\0".join(f"{message.role}\0{message.content}" for message in question.messages)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0
+
+
+def _source(path: str, config: str | None, split: str, revision: str | None) -> Path | HubData:
+    if path.startswith(PREFIX):
+        return HubData(path.removeprefix(PREFIX), config, split, revision)
+    if config is not None or split != "train" or revision is not None:
+        raise ConfigError(f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}")
+    return Path(path)
 
 
 def _plain(text: str) -> str:

@@ -18,7 +18,11 @@ MAX_OPEN_FILES = 65536
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Variables that processes with environment code may see: no secrets.
-_OPEN_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+_OPEN_VARIABLES = (
+    *("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"),
+    # The address of the Hugging Face hub and its cache on this machine; HF_TOKEN stays behind.
+    *("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -49,8 +53,12 @@ def raise_open_files() -> None:
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a process with environment code gets."""
-    return {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+    """Returns the variables that a process with environment code gets.
+
+    The order of sets of texts is the same in all of them: task 7 must be the same one everywhere.
+    """
+    kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+    return kept | {"PYTHONHASHSEED": "0"}
 
 
 if __name__ == "__main__":

@@ -176,7 +176,10 @@ from slipstream.client.builtin.echo import Echo
 class Spy(Echo):
     def __init__(self):
         super().__init__()
-        seen = sorted(set(os.environ) - {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"})
+        known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "HF_ENDPOINT"}
+        seen = sorted(set(os.environ) - known)
+        if os.environ.get("HF_ENDPOINT") != "http://127.0.0.1:9":
+            seen.append("no_hub")
         raise ValueError(f"it sees {' '.join(seen)}.")
 """
 
@@ -188,13 +191,15 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(
     (tmp_path / "spy.py").write_text(SPY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     spy = EnvironmentSection(name="spy", reference="spy:Spy")
     config = config_of(tmp_path).model_copy(update={"environments": (spy,)})
     with pytest.raises(ConfigError) as caught:
         await check_environments(config)
-    # Python sets the last one itself.
+    # Python sets the first one itself.
     seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
-    assert set(seen) <= {"LC_CTYPE"}, caught.value
+    assert set(seen) <= {"LC_CTYPE", "PYTHONHASHSEED"}, caught.value
 
 
 CALLING = """

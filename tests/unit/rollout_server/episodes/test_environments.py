@@ -517,6 +517,7 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
     own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
     assert [path for path in files.values() if not path.startswith(own)] == []
     known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
+    known |= {"HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "PYTHONHASHSEED"}
     assert set(variables) <= known | {"GRPC_ENABLE_FORK_SUPPORT"}
     # The process's token is gone when the environment is loaded, and was never an argument.
     assert arguments[1::2] == ["--connect", "--record"]
@@ -562,11 +563,19 @@ async def test_calls_to_clients_end_though_their_stream_fails_at_that_moment() -
 
 def test_a_worker_sees_no_secrets() -> None:
     seen = worker_environment(
-        {"PATH": "/bin", "HOME": "/root", "AWS_SECRET": "x", "SLIPSTREAM_TOKEN": "the run's"}, "own"
+        {
+            "PATH": "/bin",
+            "HOME": "/root",
+            "AWS_SECRET": "x",
+            "HF_TOKEN": "x",
+            "SLIPSTREAM_TOKEN": "the run's",
+        },
+        "own",
     )
     assert seen == {
         "PATH": "/bin",
         "HOME": "/root",
         "GRPC_ENABLE_FORK_SUPPORT": "false",
+        "PYTHONHASHSEED": "0",
         "SLIPSTREAM_TOKEN": "own",
     }

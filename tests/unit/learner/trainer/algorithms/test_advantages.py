@@ -45,6 +45,20 @@ def test_group_of_equal_rewards_has_no_advantage() -> None:
     )
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_the_share_of_minus_one_is_the_advantage_of_the_other_player(advantage: str) -> None:
+    """Both players of a zero-sum game are trained by the reward of one of them."""
+
+    def found(sign: float) -> list[float]:
+        rewards = [1.0, -1.0, -1.0, 0.0, 1.0, 1.0]
+        played = [episode(g, sign * r, [0.0]) for g, r in zip("aaaabb", rewards, strict=True)]
+        worths = token_advantages(played, algorithm(advantage=advantage))
+        return [float(worth.advantages[0]) for worth in worths]
+
+    assert found(-1.0) == pytest.approx([-1.0 * worth for worth in found(1.0)])
+    assert found(1.0)[0] > 0
+
+
 def test_groups_need_not_stand_together() -> None:
     found = group_advantages(np.array([1.0, 5.0, 3.0, 7.0]), list("abab"), normalize_by_std=False)
     assert found.tolist() == [-1.0, -1.0, 1.0, 1.0]

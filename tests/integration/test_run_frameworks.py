@@ -1,0 +1,113 @@
+"""Environments of other frameworks train a tiny model for 20 steps each, with held-out tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1300),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+
+STEPS = 20
+FRAMEWORKS = "slipstream.client.frameworks"
+REASONING_GYM = f"{FRAMEWORKS}.reasoning_gym:ReasoningGym"
+GYMNASIUM = f"{FRAMEWORKS}.gymnasium:Gymnasium"
+TEXTARENA = f"{FRAMEWORKS}.textarena:TextArena"
+# The model knows letters, 0 and 1; everything else is one unknown word to it.
+LETTERS = list("abcdef")
+
+
+def gym(id: str, num_actions: int, **kwargs: object) -> dict[str, object]:
+    return {"id": id, "kwargs": kwargs, "action_names": LETTERS[:num_actions], "max_illegal": 2}
+
+
+# Package, reference, arguments.
+CASES = {
+    "chain_sum": ("reasoning_gym", REASONING_GYM, {"dataset": "chain_sum", "answer": "whole"}),
+    "gcd": ("reasoning_gym", REASONING_GYM, {"dataset": "gcd", "answer": "number"}),
+    "several": (
+        "reasoning_gym",
+        REASONING_GYM,
+        {
+            "dataset": [
+                {"name": "coin_flip", "weight": 1.0},
+                {"name": "letter_counting", "weight": 2.0, "config": {"max_words": 8}},
+            ],
+        },
+    ),
+    "frozen-lake": ("gymnasium", GYMNASIUM, gym("FrozenLake-v1", 4, render_mode="ansi")),
+    "cart-pole": ("gymnasium", GYMNASIUM, gym("CartPole-v1", 2, max_episode_steps=12)),
+    "cliff-walking": ("gymnasium", GYMNASIUM, gym("CliffWalking-v1", 4, max_episode_steps=8)),
+    "taxi": ("gymnasium", GYMNASIUM, gym("Taxi-v4", 6, max_episode_steps=8)),
+    "blackjack": ("gymnasium", GYMNASIUM, gym("Blackjack-v1", 2)),
+    "tic-tac-toe-both": ("textarena", TEXTARENA, {"id": "TicTacToe-v0", "train": "both"}),
+    "connect-four-random": (
+        "textarena",
+        TEXTARENA,
+        {"id": "ConnectFour-v0", "opponent": "random"},
+    ),
+    "kuhn-poker-one": ("textarena", TEXTARENA, {"id": "KuhnPoker-v0"}),
+    "guess-the-number": (
+        "textarena",
+        TEXTARENA,
+        {"id": "GuessTheNumber-v0", "num_players": 1},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's, with room for games."""
+    folder = tmp_path_factory.mktemp("models") / "long"
+    return make_model_folder(folder, max_position_embeddings=1024)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: Path) -> None:
+    package, reference, args = CASES[name]
+    if package != "reasoning_gym":
+        pytest.importorskip(package)
+    entry = {"name": name, "reference": reference, "timeout_s": 60.0}
+    heldout = {"name": f"{name}-heldout", "reference": reference, "timeout_s": 60.0}
+    config = write_config(
+        tmp_path,
+        model,
+        run__steps=STEPS,
+        environments=[entry | {"args": args}],
+        evaluations=[
+            heldout
+            | {"args": args | {"split": "heldout"}, "num_episodes": 8, "every_steps": STEPS // 2}
+        ],
+        algorithm__group_size=8,
+        algorithm__groups_per_step=4,
+        sampling__max_reply_tokens=4,
+        sampling__max_turns=24,
+        sampling__max_episode_tokens=900,
+        sampling__max_total_tokens=1800,
+        learner__micro_batch_tokens=4096,
+        rollout_server__max_episodes=32,
+    )
+    done = run_command("run", config, cwd=tmp_path, limit_s=1200.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == STEPS
+    assert summary["ledger"]["failed"] == 0
+    check_ledger(summary)
+    rows = rows_of(tmp_path / "run")
+    assert len([row for row in rows if f"{name}/reward" in row]) == STEPS
