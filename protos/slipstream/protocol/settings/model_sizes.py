@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.model_fields import rope_table
+from slipstream.protocol.settings.model_fields import has_tied_output, rope_table
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     ffn: int
+    # Length of the longest sequence, and the field of config.json that decides it.
     max_positions: int
+    max_positions_field: str
     # Mixture of experts: their number, the number for each token, their intermediate size.
     experts: int
     experts_per_token: int
@@ -38,10 +40,8 @@ class ModelSizes:
     norm_eps: float
     has_tied_output: bool
     rope_type: str
-    rope_theta: float
-    rope_factor: float
-    # low_freq_factor, high_freq_factor and original_max_position_embeddings of the type llama3.
-    rope_bounds: tuple[float, float, float]
+    # All settings of the rotary embedding by their names.
+    rope: tuple[tuple[str, Any], ...]
     uses_sliding_window: bool
     is_quantized: bool
 
@@ -60,6 +60,10 @@ class ModelSizes:
         rope = rope_table(values)
         names = values.get("architectures") or [""]
         heads = number("num_attention_heads")
+        # vLLM does not scale queries beyond these positions, as transformers does.
+        is_limited = rope.get("llama_4_scaling_beta")
+        limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
+        limits = rope if is_limited else values
         return cls(
             architecture=str(names[0]),
             vocab=number("vocab_size"),
@@ -69,7 +73,8 @@ class ModelSizes:
             kv_heads=number("num_key_value_heads") or heads,
             head_dim=number("head_dim") or number("hidden_size") // max(1, heads),
             ffn=number("intermediate_size"),
-            max_positions=number("max_position_embeddings"),
+            max_positions=int(limits.get(limit) or 0),
+            max_positions_field=limit,
             experts=number("num_experts", "num_local_experts", "n_routed_experts"),
             experts_per_token=number("num_experts_per_tok"),
             expert_ffn=number("moe_intermediate_size", "intermediate_size"),
@@ -77,15 +82,9 @@ class ModelSizes:
             normalizes_experts=normalizes_experts(values),
             has_dense_layers=bool(values.get("mlp_only_layers"))
             or values.get("decoder_sparse_step", 1) != 1,
-            rope_bounds=(
-                rope.get("low_freq_factor", 1.0),
-                rope.get("high_freq_factor", 4.0),
-                rope.get("original_max_position_embeddings", 8192),
-            ),
             norm_eps=values.get("rms_norm_eps", 0.0),
-            has_tied_output=bool(values.get("tie_word_embeddings")),
-            rope_theta=rope.get("rope_theta", values.get("rope_theta", 0.0)),
-            rope_factor=rope.get("factor", 1.0),
+            has_tied_output=has_tied_output(values),
+            rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
             rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
             uses_sliding_window=bool(
                 values.get("use_sliding_window", values.get("sliding_window"))

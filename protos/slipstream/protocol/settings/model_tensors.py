@@ -17,12 +17,23 @@ from slipstream.protocol.settings.model_sizes import ModelSizes
 Shape: TypeAlias = tuple[int, ...]
 
 OUTPUT = "lm_head.weight"
-_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+# Architectures whose norm is over all heads together.
+_NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
+_BEFORE = ("input", "post_attention")
+# Architecture -> names of the norms in a layer; the others have `_BEFORE`.
+_AFTER = ("post_attention", "post_feedforward")
+_NORMS = {
+    "Olmo2ForCausalLM": _AFTER,
+    "Gemma2ForCausalLM": ("input", "pre_feedforward", *_AFTER),
+    "Gemma3ForCausalLM": ("input", "pre_feedforward", *_AFTER),
+}
 # Names of gate, up and down in a layer.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = {
     "Qwen3MoeForCausalLM": ("mlp.", _PROJECTIONS),
     "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "OlmoeForCausalLM": ("mlp.", _PROJECTIONS),
     "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
 }
 
@@ -60,7 +71,7 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
         within = {**_attention(sizes, values), **_feed_forward(sizes)}
         needed |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
     needed["model.norm.weight"] = (sizes.hidden,)
-    if not values.get("tie_word_embeddings", False):
+    if not sizes.has_tied_output:
         needed[OUTPUT] = (sizes.vocab, sizes.hidden)
     return needed
 
@@ -69,7 +80,8 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     hidden, head = sizes.hidden, sizes.head_dim
     rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
     found: dict[str, Shape] = {
-        f"{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")
+        f"{norm}_layernorm.weight": (hidden,)
+        for norm in _NORMS.get(sizes.architecture, _BEFORE)
     }
     found |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
     found["self_attn.o_proj.weight"] = (hidden, rows["q"])
@@ -80,6 +92,8 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
         found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
     if sizes.architecture in _NORMED_HEADS:
         found |= {f"self_attn.{name}_norm.weight": (head,) for name in ("q", "k")}
+    if sizes.architecture in _NORMED_WHOLE:
+        found |= {f"self_attn.{name}_norm.weight": (rows[name],) for name in ("q", "k")}
     return found
 
 

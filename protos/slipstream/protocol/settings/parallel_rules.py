@@ -22,10 +22,26 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "OlmoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
 )
-# Bounds that Megatron always uses; it ignores those of config.json.
-LLAMA3_BOUNDS = (1.0, 4.0, 8192)
-ROPE_TYPES = ("default", "llama3")
+# Architectures whose windows the learner, transformers and vLLM compute alike.
+WINDOWED = (
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Why a scaling of the rotary embedding is refused.
+_ROPE_REFUSALS = {
+    "dynamic": "transformers scales by the length of each sequence, vLLM by the longest possible",
+    "longrope": "transformers chooses factors for each sequence, vLLM by the longest possible",
+}
 # Megatron's features that need more than settings: other groups, wrappers or training loops.
 _NOT_OURS = {
     "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
@@ -159,17 +175,16 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         return
     if sizes.is_quantized:
         yield "model.path holds quantized weights, which cannot be trained"
-    if sizes.uses_sliding_window:
-        yield "model.path holds a model with a sliding window, which the learner does not have"
-    if sizes.rope_type not in ROPE_TYPES:
+    if sizes.uses_sliding_window and sizes.architecture not in WINDOWED:
         yield (
-            f"model.path: the rope_type {sizes.rope_type!r} was not tested, "
-            f"known are {', '.join(ROPE_TYPES)}"
+            f"model.path holds a {sizes.architecture} with a sliding window, which was tested for "
+            f"{', '.join(WINDOWED)} only"
         )
-    if sizes.rope_type == "llama3" and sizes.rope_bounds != LLAMA3_BOUNDS:
+    if sizes.rope_type not in ROPE_TYPES:
+        cause = _ROPE_REFUSALS.get(sizes.rope_type, "was not tested")
         yield (
-            "model.path: low_freq_factor, high_freq_factor and original_max_position_embeddings of "
-            f"the rope_type 'llama3' must be {LLAMA3_BOUNDS}, got {sizes.rope_bounds}"
+            f"model.path: the rope_type must be one of {', '.join(ROPE_TYPES)}, "
+            f"got {sizes.rope_type!r}: {cause}"
         )
     if not sizes.experts:
         return

@@ -69,6 +69,7 @@ def install() -> Megatron:
     # This import registers recipes that Bridge lacks.
     importlib.import_module("slipstream.learner.trainer.model.families")
     _cure_padded_vocabulary()
+    _cure_tied_embeddings()
     _cure_saved_buckets()
     return auto_bridge
 
@@ -110,6 +111,20 @@ def _cure_padded_vocabulary() -> None:
         return load(self, hf_weights, module)
 
     mapping.ColumnParallelMapping.hf_to_megatron = padded
+
+
+def _cure_tied_embeddings() -> None:
+    # Bridge looks for embedding and projection in a rank's first chunk only; with virtual stages
+    # the projection is in the last one.
+    bridge: Megatron = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+    share = bridge.MegatronModelBridge._broadcast_shared_embeddings
+
+    @functools.wraps(share)
+    def shared(self: Megatron, chunks: list[Megatron]) -> None:
+        ends = [chunk for chunk in chunks if chunk.pre_process or chunk.post_process]
+        share(self, ends or chunks)
+
+    bridge.MegatronModelBridge._broadcast_shared_embeddings = shared
 
 
 def _cure_saved_buckets() -> None:
