@@ -96,6 +96,8 @@ def provider_of(
         provider.register_pre_wrap_hook(experts.mark_experts)
     if compat.has_transformer_engine():
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        # Megatron's fused positions of latent attention are those of YaRN only.
+        values["apply_rope_fusion"] = not provider.multi_latent_attention
         # Megatron fuses no other activation of a gated MLP.
         values["bias_activation_fusion"] = provider.activation_func is torch.nn.functional.silu
         values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))

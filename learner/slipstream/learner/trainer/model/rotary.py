@@ -33,6 +33,15 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
         "rope_scaling": False,
     }
     _, factor = _scaled(hf_config, FULL)
+    if provider.multi_latent_attention:
+        # Only a part of each head is turned, so the factor of queries and keys cannot be a scale of
+        # scores; `field_problems` refuses another than 1. The attention scales scores itself.
+        assert factor == 1.0
+        return values | {
+            "rope_type": "rope",
+            "rotary_scaling_factor": float(rope.get("factor", 1.0)),
+            "mscale_all_dim": float(rope.get("mscale_all_dim", 1.0)),
+        }
     if factor != 1.0:
         # Scaled queries and keys have scores scaled by the square.
         scale = provider.softmax_scale or 1.0 / math.sqrt(provider.kv_channels)
@@ -48,8 +57,8 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
     frequencies, _ = _scaled(hf_config, FULL)
     has_local = LOCAL in hf_config.rope_parameters
     for chunk in chunks:
-        if frequencies is not None:
-            _replace(chunk.rotary_pos_emb, frequencies)
+        for rotary in _rotaries(chunk) if frequencies is not None else ():
+            rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
         for layer in chunk.decoder.layers if has_local else ():
             if hf_config.layer_types[layer.layer_number - 1] == LOCAL:
                 positions = functools.partial(_local_positions, _local(chunk, hf_config))
@@ -73,8 +82,11 @@ def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]
     return found.float(), float(factor)
 
 
-def _replace(rotary: Megatron, frequencies: torch.Tensor) -> None:
-    rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+def _rotaries(chunk: Megatron) -> list[Megatron]:
+    """Returns the positions of all layers; latent attention has its own in each layer."""
+    if chunk.config.multi_latent_attention:
+        return [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
+    return [chunk.rotary_pos_emb]
 
 
 def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
@@ -94,7 +106,7 @@ def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
         use_cpu_initialization=config.use_cpu_initialization,
     )
     if frequencies is not None:
-        _replace(made, frequencies)
+        made.inv_freq = frequencies.to(made.inv_freq.device)
     # Not as a module: it holds no parameters.
     vars(chunk)["local_rotary_pos_emb"] = made
     return made

@@ -66,8 +66,9 @@ def install() -> Megatron:
         _install_adam()
         auto_bridge = _import_bridge()
         _cure_adapters()
-    # This import registers recipes that Bridge lacks.
-    importlib.import_module("slipstream.learner.trainer.model.families")
+    # These imports register recipes that Bridge lacks.
+    for name in ("families", "sigmoid_families"):
+        importlib.import_module(f"slipstream.learner.trainer.model.{name}")
     _cure_padded_vocabulary()
     _cure_tied_embeddings()
     _cure_saved_buckets()
