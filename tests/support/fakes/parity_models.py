@@ -15,10 +15,14 @@ EXPERTS_PER_TOKEN = 2
 
 def make_models(folder: Path) -> None:
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
         Gemma2Config,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Ministral3Config,
@@ -92,6 +96,34 @@ def make_models(folder: Path) -> None:
         "query_pre_attn_scalar": 20,
     }
     gemma["layer_types"] = gemma["layer_types"][:NUM_LAYERS]
+    sigmoid = {
+        **sizes,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "num_mtp_layers": 0,
+    }
+    glm_rope = {"rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+    latent = {
+        **sigmoid,
+        "num_key_value_heads": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "rms_norm_eps": 1e-6,
+    }
+    del latent["head_dim"]
+    # Sequences are longer than the original length.
+    latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
+    latent_yarn |= {"mscale": 0.7, "mscale_all_dim": 0.7}
+    del latent_yarn["llama_4_scaling_beta"]
     torch.manual_seed(0)
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
@@ -136,6 +168,14 @@ def make_models(folder: Path) -> None:
                 },
             )
         ),
+        "glm": Glm4MoeForCausalLM(
+            Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
+        ),
+        "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
+        # Queries come from no latent vector.
+        "moonlight": DeepseekV3ForCausalLM(
+            DeepseekV3Config(**latent | {"q_lora_rank": None, "n_group": 1}, **rope)
+        ),
         "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
         "olmoe": OlmoeForCausalLM(
             OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
@@ -149,6 +189,10 @@ def make_models(folder: Path) -> None:
                     parameter.mul_(3.0)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            # Biases that change which experts are chosen.
+            for place, buffer in model.named_buffers():
+                if place.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.3 * torch.randn_like(buffer))
         model.save_pretrained(folder / name)
 
 

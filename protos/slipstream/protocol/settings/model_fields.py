@@ -43,6 +43,8 @@ HONOURED = frozenset(
         "sliding_window",
         "max_window_layers",
         "layer_types",
+        "first_k_dense_replace",
+        "n_shared_experts",
         "sliding_window_pattern",
         "_sliding_window_pattern",
         "rope_local_base_freq",
@@ -70,6 +72,7 @@ HARMLESS = frozenset(
         "do_sample",
         "dtype",
         "embd_pdrop",
+        "ep_size",
         "eos_token_id",
         "finetuning_task",
         "forced_bos_token_id",
@@ -96,6 +99,7 @@ HARMLESS = frozenset(
         "router_aux_loss_coef",
         "router_jitter_noise",
         "sep_token_id",
+        "seq_aux",
         "task_specific_params",
         "temperature",
         "tokenizer_class",
@@ -152,6 +156,11 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "qk_rope_head_dim": _NONE,
         "v_head_dim": _NONE,
         "num_nextn_predict_layers": _ZERO,
+        "num_mtp_layers": _ZERO,
+        "rope_interleave": (None, True),
+        "topk_method": _NONE,
+        "moe_layer_freq": _ONE,
+        "qk_head_dim": _NONE,
     }
 )
 _ANY_BIAS: Values = (None, False, True)
@@ -163,6 +172,12 @@ _GEMMA: Mapping[str, Values] = {
     "hidden_activation": _GELU,
     # vLLM has no projection of its own for Gemma 2.
     "tie_word_embeddings": (None, True),
+}
+# The weights of a token's experts always add up to routed_scaling_factor.
+_SIGMOID: Mapping[str, Values] = {
+    "norm_topk_prob": (None, True),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
 }
 _UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": _ZERO}
 # Exceptions for one architecture. No program reads attention_bias of a Qwen2, which has biases.
@@ -188,6 +203,12 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         # vLLM never lets the weights of a token's experts add up to 1.
         "Gemma2ForCausalLM": _GEMMA,
         "Gemma3ForCausalLM": _GEMMA,
+        "Glm4MoeForCausalLM": {**_SIGMOID, "attention_bias": _ANY_BIAS, "use_qk_norm": _ANY_BIAS},
+        "DeepseekV3ForCausalLM": {
+            **_SIGMOID,
+            # transformers norms latent vectors with this one, vLLM with that of config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
         "OlmoeForCausalLM": {
             **_UNSHARED,
             "norm_topk_prob": _OFF,
@@ -199,7 +220,26 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
 # Architectures for which vLLM uses hidden_size / num_attention_heads as head_dim.
 _NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM")
 # Architecture -> fields that are read, though other architectures may have one value only.
+_OF_SIGMOID = (
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+)
+_LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
 _READ: Mapping[str, tuple[str, ...]] = {
+    "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
+    "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Architectures with layers of several kinds: some have windows.
@@ -315,6 +355,7 @@ def _rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Checks one table of a rotary embedding."""
+    is_partial = "partial_rotary_factor" in _READ.get(_architecture(values), ())
     kind = table.get("rope_type", table.get("type", "default"))
     needed = _NEEDED.get(kind, ())
     if _architecture(values) in ALTERNATING and kind not in _OF_ALTERNATING:
@@ -330,10 +371,26 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     for name in (name for name in needed if table.get(name) is None):
         yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
     yield from _yarn_problems(kind, table, values)
-    if table.get("partial_rotary_factor") not in _ONE:
+    if _architecture(values) == "DeepseekV3ForCausalLM" and kind != "default":
+        yield from _latent_problems(kind, table)
+    if is_partial and kind != "default":
+        yield f"model.path: rope_type of a {_architecture(values)} must be default, got {kind!r}"
+    if not is_partial and table.get("partial_rotary_factor") not in _ONE:
         yield (
             f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
             "transformers, learner and rollout servers would compute different models"
+        )
+
+
+def _latent_problems(kind: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """Checks the positions of latent attention, which turn only a part of each head."""
+    if kind != "yarn":
+        yield f"model.path: the rope_type of latent attention must be default or yarn, got {kind!r}"
+    mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
+    if not mscale or mscale != of_all or table.get("attention_factor") is not None:
+        yield (
+            "model.path: mscale and mscale_all_dim of latent attention must be the same number "
+            f"without an attention_factor, got {mscale!r} and {of_all!r}"
         )
 
 

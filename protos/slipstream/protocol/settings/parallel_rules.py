@@ -28,6 +28,8 @@ ARCHITECTURES = (
     "OlmoeForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
 # Architectures whose windows the learner, transformers and vLLM compute alike.
 WINDOWED = (
@@ -197,6 +199,12 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
             f"model.path: num_experts_per_tok must be 1 to the {sizes.experts} experts, "
             f"got {sizes.experts_per_token}"
         )
+    if sizes.expert_groups > 1 and sizes.experts_per_token // sizes.chosen_groups != 2:
+        yield (
+            "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
+            "group by its best num_experts_per_tok / topk_group experts and transformers by its "
+            f"best 2, got {sizes.experts_per_token} and {sizes.chosen_groups}"
+        )
     if sizes.experts_per_token == 1 and sizes.normalizes_experts:
         yield ("model.path: norm_topk_prob with one expert per token leaves the router no gradient")
 
@@ -212,10 +220,15 @@ def layout_problems(
     ):
         if number % tp:
             yield f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
-    if not sizes.experts and sizes.ffn % tp:
+    if sizes.dense_layers and sizes.ffn % tp:
         yield f"learner.parallel.tp must divide the intermediate size of {sizes.ffn}, got {tp}"
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel)
+    if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
+        yield (
+            "learner.parallel.tp must divide q_lora_rank and kv_lora_rank + qk_rope_head_dim, "
+            f"{sizes.query_latent_size} and {sizes.latent_size}, got {tp}"
+        )
 
 
 def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:

@@ -39,8 +39,8 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
 
     Megatron marks them only when `ep` > 1. Without the mark it treats them as copies on the data
     parallel ranks, which is wrong where `etp` differs from `tp`. TransformerEngine's experts also
-    lack the mark by which the norm counts those of all tensor parallel ranks. Biases of routers stay
-    float32. Call it before the chunks are wrapped for data parallelism.
+    lack the mark by which the norm counts those of all tensor parallel ranks. Biases of routers
+    stay float32. Call it before the chunks are wrapped for data parallelism.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

@@ -102,6 +102,8 @@ class DeepseekV3Bridge(_SigmoidBridge):
         """Returns Megatron's provider for the model of `hf_pretrained.config`."""
         provider = super().provider_bridge(hf_pretrained)
         provider.multi_latent_attention = True
+        # Bridge leaves out what is None, and Megatron's own value is 512.
+        provider.q_lora_rank = hf_pretrained.config.q_lora_rank
         provider.qk_layernorm = True
         return provider
 

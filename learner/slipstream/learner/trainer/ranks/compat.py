@@ -65,7 +65,7 @@ def install() -> Megatron:
         _cure_moe_utils()
         _install_adam()
         auto_bridge = _import_bridge()
-        _cure_adapters()
+        _cure_names()
     # These imports register recipes that Bridge lacks.
     for name in ("families", "sigmoid_families"):
         importlib.import_module(f"slipstream.learner.trainer.model.{name}")
@@ -91,11 +91,12 @@ def _install_adam() -> None:
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
-def _cure_adapters() -> None:
-    # Without TransformerEngine, Megatron-Core defines the names of its layers as None, and the
-    # adapters take the names as a sign that it is installed.
-    utils: Megatron = importlib.import_module("megatron.bridge.peft.utils")
-    utils.HAVE_TE = False
+def _cure_names() -> None:
+    # Without TransformerEngine, Megatron-Core defines the names of its layers as None. Adapters and
+    # latent attention take the names as a sign that it is installed.
+    for name in ("bridge.peft.utils", "core.transformer.multi_latent_attention"):
+        module: Megatron = importlib.import_module(f"megatron.{name}")
+        module.HAVE_TE = False
 
 
 def _cure_padded_vocabulary() -> None:

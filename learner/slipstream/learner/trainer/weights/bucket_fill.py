@@ -19,6 +19,7 @@ from slipstream.learner.trainer.weights.export import adapter_tensors, hf_tensor
 from slipstream.learner.trainer.weights.export_plan import (
     Piece,
     UnknownMapping,
+    exported_type,
     plan_adapters,
     plan_matrices,
     plan_merged,
