@@ -10,6 +10,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from slipstream.protocol.settings.rope_fields import (
+    ALTERNATING,
+    LAYER_KINDS,
+    architecture_of,
+    rope_problems,
+)
+
 Values: TypeAlias = tuple[Any, ...]
 
 # Fields that all three programs use; `model_problems` checks their values.
@@ -43,6 +50,12 @@ HONOURED = frozenset(
         "sliding_window",
         "max_window_layers",
         "layer_types",
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
         "quantization_config",
     }
 )
@@ -57,6 +70,7 @@ HARMLESS = frozenset(
         "aux_loss_alpha",
         "bad_words_ids",
         "begin_suppress_tokens",
+        "cache_implementation",
         "bos_token_id",
         "chunk_size_feed_forward",
         "classifier_dropout",
@@ -65,6 +79,7 @@ HARMLESS = frozenset(
         "do_sample",
         "dtype",
         "embd_pdrop",
+        "ep_size",
         "eos_token_id",
         "finetuning_task",
         "forced_bos_token_id",
@@ -91,6 +106,7 @@ HARMLESS = frozenset(
         "router_aux_loss_coef",
         "router_jitter_noise",
         "sep_token_id",
+        "seq_aux",
         "task_specific_params",
         "temperature",
         "tokenizer_class",
@@ -121,6 +137,7 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "qk_norm": _OFF,
         "use_qk_norm": _OFF,
         "is_causal": (None, True),
+        "use_bidirectional_attention": _OFF,
         "logit_scale": _ONE,
         "partial_rotary_factor": _ONE,
         "rotary_pct": _ONE,
@@ -132,6 +149,7 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "mrope_section": _NONE,
         "xdrope_section": _NONE,
         "dual_chunk_attention_config": _NONE,
+        "clip_qkv": _NONE,
         "final_logit_softcapping": _NONE,
         "attn_logit_softcapping": _NONE,
         "scoring_func": (None, "softmax"),
@@ -145,10 +163,29 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "qk_rope_head_dim": _NONE,
         "v_head_dim": _NONE,
         "num_nextn_predict_layers": _ZERO,
+        "num_mtp_layers": _ZERO,
+        "rope_interleave": (None, True),
+        "topk_method": _NONE,
+        "moe_layer_freq": _ONE,
+        "qk_head_dim": _NONE,
     }
 )
 _ANY_BIAS: Values = (None, False, True)
 _DENSE: Mapping[str, Values] = {"num_experts": _ZERO, "num_local_experts": _ZERO}
+_GELU: Values = (None, "gelu_pytorch_tanh")
+_GEMMA: Mapping[str, Values] = {
+    **_DENSE,
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    # vLLM has no projection of its own for Gemma 2.
+    "tie_word_embeddings": (None, True),
+}
+# The weights of a token's experts always add up to routed_scaling_factor.
+_SIGMOID: Mapping[str, Values] = {
+    "norm_topk_prob": (None, True),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
 _UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": _ZERO}
 # Exceptions for one architecture. No program reads attention_bias of a Qwen2, which has biases.
 ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
@@ -166,23 +203,62 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
             # transformers reads only this field to decide on a window.
             "sliding_window": _NONE,
         },
+        # Both have windows in all layers or in none.
+        "MistralForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
+        "Ministral3ForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
+        "Olmo2ForCausalLM": _DENSE,
+        # vLLM never lets the weights of a token's experts add up to 1.
+        "Gemma2ForCausalLM": _GEMMA,
+        "Gemma3ForCausalLM": _GEMMA,
+        "Glm4MoeForCausalLM": {**_SIGMOID, "attention_bias": _ANY_BIAS, "use_qk_norm": _ANY_BIAS},
+        "DeepseekV3ForCausalLM": {
+            **_SIGMOID,
+            # transformers norms latent vectors with this one, vLLM with that of config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
+        "OlmoeForCausalLM": {
+            **_UNSHARED,
+            "norm_topk_prob": _OFF,
+            # vLLM reads no other.
+            "rms_norm_eps": (None, 1e-5),
+        },
     }
 )
 # Architectures for which vLLM uses hidden_size / num_attention_heads as head_dim.
-_NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
-_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
+_NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM")
+# Architecture -> fields that are read, though other architectures may have one value only.
+_OF_SIGMOID = (
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
 )
+_LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
+_READ: Mapping[str, tuple[str, ...]] = {
+    "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
+    "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
+    "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
+}
+# Architectures whose embeddings are tied if config.json does not say so.
+_TIED = ALTERNATING
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each field for which the three programs would compute differently."""
-    architecture = _architecture(values)
+    architecture = architecture_of(values)
     allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
+    for name in _READ.get(architecture, ()):
+        del allowed[name]
     for name, value in values.items():
         if name in allowed and value not in allowed[name]:
             yield (
@@ -190,9 +266,9 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 f"got {value!r}: transformers, learner and rollout servers would compute "
                 "different models"
             )
-    layers = values.get("layer_types") or []
-    for kind in sorted({kind for kind in layers if kind != "full_attention"}):
-        yield f"model.path: layer_types must all be full_attention, got {kind!r}"
+    kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
+    for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
+        yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
     if len(counts) > 1:
         yield (
@@ -200,7 +276,7 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
             f"got {values['num_experts']} and {values['num_local_experts']}"
         )
     yield from _head_problems(values, architecture)
-    yield from _rope_problems(values)
+    yield from rope_problems(values)
 
 
 def unknown_fields(values: Mapping[str, Any]) -> list[str]:
@@ -209,14 +285,9 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in values if name not in known)
 
 
-def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the table of the rotary embedding, chosen like transformers from its two names."""
-    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    return table if isinstance(table, Mapping) else {}
-
-
-def _architecture(values: Mapping[str, Any]) -> str:
-    return str((values.get("architectures") or [""])[0])
+def has_tied_output(values: Mapping[str, Any]) -> bool:
+    """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
+    return bool(values.get("tie_word_embeddings", architecture_of(values) in _TIED))
 
 
 def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:
@@ -228,34 +299,6 @@ def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str
         yield (
             f"model.path: head_dim of a {architecture} must be hidden_size / num_attention_heads "
             f"= {size / heads:g}, as rollout servers take it, got {head_dim}"
-        )
-
-
-def _rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    new, old = values.get("rope_parameters"), values.get("rope_scaling")
-    if new and old and new != old:
-        yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
-    table = rope_table(values)
-    kind = table.get("rope_type", table.get("type", "default"))
-    known = (*_ROPE_KEYS, *(_LLAMA3_KEYS if kind == "llama3" else ()))
-    for name in sorted(set(table) - set(known)):
-        yield (
-            f"model.path: {name} in rope_parameters is not computed with for the rope_type "
-            f"{kind!r}, got {table[name]!r}"
-        )
-    if kind == "llama3":
-        # transformers and Megatron have different defaults for a missing bound.
-        for name in (name for name in _LLAMA3_KEYS if name not in table):
-            yield f"model.path: the rope_type 'llama3' needs {name} in rope_parameters"
-    if table.get("partial_rotary_factor") not in _ONE:
-        yield (
-            f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
-            "transformers, learner and rollout servers would compute different models"
-        )
-    theta, other = table.get("rope_theta"), values.get("rope_theta")
-    if theta is not None and other is not None and theta != other:
-        yield (
-            f"model.path: rope_theta is {other} in config.json and {theta} in its rope_parameters"
         )
 
 

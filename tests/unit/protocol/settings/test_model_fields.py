@@ -18,9 +18,11 @@ from slipstream.protocol.settings.model_fields import (
     unknown_fields,
 )
 from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
+from slipstream.protocol.settings.rope_fields import ALTERNATING
 from support.fakes.model_folders import write_loadable_files
 
-LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL = ARCHITECTURES
+LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
+GEMMA2, GEMMA3, GLM, DEEPSEEK = LATER
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -30,6 +32,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def without(table: dict[str, Any], name: str) -> dict[str, Any]:
@@ -74,6 +82,40 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 2.0}}, "which differ"),
     (LLAMA, {"rope_parameters": LLAMA3, "rope_theta": 1e4}, "rope_theta is 10000.0 in config.json"),
     (LLAMA, {"rope_parameters": without(LLAMA3, "factor")}, "needs factor in rope_parameters"),
+    (LLAMA, {"rope_parameters": YARN | {"factor": None}}, "'yarn' needs factor"),
+    (
+        LLAMA,
+        {"rope_parameters": YARN, "max_position_embeddings": 1025},
+        "must be at most factor * original_max_position_embeddings = 1024, for which",
+    ),
+    (LLAMA, {"rope_parameters": YARN | {"mrope_section": [1]}}, "mrope_section in rope_parameters"),
+    (GLM, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (GLM, {"scoring_func": "softmax"}, "scoring_func"),
+    (GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must be default, got 'lin"),
+    (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+    (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "topk_method"),
+    (DEEPSEEK, {"rms_norm_eps": 0.01}, "rms_norm_eps"),
+    (DEEPSEEK, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "the same number without an atten"),
+    (
+        DEEPSEEK,
+        {"rope_scaling": LATENT_YARN | {"attention_factor": 1.0}},
+        "attention_factor, got 1",
+    ),
+    (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
+    (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
+    (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv"),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation"),
+    (GEMMA2, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    (GEMMA2, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (GEMMA2, {"rope_parameters": YARN}, "must be one of default, linear, got 'yarn'"),
+    (
+        GEMMA3,
+        {"rope_parameters": {"full_attention": {"factor": 2.0}, "sliding_attention": {}}},
+        "factor in rope_parameters",
+    ),
     (
         QWEN2,
         {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
@@ -94,7 +136,33 @@ def test_fields_that_are_not_computed_alike_are_refused(
 
 # What changes nothing, or is computed with everywhere.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
-    *((one, {"rope_parameters": LLAMA3}) for one in ARCHITECTURES),
+    *(
+        (one, {"rope_parameters": LLAMA3})
+        for one in ARCHITECTURES
+        if one not in (*ALTERNATING, GLM, DEEPSEEK)
+    ),
+    (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    (GLM, {"partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}),
+    (GLM, {"n_routed_experts": 160, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}),
+    (GLM, {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1}),
+    (DEEPSEEK, {"rope_scaling": LATENT_YARN, "q_lora_rank": 1536, "kv_lora_rank": 512}),
+    (DEEPSEEK, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}),
+    (DEEPSEEK, {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True}),
+    (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    (MISTRAL, {"sliding_window": 4096}),
+    (GEMMA2, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    (GEMMA2, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+    (
+        GEMMA3,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ),
+    (GEMMA3, {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}),
     *(
         (one, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
         for one in (LLAMA,)
@@ -136,7 +204,7 @@ def test_every_field_with_one_value_is_refused_with_another() -> None:
 
 def folder_with(tmp_path: Path, **fields: object) -> Path:
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 64}
-    table = {"architectures": [LLAMA], **SIZES, **sizes, **fields}
+    table = {"architectures": [LLAMA]} | SIZES | sizes | fields
     (tmp_path / "config.json").write_text(json.dumps(table))
     write_loadable_files(tmp_path)
     return tmp_path
@@ -155,6 +223,38 @@ def test_a_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     config = parse_config(settings_of(folder_with(tmp_path, mlp_bias=True)), source="test")
     with pytest.raises(ConfigError, match=r"^model\.path: mlp_bias of a LlamaForCausalLM must be"):
         check_model(config)
+
+
+def test_ministrals_sequences_stay_where_both_programs_scale_queries_alike(tmp_path: Path) -> None:
+    rope = YARN | {"original_max_position_embeddings": 15, "llama_4_scaling_beta": 0.1}
+    model = folder_with(tmp_path, architectures=["Ministral3ForCausalLM"], rope_parameters=rope)
+    with pytest.raises(ConfigError, match="original_max_position_embeddings, got 16 and 15"):
+        check_model(parse_config(settings_of(model), source="test"))
+
+
+THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"lora": {"rank": 8, "target_modules": ["linear_proj"]}}, "lora.rank must be 0 for a"),
+        ({"algorithm": {"router_replay": "rollout"}}, "router_replay must be off for a Deepseek"),
+        ({"learner": THREE_RANKS}, "q_lora_rank and kv_lora_rank"),
+    ],
+)
+def test_what_latent_attention_lacks_is_refused(
+    tmp_path: Path, section: dict[str, Any], message: str
+) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    fields = sizes | experts | latent | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+    model = folder_with(tmp_path, architectures=[DEEPSEEK], **fields)
+    table = settings_of(model)
+    table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
+    with pytest.raises(ConfigError, match=message):
+        check_model(parse_config(table, source="test"))
 
 
 def test_a_reference_is_refused_by_its_own_name(tmp_path: Path) -> None:

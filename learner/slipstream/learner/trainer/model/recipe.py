@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
 
 import torch
+from slipstream.learner.trainer.model import rotary
 from slipstream.learner.trainer.model.precision import check_fp8
 from slipstream.learner.trainer.model.settings import passed_through, refusals_of
 from slipstream.learner.trainer.ranks import compat
@@ -82,8 +83,15 @@ def provider_of(
         # units.
         "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
-        **_rotary_settings(hf_config),
+        **rotary.rotary_settings(provider, hf_config),
+        **_window_settings(hf_config),
     }
+    provider.register_pre_wrap_hook(functools.partial(rotary.set_frequencies, hf_config=hf_config))
+    is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
+    if is_latent and parallel.tp > 1:
+        from slipstream.learner.trainer.model.latent import make_whole_vectors
+
+        provider.register_pre_wrap_hook(make_whole_vectors)
     if provider.num_moe_experts:
         from slipstream.learner.trainer.model import experts
 
@@ -91,12 +99,18 @@ def provider_of(
         provider.register_pre_wrap_hook(experts.mark_experts)
     if compat.has_transformer_engine():
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        # Megatron's fused positions of latent attention are those of YaRN only.
+        values["apply_rope_fusion"] = not provider.multi_latent_attention
+        # Megatron fuses no other activation of a gated MLP.
+        values["bias_activation_fusion"] = provider.activation_func is torch.nn.functional.silu
         values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
     else:
         values |= _without_transformer_engine(config)
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
-        _check_shared_sequences(config, values.get("cp_comm_type"))
+        kind = values.get("cp_comm_type")
+        _check_shared_sequences(config, kind)
+        _check_windows(config, kind, has_windows=values.get("window_size") is not None)
     check_fp8(values, config.learner)
     if values.get("deterministic_mode"):
         _choose_deterministic_kernels()
@@ -128,6 +142,16 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
         )
 
 
+def _check_windows(config: Config, kind: object, *, has_windows: bool) -> None:
+    """Raises ConfigError where TransformerEngine's context parallelism has no windows."""
+    kinds = kind if isinstance(kind, list) else [kind]
+    if has_windows and config.learner.parallel.cp > 1 and set(kinds) != {"a2a"}:
+        raise ConfigError(
+            "learner.transformer.cp_comm_type must be a2a for a model with attention windows and "
+            f"learner.parallel.cp {config.learner.parallel.cp}, got {kind!r}"
+        )
+
+
 def _choose_deterministic_kernels() -> None:
     """Makes this process use deterministic kernels; call it before the first kernel runs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -150,17 +174,17 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
     return values
 
 
-def _rotary_settings(hf_config: Megatron) -> dict[str, object]:
-    """Returns the settings of the rotary embedding by Megatron's names.
-
-    Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
-    10000;
-    it reads the scaling for Llama only. `model_problems` refuses models with other settings.
-    """
-    rope: dict[str, Any] = hf_config.to_dict()["rope_parameters"]
-    is_scaled = rope["rope_type"] == "llama3"
-    scaling = {"rope_scaling_factor": float(rope["factor"])} if is_scaled else {}
-    return {"rotary_base": float(rope["rope_theta"]), "rope_scaling": is_scaled, **scaling}
+def _window_settings(hf_config: Megatron) -> dict[str, object]:
+    """Returns the settings of sliding windows: a window of N tokens includes the query's own."""
+    size = getattr(hf_config, "sliding_window", None)
+    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
+    if size is None or "sliding_attention" not in kinds:
+        return {}
+    is_local = [kind == "sliding_attention" for kind in kinds]
+    return {
+        "window_size": (size - 1, 0),
+        "window_attn_skip_freq": None if all(is_local) else is_local,
+    }
 
 
 def ddp_config_of(config: Config) -> Megatron:
