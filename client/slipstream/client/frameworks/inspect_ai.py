@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.builtin.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.client.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.process import open_variables
 
