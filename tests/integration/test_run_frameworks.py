@@ -57,6 +57,12 @@ CASES = {
     "taxi": ("gymnasium", GYMNASIUM, gym("Taxi-v4", 6, max_episode_steps=8)),
     "blackjack": ("gymnasium", GYMNASIUM, gym("Blackjack-v1", 2)),
     "tic-tac-toe-both": ("textarena", TEXTARENA, {"id": "TicTacToe-v0", "train": "both"}),
+    # Its moves are letters that the model knows.
+    "rock-paper-both": (
+        "textarena",
+        TEXTARENA,
+        {"id": "IteratedRockPaperScissors-v0", "kwargs": {"num_rounds": 1}, "train": "both"},
+    ),
     "connect-four-random": (
         "textarena",
         TEXTARENA,
@@ -96,7 +102,7 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         ],
         algorithm__group_size=8,
         algorithm__groups_per_step=4,
-        sampling__max_reply_tokens=4,
+        sampling__max_reply_tokens=2,
         sampling__max_turns=24,
         sampling__max_episode_tokens=900,
         sampling__max_total_tokens=1800,
