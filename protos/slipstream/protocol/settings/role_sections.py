@@ -18,7 +18,8 @@ class ReferenceSection(Section):
     """The model from which the policy's divergence is measured, on the policy's ranks.
 
     It exists when `algorithm.kl.coefficient` > 0, with the defaults if the table is left out.
-    Without a table `parallel` it has the policy's layout.
+    Without a table `parallel` it has the policy's layout. With `lora.rank` > 0 and the defaults it
+    is the policy with its adapters switched off, and takes no memory of its own.
     """
 
     # A Hugging Face folder; None: model.path.

@@ -10,6 +10,10 @@ from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
+from slipstream.learner.trainer.roles.policy_without_adapters import (
+    PolicyWithoutAdapters,
+    serves_as_reference,
+)
 from slipstream.learner.trainer.roles.reference import Reference
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.roles import critic_config, named, reference_config
@@ -19,7 +23,7 @@ from slipstream.protocol.settings.roles import critic_config, named, reference_c
 class Roles:
     """The models that the algorithm needs; every method is collective."""
 
-    reference: Reference | None = None
+    reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
     critic: Critic | None = None
 
@@ -34,13 +38,18 @@ class Roles:
         ]
 
     def memories(self) -> list[HostMemory]:
-        """Returns the memories of the models in use."""
-        return [role.model.memory for role in (self.reference, self.critic) if role is not None]
+        """Returns the memories of the models in use, without the policy's."""
+        roles = (self.reference, self.critic)
+        return [
+            role.model.memory
+            for role in roles
+            if role is not None and not isinstance(role, PolicyWithoutAdapters)
+        ]
 
     def stored_models(self) -> list[StoredModel]:
         """Returns the models beside the policy that change in training, for checkpoints."""
         found = []
-        if self.reference is not None and self.refresh_every_steps:
+        if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model
             found.append(StoredModel("reference", model.chunks, None, model.ranks.in_force))
         if self.critic is not None:
@@ -53,7 +62,7 @@ class Roles:
     def follow(self, policy: Policy, version_step: int) -> None:
         """Refreshes the reference if due, after the policy became version `version_step`."""
         every = self.refresh_every_steps
-        if self.reference is not None and every and version_step % every == 0:
+        if isinstance(self.reference, Reference) and every and version_step % every == 0:
             self.reference.refresh(policy)
 
 
@@ -66,8 +75,11 @@ def open_roles(config: Config, policy: Policy) -> Roles:
     Raises ConfigError for a model or a setting that cannot work.
     """
     of_reference, of_critic = reference_config(config), critic_config(config)
-    reference, critic = None, None
-    if of_reference is not None:
+    reference: Reference | PolicyWithoutAdapters | None = None
+    critic = None
+    if of_reference is not None and serves_as_reference(config):
+        reference = PolicyWithoutAdapters(policy, config)
+    elif of_reference is not None:
         with named(config, "reference"):
             reference = Reference(of_reference, policy.ranks)
     if of_critic is not None:

@@ -1,0 +1,67 @@
+"""The policy without its adapters, which is a reference model that takes no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.model.model import ParallelModel, Policy
+from slipstream.learner.trainer.model.schedule import forward_logprobs
+from slipstream.learner.trainer.model.shares import batch_outputs
+from slipstream.learner.trainer.untyped import Megatron
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.role_sections import ReferenceSection
+from slipstream.protocol.types import LogprobArray
+
+
+def serves_as_reference(config: Config) -> bool:
+    """Whether the reference model of `config` is the policy's own matrices, in its layout."""
+    is_its_own = config.reference is not None and config.reference != ReferenceSection()
+    return config.lora.rank > 0 and not is_its_own and config.algorithm.router_replay == "off"
+
+
+class PolicyWithoutAdapters:
+    """The policy with its adapters switched off, in place of a `Reference`."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy = policy
+        self._temperature = config.sampling.temperature
+        self._max_tokens = config.learner.micro_batch_tokens
+
+    @property
+    def model(self) -> ParallelModel:
+        """The policy."""
+        return self._policy
+
+    def logprobs(self, batch: Batch) -> list[LogprobArray]:
+        """Returns what `Reference.logprobs` would; collective."""
+        policy, sharing = self._policy, self._policy.sharing
+        noted = None if sharing is None else sharing.saved
+        with without_adapters(policy.chunks):
+            found = batch_outputs(
+                policy,
+                batch,
+                lambda share: forward_logprobs(policy, share, temperature=self._temperature),
+                max_tokens=self._max_tokens,
+            )
+        if sharing is not None and noted is not None:
+            # What this pass shares belongs to no training step.
+            sharing.saved = noted
+        return found
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
+    """Gives forward passes in which every adapter of `chunks` is off."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+
+    adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
+    assert adapted, "the policy has no adapters to switch off"
+    for module in adapted:
+        module.disable_adapter_layers()
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapter_layers()

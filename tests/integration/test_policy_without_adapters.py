@@ -1,0 +1,68 @@
+"""A policy with adapters needs no second model as its reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from slipstream.learner.trainer.roles.policy_without_adapters import serves_as_reference
+from slipstream.protocol.settings.config_file import parse_config
+from support.fakes.parity_models import make_models
+from support.ranks import bare_ranks
+from support.ranks.bare_ranks import JOBS, SHARING, WITH_REFERENCE, config_of
+from support.ranks.rank_pool import RankPool
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bare")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    for world_size in (1, 2):
+        jobs = [name for name, (size, _) in JOBS.items() if size == world_size]
+        rank_pool.run(Path(bare_ranks.__file__), jobs, world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"bare-{name}.pt", weights_only=True) for name in JOBS}
+
+
+@pytest.mark.parametrize("job", WITH_REFERENCE)
+def test_switched_off_adapters_leave_the_model_of_the_folder(
+    job: str, found: dict[str, dict]
+) -> None:
+    result = found[job]
+    assert result["kind"] == "PolicyWithoutAdapters"
+    torch.testing.assert_close(result["bare"], result["own"], rtol=1e-6, atol=1e-6)
+    first, second = result["metrics"]
+    # New adapters have no effect; after a step the policy has left its reference.
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    assert second["kl_reference"] > 1e-7
+    expected = found["one-alone" if job in SHARING else "one"]["metrics"][1]["kl_reference"]
+    assert second["kl_reference"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_pass_without_adapters_counts_in_no_step(found: dict[str, dict]) -> None:
+    for metrics, plain in zip(
+        found["one-shared"]["metrics"], found["without-reference"]["metrics"], strict=True
+    ):
+        assert metrics["shared_tokens"] == plain["shared_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": {"rank": 0}},
+        {"reference": {"path": "models/other"}},
+        {"reference": {"refresh_every_steps": 2}},
+        {"reference": {"dtype": "bfloat16"}},
+    ],
+)
+def test_a_reference_that_differs_is_a_model_of_its_own(changes: dict, folder: Path) -> None:
+    table = config_of("one", folder).model_dump(mode="json", exclude_none=True)
+    assert serves_as_reference(parse_config(table, source="test"))
+    assert not serves_as_reference(parse_config(table | changes, source="test"))
