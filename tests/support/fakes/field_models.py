@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,53 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Bounds that are nobody's defaults.
+OTHER_LLAMA3_ROPE = LLAMA3_ROPE | {
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 256,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 300.0, "factor": 8.0}
+# Sequences are longer than the original length.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 128,
+}
+OTHER_YARN_ROPE = YARN_ROPE | {
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 1.5,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+FACTOR_YARN_ROPE = YARN_ROPE | {"attention_factor": 1.5}
+MINISTRAL_ROPE = YARN_ROPE | {
+    "original_max_position_embeddings": 512,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+
+GEMMA = {
+    "head_dim": 32,
+    "sliding_window": 100,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 50,
+}
+GEMMA_CHOICES = {
+    "sliding_window": 101,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 32,
+}
+# Positions of layers with and without windows.
+GEMMA3_ROPE = {
+    "sliding_attention": DEFAULT_ROPE,
+    "full_attention": LINEAR_ROPE | {"rope_theta": 5000.0},
+}
 
 
 @dataclass(frozen=True)
@@ -70,11 +117,56 @@ FAMILIES = {
         {"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 32},
         {"num_experts_per_tok": 2},
     ),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmoe": Family(
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5},
+        {"num_experts_per_tok": 2, "rms_norm_eps": 0.02},
+    ),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+        GEMMA_CHOICES | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA, GEMMA_CHOICES),
+    "mistral": Family(
+        "MistralConfig",
+        "MistralForCausalLM",
+        {"head_dim": 32, "sliding_window": 100},
+        {"sliding_window": 101},
+    ),
+    "ministral3": Family("Ministral3Config", "Ministral3ForCausalLM", {"head_dim": 32}),
 }
 CHOICES = {"rms_norm_eps": 1e-6}
 # Each family twice: with scaled positions and a projection of its own, and without both.
-ROPES = {"llama3": LLAMA3_ROPE, "default": DEFAULT_ROPE}
-CASES = [f"{family}.{rope}" for family in FAMILIES for rope in ROPES]
+ROPES = {
+    "llama3": LLAMA3_ROPE,
+    "default": DEFAULT_ROPE,
+    "llama3-other": OTHER_LLAMA3_ROPE,
+    "linear": LINEAR_ROPE,
+    "yarn": YARN_ROPE,
+    "yarn-other": OTHER_YARN_ROPE,
+    "yarn-factor": FACTOR_YARN_ROPE,
+    "ministral": MINISTRAL_ROPE,
+    "gemma3": GEMMA3_ROPE,
+}
+_OTHERS = ("mistral", "ministral3", "gemma2", "gemma3")
+# What scales only waves of thousands of tokens does not show in a window.
+_ORDINARY = [family for family in FAMILIES if family not in _OTHERS]
+# Each family twice: with scaled positions and a projection of its own, and without both. One family
+# with each further kind of positions.
+CASES = [
+    *(f"{family}.{rope}" for family in _ORDINARY for rope in ("llama3", "default")),
+    *(f"llama.{rope}" for rope in ("llama3-other", "linear", "yarn", "yarn-other")),
+    "qwen3.yarn-factor",
+    "mistral.default",
+    "mistral.linear",
+    "ministral3.ministral",
+    "gemma2.default",
+    "gemma3.gemma3",
+]
 
 
 def make_field_model(folder: Path, case: str) -> None:
@@ -86,8 +178,8 @@ def make_field_model(folder: Path, case: str) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, known.config)(
         **SIZES | known.values,
-        rope_parameters=dict(ROPES[rope]),
-        tie_word_embeddings=rope == "default",
+        rope_parameters=copy.deepcopy(ROPES[rope]),
+        tie_word_embeddings=rope in ("default", "gemma3"),
     )
     model = getattr(transformers, known.model)(config)
     # Larger weights than a fresh model's, so that attention and norms matter.

@@ -15,10 +15,26 @@ EXPERTS_PER_TOKEN = 2
 
 def make_models(folder: Path) -> None:
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
+        Olmo2Config,
+        Olmo2ForCausalLM,
+        OlmoeConfig,
+        OlmoeForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen2MoeConfig,
@@ -40,6 +56,8 @@ def make_models(folder: Path) -> None:
         "head_dim": 16,
         "rms_norm_eps": 1e-5,
         "dtype": "float32",
+        # transformers does not train the embedding of a token for padding.
+        "pad_token_id": None,
     }
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     # Llama 3.1's scaling, with a base high enough that it also scales the frequencies of such
@@ -52,6 +70,16 @@ def make_models(folder: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+    # Sequences of tests are within the original length, as rollout servers need it.
+    yarn = {
+        "rope_theta": 1000.0,
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
     mixture = {
         **sizes,
         **rope,
@@ -60,6 +88,42 @@ def make_models(folder: Path) -> None:
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "moe_intermediate_size": 48,
     }
+    # Both kinds of layers, and no number that is a default.
+    gemma = {
+        **sizes,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 20,
+    }
+    gemma["layer_types"] = gemma["layer_types"][:NUM_LAYERS]
+    sigmoid = {
+        **sizes,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "num_mtp_layers": 0,
+    }
+    glm_rope = {"rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+    latent = {
+        **sigmoid,
+        "num_key_value_heads": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "rms_norm_eps": 1e-6,
+    }
+    del latent["head_dim"]
+    # Sequences are longer than the original length.
+    latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
+    latent_yarn |= {"mscale": 0.7, "mscale_all_dim": 0.7}
+    del latent_yarn["llama_4_scaling_beta"]
     torch.manual_seed(0)
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
@@ -89,6 +153,33 @@ def make_models(folder: Path) -> None:
         "mixtral": MixtralForCausalLM(
             MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
         ),
+        # The window is shorter than most sequences.
+        "mistral": MistralForCausalLM(MistralConfig(**sizes, **rope, sliding_window=6)),
+        "ministral3": Ministral3ForCausalLM(Ministral3Config(**sizes, rope_parameters=yarn)),
+        "gemma2": Gemma2ForCausalLM(
+            Gemma2Config(**gemma, **rope, attn_logit_softcapping=4.0, final_logit_softcapping=5.0)
+        ),
+        "gemma3": Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **gemma,
+                rope_parameters={
+                    "sliding_attention": {"rope_theta": 700.0, "rope_type": "default"},
+                    "full_attention": {"rope_theta": 5e3, "rope_type": "linear", "factor": 4.0},
+                },
+            )
+        ),
+        "glm": Glm4MoeForCausalLM(
+            Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
+        ),
+        "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
+        # Queries come from no latent vector.
+        "moonlight": DeepseekV3ForCausalLM(
+            DeepseekV3Config(**latent | {"q_lora_rank": None, "n_group": 1}, **rope)
+        ),
+        "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
+        "olmoe": OlmoeForCausalLM(
+            OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
+        ),
     }
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.
@@ -98,6 +189,10 @@ def make_models(folder: Path) -> None:
                     parameter.mul_(3.0)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            # Biases that change which experts are chosen.
+            for place, buffer in model.named_buffers():
+                if place.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.3 * torch.randn_like(buffer))
         model.save_pretrained(folder / name)
 
 

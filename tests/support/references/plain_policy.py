@@ -69,7 +69,10 @@ class PlainPolicy:
         from transformers import AutoModelForCausalLM
 
         self.config = config
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        # The default kernel of transformers leaves out Gemma 2's cap of scores.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
         self.forced = ForcedExperts(self.model)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]

@@ -106,7 +106,7 @@ def check_sizes(config: Config) -> list[str]:
     longest = sizes.max_positions
     if longest and config.sampling.max_episode_tokens > longest:
         raise ConfigError(
-            f"sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
+            f"sampling.max_episode_tokens must be at most the model's {sizes.max_positions_field}, "
             f"got {config.sampling.max_episode_tokens} and {longest}"
         )
     unknown = [token for token in config.sampling.stop_token_ids if token >= sizes.vocab > 0]

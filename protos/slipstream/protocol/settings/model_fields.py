@@ -43,6 +43,12 @@ HONOURED = frozenset(
         "sliding_window",
         "max_window_layers",
         "layer_types",
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
         "quantization_config",
     }
 )
@@ -57,6 +63,7 @@ HARMLESS = frozenset(
         "aux_loss_alpha",
         "bad_words_ids",
         "begin_suppress_tokens",
+        "cache_implementation",
         "bos_token_id",
         "chunk_size_feed_forward",
         "classifier_dropout",
@@ -65,6 +72,7 @@ HARMLESS = frozenset(
         "do_sample",
         "dtype",
         "embd_pdrop",
+        "ep_size",
         "eos_token_id",
         "finetuning_task",
         "forced_bos_token_id",
@@ -91,6 +99,7 @@ HARMLESS = frozenset(
         "router_aux_loss_coef",
         "router_jitter_noise",
         "sep_token_id",
+        "seq_aux",
         "task_specific_params",
         "temperature",
         "tokenizer_class",
@@ -121,6 +130,7 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "qk_norm": _OFF,
         "use_qk_norm": _OFF,
         "is_causal": (None, True),
+        "use_bidirectional_attention": _OFF,
         "logit_scale": _ONE,
         "partial_rotary_factor": _ONE,
         "rotary_pct": _ONE,
@@ -132,6 +142,7 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "mrope_section": _NONE,
         "xdrope_section": _NONE,
         "dual_chunk_attention_config": _NONE,
+        "clip_qkv": _NONE,
         "final_logit_softcapping": _NONE,
         "attn_logit_softcapping": _NONE,
         "scoring_func": (None, "softmax"),
@@ -145,10 +156,29 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "qk_rope_head_dim": _NONE,
         "v_head_dim": _NONE,
         "num_nextn_predict_layers": _ZERO,
+        "num_mtp_layers": _ZERO,
+        "rope_interleave": (None, True),
+        "topk_method": _NONE,
+        "moe_layer_freq": _ONE,
+        "qk_head_dim": _NONE,
     }
 )
 _ANY_BIAS: Values = (None, False, True)
 _DENSE: Mapping[str, Values] = {"num_experts": _ZERO, "num_local_experts": _ZERO}
+_GELU: Values = (None, "gelu_pytorch_tanh")
+_GEMMA: Mapping[str, Values] = {
+    **_DENSE,
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    # vLLM has no projection of its own for Gemma 2.
+    "tie_word_embeddings": (None, True),
+}
+# The weights of a token's experts always add up to routed_scaling_factor.
+_SIGMOID: Mapping[str, Values] = {
+    "norm_topk_prob": (None, True),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
 _UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": _ZERO}
 # Exceptions for one architecture. No program reads attention_bias of a Qwen2, which has biases.
 ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
@@ -166,10 +196,58 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
             # transformers reads only this field to decide on a window.
             "sliding_window": _NONE,
         },
+        # Both have windows in all layers or in none.
+        "MistralForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
+        "Ministral3ForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
+        "Olmo2ForCausalLM": _DENSE,
+        # vLLM never lets the weights of a token's experts add up to 1.
+        "Gemma2ForCausalLM": _GEMMA,
+        "Gemma3ForCausalLM": _GEMMA,
+        "Glm4MoeForCausalLM": {**_SIGMOID, "attention_bias": _ANY_BIAS, "use_qk_norm": _ANY_BIAS},
+        "DeepseekV3ForCausalLM": {
+            **_SIGMOID,
+            # transformers norms latent vectors with this one, vLLM with that of config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
+        "OlmoeForCausalLM": {
+            **_UNSHARED,
+            "norm_topk_prob": _OFF,
+            # vLLM reads no other.
+            "rms_norm_eps": (None, 1e-5),
+        },
     }
 )
 # Architectures for which vLLM uses hidden_size / num_attention_heads as head_dim.
-_NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+_NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM")
+# Architecture -> fields that are read, though other architectures may have one value only.
+_OF_SIGMOID = (
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+)
+_LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
+_READ: Mapping[str, tuple[str, ...]] = {
+    "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
+    "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
+    "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
+}
+# Architectures with layers of several kinds: some have windows.
+ALTERNATING = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+# Architectures whose embeddings are tied if config.json does not say so.
+_TIED = ALTERNATING
+_OF_ALTERNATING = ("default", "linear")
+_LAYERS = ("full_attention", "sliding_attention")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _LLAMA3_KEYS = (
     "factor",
@@ -177,12 +255,34 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+# Kind of rotary embedding -> further keys that it needs: the programs' defaults differ.
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": _LLAMA3_KEYS,
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+# Kind -> keys that it may have besides.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": (
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+        # Ministral 3 writes these; `ModelSizes` keeps sequences within what they do not change.
+        "llama_4_scaling_beta",
+        "max_position_embeddings",
+    ),
+}
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each field for which the three programs would compute differently."""
     architecture = _architecture(values)
     allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
+    for name in _READ.get(architecture, ()):
+        del allowed[name]
     for name, value in values.items():
         if name in allowed and value not in allowed[name]:
             yield (
@@ -190,9 +290,9 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 f"got {value!r}: transformers, learner and rollout servers would compute "
                 "different models"
             )
-    layers = values.get("layer_types") or []
-    for kind in sorted({kind for kind in layers if kind != "full_attention"}):
-        yield f"model.path: layer_types must all be full_attention, got {kind!r}"
+    kinds = _LAYERS if architecture in ALTERNATING else _LAYERS[:1]
+    for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
+        yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
     if len(counts) > 1:
         yield (
@@ -213,6 +313,11 @@ def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the table of the rotary embedding, chosen like transformers from its two names."""
     table = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return table if isinstance(table, Mapping) else {}
+
+
+def has_tied_output(values: Mapping[str, Any]) -> bool:
+    """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
+    return bool(values.get("tie_word_embeddings", _architecture(values) in _TIED))
 
 
 def _architecture(values: Mapping[str, Any]) -> str:
@@ -236,26 +341,71 @@ def _rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
     table = rope_table(values)
-    kind = table.get("rope_type", table.get("type", "default"))
-    known = (*_ROPE_KEYS, *(_LLAMA3_KEYS if kind == "llama3" else ()))
-    for name in sorted(set(table) - set(known)):
-        yield (
-            f"model.path: {name} in rope_parameters is not computed with for the rope_type "
-            f"{kind!r}, got {table[name]!r}"
-        )
-    if kind == "llama3":
-        # transformers and Megatron have different defaults for a missing bound.
-        for name in (name for name in _LLAMA3_KEYS if name not in table):
-            yield f"model.path: the rope_type 'llama3' needs {name} in rope_parameters"
-    if table.get("partial_rotary_factor") not in _ONE:
-        yield (
-            f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
-            "transformers, learner and rollout servers would compute different models"
-        )
+    if _architecture(values) in ALTERNATING and set(table) & set(_LAYERS):
+        for kind in sorted(table):
+            yield from _table_problems(table[kind], values)
+        return
+    yield from _table_problems(table, values)
     theta, other = table.get("rope_theta"), values.get("rope_theta")
     if theta is not None and other is not None and theta != other:
         yield (
             f"model.path: rope_theta is {other} in config.json and {theta} in its rope_parameters"
+        )
+
+
+def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Checks one table of a rotary embedding."""
+    is_partial = "partial_rotary_factor" in _READ.get(_architecture(values), ())
+    kind = table.get("rope_type", table.get("type", "default"))
+    needed = _NEEDED.get(kind, ())
+    if _architecture(values) in ALTERNATING and kind not in _OF_ALTERNATING:
+        yield (
+            f"model.path: the rope_type of a {_architecture(values)} must be one of "
+            f"{', '.join(_OF_ALTERNATING)}, got {kind!r}"
+        )
+    for name in sorted(set(table) - {*_ROPE_KEYS, *needed, *_OPTIONAL.get(kind, ())}):
+        yield (
+            f"model.path: {name} in rope_parameters is not computed with for the rope_type "
+            f"{kind!r}, got {table[name]!r}"
+        )
+    for name in (name for name in needed if table.get(name) is None):
+        yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
+    yield from _yarn_problems(kind, table, values)
+    if _architecture(values) == "DeepseekV3ForCausalLM" and kind != "default":
+        yield from _latent_problems(kind, table)
+    if is_partial and kind != "default":
+        yield f"model.path: rope_type of a {_architecture(values)} must be default, got {kind!r}"
+    if not is_partial and table.get("partial_rotary_factor") not in _ONE:
+        yield (
+            f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
+            "transformers, learner and rollout servers would compute different models"
+        )
+
+
+def _latent_problems(kind: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """Checks the positions of latent attention, which turn only a part of each head."""
+    if kind != "yarn":
+        yield f"model.path: the rope_type of latent attention must be default or yarn, got {kind!r}"
+    mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
+    if not mscale or mscale != of_all or table.get("attention_factor") is not None:
+        yield (
+            "model.path: mscale and mscale_all_dim of latent attention must be the same number "
+            f"without an attention_factor, got {mscale!r} and {of_all!r}"
+        )
+
+
+def _yarn_problems(
+    kind: str, table: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[str]:
+    factor, original = table.get("factor"), table.get("original_max_position_embeddings")
+    longest = values.get("max_position_embeddings")
+    if kind != "yarn" or not (factor and original and longest):
+        return
+    if longest > factor * original:
+        yield (
+            f"model.path: max_position_embeddings must be at most factor * "
+            f"original_max_position_embeddings = {factor * original:g}, for which rollout servers "
+            f"compute positions, got {longest}"
         )
 
 

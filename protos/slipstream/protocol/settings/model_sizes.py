@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.model_fields import rope_table
+from slipstream.protocol.settings.model_fields import has_tied_output, rope_table
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     ffn: int
+    # Length of the longest sequence, and the field of config.json that decides it.
     max_positions: int
+    max_positions_field: str
     # Mixture of experts: their number, the number for each token, their intermediate size.
     experts: int
     experts_per_token: int
@@ -33,20 +35,30 @@ class ModelSizes:
     shared_expert_ffn: int
     # Whether the weights of a token's experts add up to 1.
     normalizes_experts: bool
-    # Whether some layers of a mixture of experts have no experts.
+    # Whether layers with and without experts alternate in a mixture of experts.
     has_dense_layers: bool
+    # Number of layers without experts, the first ones.
+    dense_layers: int
+    # Groups of experts, and the number of them that a token may choose from; 0: none.
+    expert_groups: int
+    chosen_groups: int
+    # Latent attention: size of a token's vector for keys and values with the positions' part, and
+    # of that for queries; 0: there is none.
+    latent_size: int
+    query_latent_size: int
     norm_eps: float
     has_tied_output: bool
     rope_type: str
-    rope_theta: float
-    rope_factor: float
-    # low_freq_factor, high_freq_factor and original_max_position_embeddings of the type llama3.
-    rope_bounds: tuple[float, float, float]
+    # All settings of the rotary embedding by their names.
+    rope: tuple[tuple[str, Any], ...]
     uses_sliding_window: bool
     is_quantized: bool
 
     def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
         """Returns the bytes of a token's keys and values in the cache of one of `tp` workers."""
+        if self.latent_size:
+            # Every worker holds all of it.
+            return self.layers * self.latent_size * item_bytes
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
 
     @classmethod
@@ -59,33 +71,40 @@ class ModelSizes:
 
         rope = rope_table(values)
         names = values.get("architectures") or [""]
-        heads = number("num_attention_heads")
+        heads, layers = number("num_attention_heads"), number("num_hidden_layers")
+        experts = number("num_experts", "num_local_experts", "n_routed_experts")
+        latent = number("kv_lora_rank")
+        # vLLM does not scale queries beyond these positions, as transformers does.
+        is_limited = rope.get("llama_4_scaling_beta")
+        limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
+        limits = rope if is_limited else values
         return cls(
             architecture=str(names[0]),
             vocab=number("vocab_size"),
             hidden=number("hidden_size"),
-            layers=number("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=number("num_key_value_heads") or heads,
             head_dim=number("head_dim") or number("hidden_size") // max(1, heads),
             ffn=number("intermediate_size"),
-            max_positions=number("max_position_embeddings"),
-            experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+            max_positions=int(limits.get(limit) or 0),
+            max_positions_field=limit,
+            experts=experts,
             experts_per_token=number("num_experts_per_tok"),
             expert_ffn=number("moe_intermediate_size", "intermediate_size"),
-            shared_expert_ffn=number("shared_expert_intermediate_size"),
+            shared_expert_ffn=number("shared_expert_intermediate_size")
+            or number("n_shared_experts") * number("moe_intermediate_size"),
             normalizes_experts=normalizes_experts(values),
             has_dense_layers=bool(values.get("mlp_only_layers"))
             or values.get("decoder_sparse_step", 1) != 1,
-            rope_bounds=(
-                rope.get("low_freq_factor", 1.0),
-                rope.get("high_freq_factor", 4.0),
-                rope.get("original_max_position_embeddings", 8192),
-            ),
+            dense_layers=number("first_k_dense_replace") if experts else layers,
+            expert_groups=number("n_group"),
+            chosen_groups=number("topk_group"),
+            latent_size=latent and latent + number("qk_rope_head_dim"),
+            query_latent_size=number("q_lora_rank"),
             norm_eps=values.get("rms_norm_eps", 0.0),
-            has_tied_output=bool(values.get("tie_word_embeddings")),
-            rope_theta=rope.get("rope_theta", values.get("rope_theta", 0.0)),
-            rope_factor=rope.get("factor", 1.0),
+            has_tied_output=has_tied_output(values),
+            rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
             rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
             uses_sliding_window=bool(
                 values.get("use_sliding_window", values.get("sliding_window"))

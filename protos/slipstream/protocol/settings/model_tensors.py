@@ -17,14 +17,31 @@ from slipstream.protocol.settings.model_sizes import ModelSizes
 Shape: TypeAlias = tuple[int, ...]
 
 OUTPUT = "lm_head.weight"
-_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+# Architectures whose norm is over all heads together.
+_NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
+_BEFORE = ("input", "post_attention")
+# Architecture -> names of the norms in a layer; the others have `_BEFORE`.
+_AFTER = ("post_attention", "post_feedforward")
+_NORMS = {
+    "Olmo2ForCausalLM": _AFTER,
+    "Gemma2ForCausalLM": ("input", "pre_feedforward", *_AFTER),
+    "Gemma3ForCausalLM": ("input", "pre_feedforward", *_AFTER),
+}
 # Names of gate, up and down in a layer.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = {
     "Qwen3MoeForCausalLM": ("mlp.", _PROJECTIONS),
     "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "OlmoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "Glm4MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "DeepseekV3ForCausalLM": ("mlp.", _PROJECTIONS),
     "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
 }
+
+
+# Architectures whose experts have biases that choose them, and are shared ones besides.
+_SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
 
 
 def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> Iterator[str]:
@@ -57,10 +74,10 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     sizes = ModelSizes.of(values)
     needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
     for layer in range(sizes.layers):
-        within = {**_attention(sizes, values), **_feed_forward(sizes)}
+        within = {**_attention(sizes, values), **_feed_forward(sizes, layer)}
         needed |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
     needed["model.norm.weight"] = (sizes.hidden,)
-    if not values.get("tie_word_embeddings", False):
+    if not sizes.has_tied_output:
         needed[OUTPUT] = (sizes.vocab, sizes.hidden)
     return needed
 
@@ -69,29 +86,62 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     hidden, head = sizes.hidden, sizes.head_dim
     rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
     found: dict[str, Shape] = {
-        f"{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")
+        f"{norm}_layernorm.weight": (hidden,)
+        for norm in _NORMS.get(sizes.architecture, _BEFORE)
     }
+    if sizes.latent_size:
+        return found | _latent_attention(sizes, values)
     found |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
     found["self_attn.o_proj.weight"] = (hidden, rows["q"])
     is_biased = sizes.architecture == "Qwen2ForCausalLM" or (
         sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
     )
+    if sizes.architecture == "Glm4MoeForCausalLM":
+        is_biased = bool(values.get("attention_bias"))
     if is_biased:
         found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
-    if sizes.architecture in _NORMED_HEADS:
+    if sizes.architecture in _NORMED_HEADS or values.get("use_qk_norm"):
         found |= {f"self_attn.{name}_norm.weight": (head,) for name in ("q", "k")}
+    if sizes.architecture in _NORMED_WHOLE:
+        found |= {f"self_attn.{name}_norm.weight": (rows[name],) for name in ("q", "k")}
     return found
 
 
-def _feed_forward(sizes: ModelSizes) -> dict[str, Shape]:
+def _latent_attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden, queries, latent = sizes.hidden, sizes.query_latent_size, values["kv_lora_rank"]
+    plain, turned, value = (
+        values[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v")
+    )
+    rows = sizes.heads * (plain + turned)
+    found: dict[str, Shape] = {
+        "kv_a_proj_with_mqa": (latent + turned, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (sizes.heads * (plain + value), latent),
+        "o_proj": (hidden, sizes.heads * value),
+    }
+    if queries:
+        found |= {
+            "q_a_proj": (queries, hidden),
+            "q_a_layernorm": (queries,),
+            "q_b_proj": (rows, queries),
+        }
+    else:
+        found["q_proj"] = (rows, hidden)
+    return {f"self_attn.{name}.weight": shape for name, shape in found.items()}
+
+
+def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     hidden = sizes.hidden
-    if sizes.architecture not in _EXPERTS:
+    if layer < sizes.dense_layers:
         return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
     prefix, names = _EXPERTS[sizes.architecture]
     found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
     for expert in range(sizes.experts):
         found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
-    if sizes.shared_expert_ffn:
+    if sizes.architecture in _SIGMOID:
+        found[f"{prefix}gate.e_score_correction_bias"] = (sizes.experts,)
+        found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
+    elif sizes.shared_expert_ffn:
         found |= _gated(f"{prefix}shared_expert.", names, hidden, sizes.shared_expert_ffn)
         found[f"{prefix}shared_expert_gate.weight"] = (1, hidden)
     return found

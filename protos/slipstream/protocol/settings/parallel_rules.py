@@ -22,10 +22,28 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "OlmoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
-# Bounds that Megatron always uses; it ignores those of config.json.
-LLAMA3_BOUNDS = (1.0, 4.0, 8192)
-ROPE_TYPES = ("default", "llama3")
+# Architectures whose windows the learner, transformers and vLLM compute alike.
+WINDOWED = (
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Why a scaling of the rotary embedding is refused.
+_ROPE_REFUSALS = {
+    "dynamic": "transformers scales by the length of each sequence, vLLM by the longest possible",
+    "longrope": "transformers chooses factors for each sequence, vLLM by the longest possible",
+}
 # Megatron's features that need more than settings: other groups, wrappers or training loops.
 _NOT_OURS = {
     "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
@@ -159,17 +177,16 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         return
     if sizes.is_quantized:
         yield "model.path holds quantized weights, which cannot be trained"
-    if sizes.uses_sliding_window:
-        yield "model.path holds a model with a sliding window, which the learner does not have"
-    if sizes.rope_type not in ROPE_TYPES:
+    if sizes.uses_sliding_window and sizes.architecture not in WINDOWED:
         yield (
-            f"model.path: the rope_type {sizes.rope_type!r} was not tested, "
-            f"known are {', '.join(ROPE_TYPES)}"
+            f"model.path holds a {sizes.architecture} with a sliding window, which was tested for "
+            f"{', '.join(WINDOWED)} only"
         )
-    if sizes.rope_type == "llama3" and sizes.rope_bounds != LLAMA3_BOUNDS:
+    if sizes.rope_type not in ROPE_TYPES:
+        cause = _ROPE_REFUSALS.get(sizes.rope_type, "was not tested")
         yield (
-            "model.path: low_freq_factor, high_freq_factor and original_max_position_embeddings of "
-            f"the rope_type 'llama3' must be {LLAMA3_BOUNDS}, got {sizes.rope_bounds}"
+            f"model.path: the rope_type must be one of {', '.join(ROPE_TYPES)}, "
+            f"got {sizes.rope_type!r}: {cause}"
         )
     if not sizes.experts:
         return
@@ -181,6 +198,12 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         yield (
             f"model.path: num_experts_per_tok must be 1 to the {sizes.experts} experts, "
             f"got {sizes.experts_per_token}"
+        )
+    if sizes.expert_groups > 1 and sizes.experts_per_token // sizes.chosen_groups != 2:
+        yield (
+            "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
+            "group by its best num_experts_per_tok / topk_group experts and transformers by its "
+            f"best 2, got {sizes.experts_per_token} and {sizes.chosen_groups}"
         )
     if sizes.experts_per_token == 1 and sizes.normalizes_experts:
         yield ("model.path: norm_topk_prob with one expert per token leaves the router no gradient")
@@ -197,10 +220,15 @@ def layout_problems(
     ):
         if number % tp:
             yield f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
-    if not sizes.experts and sizes.ffn % tp:
+    if sizes.dense_layers and sizes.ffn % tp:
         yield f"learner.parallel.tp must divide the intermediate size of {sizes.ffn}, got {tp}"
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel)
+    if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
+        yield (
+            "learner.parallel.tp must divide q_lora_rank and kv_lora_rank + qk_rope_head_dim, "
+            f"{sizes.query_latent_size} and {sizes.latent_size}, got {tp}"
+        )
 
 
 def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:

@@ -113,7 +113,7 @@ def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
     if sizes.max_positions and longest > sizes.max_positions:
         yield (
             f"model.path must have room for sampling.max_episode_tokens = {longest}, "
-            f"got max_position_embeddings {sizes.max_positions} in {folder}"
+            f"got {sizes.max_positions_field} {sizes.max_positions} in {folder}"
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import check_model, model_warnings, parse_config
 from slipstream.protocol.settings.model_fields import (
+    ALTERNATING,
     HARMLESS,
     HONOURED,
     ONE_VALUE,
@@ -20,7 +21,9 @@ from slipstream.protocol.settings.model_fields import (
 from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
 from support.fakes.model_folders import write_loadable_files
 
-LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL = ARCHITECTURES
+LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, GEMMA2, GEMMA3 = (
+    ARCHITECTURES
+)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -30,6 +33,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
 def without(table: dict[str, Any], name: str) -> dict[str, Any]:
@@ -74,6 +80,28 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 2.0}}, "which differ"),
     (LLAMA, {"rope_parameters": LLAMA3, "rope_theta": 1e4}, "rope_theta is 10000.0 in config.json"),
     (LLAMA, {"rope_parameters": without(LLAMA3, "factor")}, "needs factor in rope_parameters"),
+    (LLAMA, {"rope_parameters": YARN | {"factor": None}}, "'yarn' needs factor"),
+    (
+        LLAMA,
+        {"rope_parameters": YARN, "max_position_embeddings": 1025},
+        "must be at most factor * original_max_position_embeddings = 1024, for which",
+    ),
+    (LLAMA, {"rope_parameters": YARN | {"mrope_section": [1]}}, "mrope_section in rope_parameters"),
+    (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
+    (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
+    (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv"),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation"),
+    (GEMMA2, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    (GEMMA2, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (GEMMA2, {"rope_parameters": YARN}, "must be one of default, linear, got 'yarn'"),
+    (
+        GEMMA3,
+        {"rope_parameters": {"full_attention": {"factor": 2.0}, "sliding_attention": {}}},
+        "factor in rope_parameters",
+    ),
     (
         QWEN2,
         {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
@@ -94,7 +122,22 @@ def test_fields_that_are_not_computed_alike_are_refused(
 
 # What changes nothing, or is computed with everywhere.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
-    *((one, {"rope_parameters": LLAMA3}) for one in ARCHITECTURES),
+    *((one, {"rope_parameters": LLAMA3}) for one in ARCHITECTURES if one not in ALTERNATING),
+    (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    (MISTRAL, {"sliding_window": 4096}),
+    (GEMMA2, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    (GEMMA2, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+    (
+        GEMMA3,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ),
+    (GEMMA3, {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}),
     *(
         (one, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
         for one in (LLAMA,)

@@ -304,21 +304,22 @@ MODELS: list[tuple[dict[str, Any], str]] = [
         "a model of architecture GPT2LMHeadModel, which cannot be loaded",
     ),
     (
-        {"architectures": ["OlmoeForCausalLM"]},
-        "a mixture of experts of architecture OlmoeForCausalLM, which cannot be loaded; known "
+        {"architectures": ["PhimoeForCausalLM"]},
+        "a mixture of experts of architecture PhimoeForCausalLM, which cannot be loaded; known "
         "are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "Qwen2MoeForCausalLM, MixtralForCausalLM",
+        "Qwen2MoeForCausalLM, MixtralForCausalLM, MistralForCausalLM",
     ),
     ({"architectures": None}, "of architecture without a name, which cannot be loaded"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ({"use_sliding_window": True}, "a sliding window"),
     ({"sliding_window": 4096}, "a sliding window"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' was not tested"),
-    ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' was not tested"),
     (
-        {"rope_parameters": {"rope_type": "llama3", "high_freq_factor": 2.0}},
-        "the rope_type 'llama3' must be (1.0, 4.0, 8192), got (1.0, 2.0, 8192)",
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "the rope_type must be one of default, linear, llama3, yarn, got 'dynamic': transformers "
+        "scales by the length of each sequence",
     ),
+    ({"rope_scaling": {"type": "longrope"}}, "transformers chooses factors for each sequence"),
+    ({"rope_scaling": {"type": "proportional"}}, "got 'proportional': was not tested"),
     ({"decoder_sparse_step": 2}, "dense layers in between"),
     ({"mlp_only_layers": [0]}, "dense layers in between"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the 8 experts, got 9"),

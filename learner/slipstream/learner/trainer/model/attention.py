@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
@@ -36,6 +37,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group: dist.ProcessGroup = pg_collection.cp
+        # Scores stay below this number; None: they are not capped.
+        self.score_cap: float | None = getattr(config, "score_cap", None)
+        # Tokens before a query that it sees; None: all of them.
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0]
 
     def forward(
         self,
@@ -57,11 +66,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is None:
             assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
             rows = [x.transpose(0, 1) for x in (query, key, value)]
+            assert self.window is None, "only packed sequences have windows"
             return self._attend(*rows).transpose(0, 1).flatten(2)
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         size = self.cp_group.size()
         if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
             assert size == 1, "shared beginnings are not split over ranks"
+            assert self.window is None, "shared beginnings have no windows"
             key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
             return self._by_groups(
                 query, key, value, *_path_groups(bounds, key_bounds, query.device)
@@ -69,7 +80,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key = _GatheredTokens.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = _GatheredTokens.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        groups, order = _length_groups(bounds, self.cp_group.rank(), size, query.device)
+        split = _Split(self.cp_group.rank(), size)
+        groups, order = _length_groups(bounds, split, self.window, query.device)
         return self._by_groups(query, key, value, groups, order)
 
     def _by_groups(
@@ -94,16 +106,33 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
         Without a mask, queries and keys belong to the same tokens and attention is causal.
         """
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if self.score_cap is not None:
+            return self._attend_capped(query, key, value, mask).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,
-            enable_gqa=key.shape[2] != query.shape[2],
+            enable_gqa=key.shape[1] != query.shape[1],
         )
         return attended.transpose(1, 2)
+
+    def _attend_capped(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Attends over dim 2 with capped scores; torch's kernel has no cap. Holds all scores."""
+        assert self.score_cap is not None
+        per_key = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * (self.softmax_scale / self.score_cap)
+        scores = self.score_cap * scores.tanh()
+        if mask is None:
+            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+        return weights.to(value.dtype) @ value
 
 
 class _GatheredTokens(torch.autograd.Function):
@@ -128,6 +157,14 @@ class _GatheredTokens(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class _Split:
+    """This rank's place among the context parallel ranks."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class _LengthGroup:
     """Sequences of similar length, which one call of the kernel handles."""
 
@@ -139,20 +176,39 @@ class _LengthGroup:
     # [sequences, 1, queries, keys]: which keys a query sees; None: those up to its own place.
     mask: Tensor | None
 
+    def to(self, device: torch.device) -> _LengthGroup:
+        """Returns the group with its tensors on `device`."""
+        mask = None if self.mask is None else self.mask.to(device)
+        places = (self.queries, self.is_query, self.keys)
+        return _LengthGroup(*(tensor.to(device) for tensor in places), mask)
+
 
 def _rows(tokens: Tensor, places: Tensor) -> Tensor:
     return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
 
 
+def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> Tensor:
+    """Returns which of the `keys` each of the `queries` sees, [sequences, 1, queries, keys].
+
+    Both are places [sequences, length] of the same tokens; keys that are padding are not seen.
+    """
+    distance = queries[:, :, None] - keys[:, None]
+    mask = (distance >= 0) & is_key[:, None]
+    if window is not None:
+        mask &= distance <= window
+    return mask[:, None]
+
+
 @functools.lru_cache(maxsize=16)
 def _length_groups(
-    bounds: tuple[int, ...], rank: int, size: int, device: torch.device
+    bounds: tuple[int, ...], split: _Split, window: int | None, device: torch.device
 ) -> tuple[list[_LengthGroup], Tensor]:
     """Groups sequences of similar length, so that few calls with little padding serve all.
 
     Returns the groups, and for each of this rank's tokens its place in the groups' queries when
-    these are joined in order.
+    these are joined in order. A query sees the `window` tokens before it; None: all of them.
     """
+    rank, size = split.rank, split.size
     by_class: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(bounds):
         if end > start:
@@ -161,18 +217,16 @@ def _length_groups(
     for members in by_class.values():
         whole, is_token = _places(members)
         if size == 1:
-            groups.append(
-                _LengthGroup(whole.to(device), is_token.to(device), whole.to(device), None)
-            )
-            found.append(whole[is_token])
-            continue
-        own, is_own = _places([(start // size, end // size) for start, end in members])
-        seen_by = zigzag(bounds, rank, size)[own]
-        mask = (seen_by[:, :, None] >= whole[:, None]) & is_token[:, None]
-        keys = gathered_places(bounds, size)[whole]
-        group = _LengthGroup(own, is_own, keys, mask[:, None])
-        groups.append(_LengthGroup(*(tensor.to(device) for tensor in vars(group).values())))
-        found.append(own[is_own])
+            is_short = window is None or whole.shape[1] <= window + 1
+            mask = None if is_short else _seen(whole, whole, is_token, window)
+            group = _LengthGroup(whole, is_token, whole, mask)
+        else:
+            own, is_own = _places([(start // size, end // size) for start, end in members])
+            mask = _seen(zigzag(bounds, rank, size)[own], whole, is_token, window)
+            keys = gathered_places(bounds, size)[whole]
+            group = _LengthGroup(own, is_own, keys, mask)
+        found.append(group.queries[group.is_query])
+        groups.append(group.to(device))
     return groups, torch.cat(found).argsort().to(device)
 
 
@@ -200,7 +254,7 @@ def _path_groups(
         rows, columns = torch.arange(own.shape[1]), torch.arange(seen.shape[1])
         mask = (columns <= before + rows[:, None]) & is_seen[:, None]
         group = _LengthGroup(own, is_own, seen, mask[:, None])
-        groups.append(_LengthGroup(*(tensor.to(device) for tensor in vars(group).values())))
+        groups.append(group.to(device))
         found.append(own[is_own])
     return groups, torch.cat(found).argsort().to(device)
 

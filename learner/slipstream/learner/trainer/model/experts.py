@@ -5,7 +5,7 @@ The classes inherit from Megatron's, so import this module only after `compat.in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,15 +39,34 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
 
     Megatron marks them only when `ep` > 1. Without the mark it treats them as copies on the data
     parallel ranks, which is wrong where `etp` differs from `tp`. TransformerEngine's experts also
-    lack the mark by which the norm counts those of all tensor parallel ranks. Call it before the
-    chunks are wrapped for data parallelism.
+    lack the mark by which the norm counts those of all tensor parallel ranks. Biases of routers
+    stay float32. Call it before the chunks are wrapped for data parallelism.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
                 parameter.allreduce = False
                 parameter.tensor_model_parallel = True
+        for module in chunk.modules():
+            if getattr(module, "expert_bias", None) is not None:
+                _keep_bias(module)
     return chunks
+
+
+def _keep_bias(router: Megatron) -> None:
+    """Makes the bias of experts stay float32 in a model that becomes bfloat16.
+
+    Megatron makes it float32 again, but rounded: tokens would go to other experts.
+    """
+    convert = router._apply
+
+    def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
+        bias = router.expert_bias.clone()
+        found = convert(function, recurse)
+        router.expert_bias = bias.to(router.expert_bias.device)
+        return found
+
+    router._apply = kept
 
 
 class GroupedLinear(MegatronModule):  # type: ignore[misc]

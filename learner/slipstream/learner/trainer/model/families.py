@@ -1,4 +1,4 @@
-"""Recipes for mixtures of experts that Megatron-Core trains and Megatron-Bridge 0.3.1 lacks.
+"""Recipes for families that Megatron-Core trains and Megatron-Bridge 0.3.1 lacks or gets wrong.
 
 A recipe turns config.json into Megatron's settings and maps its parameters to tensors of the files.
 Importing this module after Bridge registers the recipes: see `compat.install`.
@@ -6,88 +6,184 @@ Importing this module after Bridge registers the recipes: see `compat.install`.
 
 from __future__ import annotations
 
-import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    GatedMLPMapping,
-    QKVMapping,
-    ReplicatedMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.models.gpt.gpt_model import GPTModel
+from slipstream.learner.trainer.model.mappings import (
+    DECODER,
+    LAYER,
+    SHARED,
+    FamilyBridge,
+    attention,
+    ends,
+    experts,
+    gated,
+    norms_after,
+    norms_before,
+    place_norms,
+    scale_embeddings,
+)
 from slipstream.learner.trainer.untyped import Megatron
-from transformers import MixtralForCausalLM, Qwen2MoeForCausalLM
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Ministral3ForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Olmo2ForCausalLM,
+    OlmoeForCausalLM,
+    Qwen2MoeForCausalLM,
+)
 
-_DECODER = "decoder.layers.*."
-_LAYER = "model.layers.*."
-_ATTENTION = f"{_DECODER}self_attention."
-_EXPERTS = f"{_DECODER}mlp.experts."
-_SHARED = f"{_DECODER}mlp.shared_experts."
+
+class _DenseBridge(FamilyBridge):
+    """A Llama by its tensors."""
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(
+            *ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
+        )
 
 
-def _common_mappings() -> list[Megatron]:
-    """Returns the mappings of embedding, norms and attention.
+@MegatronModelBridge.register_bridge(
+    source=MistralForCausalLM, target=GPTModel, model_type="mistral"
+)
+class MistralBridge(_DenseBridge):
+    """Mistral: a Llama whose queries may see a window only.
 
-    A norm has one of two names: TransformerEngine's layers fuse norms into the linear layer.
+    Bridge's own recipe has windows of one token more than transformers and vLLM.
+    Source: arXiv:2310.06825, section 2.
     """
-    pairs = {
-        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-        "output_layer.weight": "lm_head.weight",
-        "decoder.final_layernorm.weight": "model.norm.weight",
-        f"{_DECODER}input_layernorm.weight": f"{_LAYER}input_layernorm.weight",
-        f"{_ATTENTION}linear_qkv.layer_norm_weight": f"{_LAYER}input_layernorm.weight",
-        f"{_DECODER}pre_mlp_layernorm.weight": f"{_LAYER}post_attention_layernorm.weight",
-        f"{_ATTENTION}linear_proj.weight": f"{_LAYER}self_attn.o_proj.weight",
-    }
-    mappings = [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
-    return [*mappings, _query_key_value("weight")]
 
 
-def _query_key_value(kind: str) -> Megatron:
-    return QKVMapping(
-        megatron_param=f"{_ATTENTION}linear_qkv.{kind}",
-        q=f"{_LAYER}self_attn.q_proj.{kind}",
-        k=f"{_LAYER}self_attn.k_proj.{kind}",
-        v=f"{_LAYER}self_attn.v_proj.{kind}",
-    )
+@MegatronModelBridge.register_bridge(
+    source=Ministral3ForCausalLM, target=GPTModel, model_type="ministral3"
+)
+class Ministral3Bridge(_DenseBridge):
+    """Ministral 3, its language model alone: a Llama with YaRN.
+
+    Bridge's own recipe is for the model with images.
+    """
 
 
-def _experts(router: str, gate: str, up: str, down: str) -> list[Megatron]:
-    """Returns the mappings of the router and each expert, given the names in the files."""
-    return [
-        AutoMapping(megatron_param=f"{_DECODER}mlp.router.weight", hf_param=_LAYER + router),
-        GatedMLPMapping(
-            megatron_param=f"{_EXPERTS}linear_fc1.weight*", gate=_LAYER + gate, up=_LAYER + up
-        ),
-        AutoMapping(megatron_param=f"{_EXPERTS}linear_fc2.weight*", hf_param=_LAYER + down),
-    ]
+class _GemmaBridge(FamilyBridge):
+    """What Gemma 2 and 3 share.
 
-
-class _MixtureBridge(MegatronModelBridge):  # type: ignore[misc]
-    """The settings that both families share."""
+    Norms multiply by 1 + weight and stand before and after attention and MLP. Embeddings are scaled
+    by the root of the hidden size; scores by a number of config.json.
+    """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
         provider = super().provider_bridge(hf_pretrained)
-        provider.normalization = "RMSNorm"
-        provider.gated_linear_unit = True
-        provider.position_embedding_type = "rope"
-        provider.add_bias_linear = False
-        provider.add_qkv_bias = False
-        provider.qk_layernorm = False
-        provider.hidden_dropout = 0.0
-        provider.autocast_dtype = torch.bfloat16
-        provider.moe_grouped_gemm = True
-        provider.moe_permute_fusion = True
-        provider.moe_router_load_balancing_type = "aux_loss"
-        provider.moe_token_dispatcher_type = "alltoall"
+        settings = hf_pretrained.config
+        provider.layernorm_zero_centered_gamma = True
+        provider.softmax_scale = settings.query_pre_attn_scalar**-0.5
+        provider.share_embeddings_and_output_weights = True
+        place_norms(provider, "around")
+        scale_embeddings(provider, settings.hidden_size**0.5)
         return provider
+
+    def _mappings(self) -> list[Megatron]:
+        return [
+            *ends(),
+            *norms_before(mlp="pre_feedforward_layernorm"),
+            *norms_after(attention="post_attention_layernorm", mlp="post_feedforward_layernorm"),
+            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
+        ]
+
+
+@MegatronModelBridge.register_bridge(
+    source=Gemma2ForCausalLM, target=GPTModel, model_type="gemma2"
+)
+class Gemma2Bridge(_GemmaBridge):
+    """Gemma 2: every second layer has windows; scores and logits are capped.
+
+    Source: arXiv:2408.00118, section 2.
+    """
+
+    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.score_cap = hf_pretrained.config.attn_logit_softcapping
+        provider.logit_cap = hf_pretrained.config.final_logit_softcapping
+        return provider
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(*self._mappings(), *attention())
+
+
+@MegatronModelBridge.register_bridge(
+    source=Gemma3ForCausalLM, target=GPTModel, model_type="gemma3_text"
+)
+class Gemma3Bridge(_GemmaBridge):
+    """Gemma 3, text only: most layers have windows, with positions of their own.
+
+    Source: arXiv:2503.19786, section 2.
+    """
+
+    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.qk_layernorm = True
+        return provider
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(*self._mappings(), *attention(normed_heads=True))
+
+
+@MegatronModelBridge.register_bridge(source=Olmo2ForCausalLM, target=GPTModel, model_type="olmo2")
+class Olmo2Bridge(FamilyBridge):
+    """OLMo 2: norms after attention and MLP, not before; queries and keys are normed as a whole.
+
+    Source: arXiv:2501.00656, section 3.1.
+    """
+
+    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
+        provider = super().provider_bridge(hf_pretrained)
+        place_norms(provider, "after", whole=True)
+        return provider
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(
+            *ends(),
+            *norms_after(attention="post_attention_layernorm", mlp="post_feedforward_layernorm"),
+            *attention(normed_heads=True),
+            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
+        )
+
+
+@MegatronModelBridge.register_bridge(source=OlmoeForCausalLM, target=GPTModel, model_type="olmoe")
+class OlmoeBridge(FamilyBridge):
+    """OLMoE: a mixture of experts whose queries and keys are normed as a whole.
+
+    Source: arXiv:2409.02060, section 2.
+    """
+
+    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
+        place_norms(provider, "before", whole=True)
+        return provider
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(
+            *ends(), *norms_before(), *attention(normed_heads=True), *experts()
+        )
 
 
 @MegatronModelBridge.register_bridge(
     source=MixtralForCausalLM, target=GPTModel, model_type="mixtral"
 )
-class MixtralBridge(_MixtureBridge):
+class MixtralBridge(FamilyBridge):
     """Mixtral: the weights of a token's experts are a softmax over these experts alone.
 
     Source: arXiv:2401.04088, section 2.1.
@@ -101,23 +197,18 @@ class MixtralBridge(_MixtureBridge):
 
     def mapping_registry(self) -> Megatron:
         """Returns the map from Megatron's parameters to tensors of the files."""
-        mixture = "block_sparse_moe."
-        experts = f"{mixture}experts.*."
         return MegatronMappingRegistry(
-            *_common_mappings(),
-            *_experts(
-                f"{mixture}gate.weight",
-                f"{experts}w1.weight",
-                f"{experts}w3.weight",
-                f"{experts}w2.weight",
-            ),
+            *ends(),
+            *norms_before(),
+            *attention(),
+            *experts("block_sparse_moe.", ("w1", "w3", "w2")),
         )
 
 
 @MegatronModelBridge.register_bridge(
     source=Qwen2MoeForCausalLM, target=GPTModel, model_type="qwen2_moe"
 )
-class Qwen2MoeBridge(_MixtureBridge):
+class Qwen2MoeBridge(FamilyBridge):
     """Qwen2-MoE and Qwen1.5-MoE: every token also goes to one expert that has a gate of its own.
 
     Source: arXiv:2407.10671, section 2.2.2.
@@ -134,25 +225,14 @@ class Qwen2MoeBridge(_MixtureBridge):
 
     def mapping_registry(self) -> Megatron:
         """Returns the map from Megatron's parameters to tensors of the files."""
-        experts, shared = "mlp.experts.*.", f"{_LAYER}mlp.shared_expert"
+        gate = ReplicatedMapping(
+            megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
+        )
         return MegatronMappingRegistry(
-            *_common_mappings(),
-            _query_key_value("bias"),
-            *_experts(
-                "mlp.gate.weight",
-                f"{experts}gate_proj.weight",
-                f"{experts}up_proj.weight",
-                f"{experts}down_proj.weight",
-            ),
-            GatedMLPMapping(
-                megatron_param=f"{_SHARED}linear_fc1.weight",
-                gate=f"{shared}.gate_proj.weight",
-                up=f"{shared}.up_proj.weight",
-            ),
-            AutoMapping(
-                megatron_param=f"{_SHARED}linear_fc2.weight", hf_param=f"{shared}.down_proj.weight"
-            ),
-            ReplicatedMapping(
-                megatron_param=f"{_SHARED}gate_weight", hf_param=f"{shared}_gate.weight"
-            ),
+            *ends(),
+            *norms_before(),
+            *attention(biases=True),
+            *experts(),
+            *gated(SHARED, f"{LAYER}mlp.shared_expert."),
+            gate,
         )

@@ -24,6 +24,8 @@ class Columns:
     num_tokens: int
     # Divisor of the logits.
     temperature: float
+    # Logits stay below this number, before the division; None: they are not capped.
+    cap: float | None = None
 
 
 class Sums(NamedTuple):
@@ -41,9 +43,11 @@ class Sums(NamedTuple):
 def prepared(logits: Tensor, columns: Columns) -> Tensor:
     """Returns logits divided by the temperature, at least float32, with padding columns masked.
 
-    `logits` may be overwritten.
+    They are capped before if `columns` has a cap. `logits` may be overwritten.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if columns.cap is not None:
+        logits.div_(columns.cap).tanh_().mul_(columns.cap)
     if columns.temperature != 1.0:
         logits /= columns.temperature
     logits[:, columns.num_tokens :] = PADDING_LOGIT
@@ -87,3 +91,10 @@ def gradient(
         grad.mul_(weights).neg_()
     is_here = places >= 0
     return grad.scatter_add_(-1, places.clamp(min=0)[:, None], (slopes * is_here)[:, None])
+
+
+def cap_slopes(logits: Tensor, columns: Columns) -> Tensor:
+    """Returns the derivative of capping at prepared `logits`: 1 - (capped logit / cap)^2."""
+    assert columns.cap is not None
+    share = logits * (columns.temperature / columns.cap)
+    return 1.0 - share.clamp(-1.0, 1.0).square()

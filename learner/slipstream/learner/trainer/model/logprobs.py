@@ -46,6 +46,8 @@ class Projection:
     kept_logits: int = 0
     # Element type of the logits; None: the weight's. bfloat16 rounds a logit of 20 by up to 0.06.
     logits_dtype: torch.dtype | None = None
+    # Logits stay below this number, before the division; None: they are not capped.
+    cap: float | None = None
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -149,9 +151,11 @@ class _Part:
         self._width = len(weight)
         self._first = self._width * (group.rank() if group is not None else 0)
         num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
-        self._columns = Columns(num_tokens, projection.temperature)
+        self._columns = Columns(num_tokens, projection.temperature, projection.cap)
         self._dtype = projection.logits_dtype or weight.dtype
-        self._is_fused = weight.is_cuda and weight.dtype in _FUSED_TYPES
+        # The fused kernels know no cap.
+        is_plain = projection.cap is None
+        self._is_fused = is_plain and weight.is_cuda and weight.dtype in _FUSED_TYPES
 
     def new_sums(self, length: int) -> Sums:
         """Returns uninitialised sums for `length` rows, at least float32."""
@@ -212,7 +216,11 @@ class _Part:
             )
             fused_logits.gradient(found, places, self._columns, log_total, slopes, bends, grad)
             return grad
-        return logits.gradient(found, places, log_total, slopes, bends).to(self._weight.dtype)
+        capped = None if self._columns.cap is None else logits.cap_slopes(found, self._columns)
+        grad = logits.gradient(found, places, log_total, slopes, bends)
+        if capped is not None:
+            grad *= capped
+        return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
         """Returns the local row of each target, -1 for targets of other ranks."""

@@ -70,6 +70,12 @@ class ParallelModel:
         """This rank's rows of the projection to the vocabulary; only on the last pipeline stage."""
         return output_weight(unwrapped(self.chunks[-1]))
 
+    @property
+    def logit_cap(self) -> float | None:
+        """The number that logits stay below; None if they are not capped."""
+        cap: float | None = getattr(self.chunks[0].config, "logit_cap", None)
+        return cap
+
     def count_not_finite(self) -> int:
         """Number of this rank's parameters that are infinite or no number."""
         with self.memory.resident(Part.PARAMETERS):

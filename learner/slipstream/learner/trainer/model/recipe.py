@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
 
 import torch
+from slipstream.learner.trainer.model import rotary
 from slipstream.learner.trainer.model.precision import check_fp8
 from slipstream.learner.trainer.model.settings import passed_through, refusals_of
 from slipstream.learner.trainer.ranks import compat
@@ -82,8 +83,12 @@ def provider_of(
         # units.
         "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
-        **_rotary_settings(hf_config),
+        **rotary.rotary_settings(provider, hf_config),
+        **_window_settings(hf_config),
     }
+    provider.register_pre_wrap_hook(
+        functools.partial(rotary.set_frequencies, hf_config=hf_config)
+    )
     if provider.num_moe_experts:
         from slipstream.learner.trainer.model import experts
 
@@ -91,6 +96,10 @@ def provider_of(
         provider.register_pre_wrap_hook(experts.mark_experts)
     if compat.has_transformer_engine():
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        # Megatron's fused positions of latent attention are those of YaRN only.
+        values["apply_rope_fusion"] = not provider.multi_latent_attention
+        # Megatron fuses no other activation of a gated MLP.
+        values["bias_activation_fusion"] = provider.activation_func is torch.nn.functional.silu
         values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
     else:
         values |= _without_transformer_engine(config)
@@ -150,17 +159,17 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
     return values
 
 
-def _rotary_settings(hf_config: Megatron) -> dict[str, object]:
-    """Returns the settings of the rotary embedding by Megatron's names.
-
-    Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
-    10000;
-    it reads the scaling for Llama only. `model_problems` refuses models with other settings.
-    """
-    rope: dict[str, Any] = hf_config.to_dict()["rope_parameters"]
-    is_scaled = rope["rope_type"] == "llama3"
-    scaling = {"rope_scaling_factor": float(rope["factor"])} if is_scaled else {}
-    return {"rotary_base": float(rope["rope_theta"]), "rope_scaling": is_scaled, **scaling}
+def _window_settings(hf_config: Megatron) -> dict[str, object]:
+    """Returns the settings of sliding windows: a window of N tokens includes the query's own."""
+    size = getattr(hf_config, "sliding_window", None)
+    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
+    if size is None or "sliding_attention" not in kinds:
+        return {}
+    is_local = [kind == "sliding_attention" for kind in kinds]
+    return {
+        "window_size": (size - 1, 0),
+        "window_attn_skip_freq": None if all(is_local) else is_local,
+    }
 
 
 def ddp_config_of(config: Config) -> Megatron:

@@ -60,6 +60,7 @@ def forward_backward(
         entropy_gradient=entropy_gradient,
         kept_logits=model.kept_logits,
         logits_dtype=model.logits_dtype,
+        cap=model.logit_cap,
     )
     return run_schedule(model, micro_batches, finish, forward_only=False)
 
@@ -82,7 +83,11 @@ def forward_logprobs(
 
     rows = _trained_rows(model, micro_batches)
     projection = Projection(
-        temperature, model.vocab_size, model.ranks.tp_group, logits_dtype=model.logits_dtype
+        temperature,
+        model.vocab_size,
+        model.ranks.tp_group,
+        logits_dtype=model.logits_dtype,
+        cap=model.logit_cap,
     )
     with torch.no_grad():
         return run_schedule(model, micro_batches, finish, forward_only=True)

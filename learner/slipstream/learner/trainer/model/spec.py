@@ -1,4 +1,4 @@
-"""The layer spec without TransformerEngine: sequence-parallel RMSNorm, attention, experts.
+"""The layers of a model: Megatron's, with our parts where it has none.
 
 Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
 """
@@ -7,50 +7,88 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
 from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
 from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from slipstream.learner.trainer.model.attention import CoreAttention
 from slipstream.learner.trainer.model.experts import GroupedExperts
+from slipstream.learner.trainer.model.norms import (
+    NormedResidual,
+    RMSNorm,
+    WholeKeyNorm,
+    WholeQueryNorm,
+)
+from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.untyped import Megatron
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that works with sequence parallelism, which Megatron's own refuses."""
-
-    def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        device = torch.device("cpu") if config.use_cpu_initialization else None
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     """Returns the transformer block of `config` with the layers of this pipeline stage."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
+    has_te = compat.has_transformer_engine()
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=has_te,
         normalization=config.normalization,
+        vp_stage=vp_stage,
     )
-    parts = layer.submodules
-    if config.num_moe_experts:
+    norm: Megatron = RMSNorm
+    if has_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    # Layers of one kind share their spec.
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        if getattr(config, "score_cap", None) is not None:
+            # TransformerEngine's attention has no cap.
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        if not has_te:
+            _replace_parts(layer.submodules, config)
+        _place_norms(layer.submodules, config, norm)
+    block.layer_norm = norm
+    return block
+
+
+def _replace_parts(parts: Megatron, config: Megatron) -> None:
+    """Gives a layer without TransformerEngine the parts that Megatron's own cannot replace."""
+    if hasattr(parts.mlp.submodules, "experts"):
         # Bridge cannot export Megatron's own experts, which are a list of modules.
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = CoreAttention
-    if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = RMSNorm
-        parts.self_attention.submodules.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    attention = parts.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if not config.qk_layernorm:
+        return
+    attention.q_layernorm = RMSNorm
+    if isinstance(attention, MLASelfAttentionSubmodules):
+        attention.kv_layernorm = RMSNorm
+    else:
+        attention.k_layernorm = RMSNorm
+
+
+def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
+    """Gives a layer the norms of its family: see `FamilyBridge`."""
+    attention = parts.self_attention.submodules
+    if getattr(config, "has_whole_norms", False):
+        attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm
+    place = getattr(config, "norm_place", "before")
+    if place == "before":
+        return
+    parts.self_attn_bda = parts.mlp_bda = ModuleSpec(
+        module=NormedResidual, params={"config": config, "norm": norm}
+    )
+    if place == "after":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        if compat.has_transformer_engine():
+            # Megatron's layers have these norms inside the matrices.
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+            attention.linear_qkv = parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
 
 
 @functools.cache

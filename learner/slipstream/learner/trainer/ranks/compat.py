@@ -65,10 +65,12 @@ def install() -> Megatron:
         _cure_moe_utils()
         _install_adam()
         auto_bridge = _import_bridge()
-        _cure_adapters()
-    # This import registers recipes that Bridge lacks.
-    importlib.import_module("slipstream.learner.trainer.model.families")
+        _cure_names()
+    # These imports register recipes that Bridge lacks.
+    for name in ("families", "sigmoid_families"):
+        importlib.import_module(f"slipstream.learner.trainer.model.{name}")
     _cure_padded_vocabulary()
+    _cure_tied_embeddings()
     _cure_saved_buckets()
     return auto_bridge
 
@@ -89,11 +91,12 @@ def _install_adam() -> None:
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
-def _cure_adapters() -> None:
-    # Without TransformerEngine, Megatron-Core defines the names of its layers as None, and the
-    # adapters take the names as a sign that it is installed.
-    utils: Megatron = importlib.import_module("megatron.bridge.peft.utils")
-    utils.HAVE_TE = False
+def _cure_names() -> None:
+    # Without TransformerEngine, Megatron-Core defines the names of its layers as None. Adapters and
+    # latent attention take the names as a sign that it is installed.
+    for name in ("bridge.peft.utils", "core.transformer.multi_latent_attention"):
+        module: Megatron = importlib.import_module(f"megatron.{name}")
+        module.HAVE_TE = False
 
 
 def _cure_padded_vocabulary() -> None:
@@ -110,6 +113,20 @@ def _cure_padded_vocabulary() -> None:
         return load(self, hf_weights, module)
 
     mapping.ColumnParallelMapping.hf_to_megatron = padded
+
+
+def _cure_tied_embeddings() -> None:
+    # Bridge looks for embedding and projection in a rank's first chunk only; with virtual stages
+    # the projection is in the last one.
+    bridge: Megatron = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+    share = bridge.MegatronModelBridge._broadcast_shared_embeddings
+
+    @functools.wraps(share)
+    def shared(self: Megatron, chunks: list[Megatron]) -> None:
+        ends = [chunk for chunk in chunks if chunk.pre_process or chunk.post_process]
+        share(self, ends or chunks)
+
+    bridge.MegatronModelBridge._broadcast_shared_embeddings = shared
 
 
 def _cure_saved_buckets() -> None:

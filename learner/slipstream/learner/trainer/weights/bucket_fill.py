@@ -19,6 +19,7 @@ from slipstream.learner.trainer.weights.export import adapter_tensors, hf_tensor
 from slipstream.learner.trainer.weights.export_plan import (
     Piece,
     UnknownMapping,
+    exported_type,
     plan_adapters,
     plan_matrices,
     plan_merged,
@@ -82,7 +83,8 @@ class BridgeFilling:
         self._policy, self._dtype, self._kind = policy, getattr(torch, dtype), kind
         self.senders = senders
         self.tensors = tuple(
-            TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in self._export()
+            TensorSpec(name, _name_of(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in self._export()
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
@@ -222,7 +224,7 @@ class PlannedFilling:
         if not set(leads) <= set(self.senders):
             raise UnknownMapping(f"ranks {leads} hold weights, but ranks {senders} send")
         self.tensors = tuple(
-            TensorSpec(name, dtype, tuple(shape), sender)
+            TensorSpec(name, _name_of(exported_type(name, self._dtype)), tuple(shape), sender)
             for sender, rank in enumerate(self.senders)
             for name, shape in by_rank[rank]
         )
@@ -320,6 +322,10 @@ def open_filling(
     if policy.ranks.is_main:
         logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
     return BridgeFilling(policy, dtype, kind, senders=senders or (0,))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _place_of(span: Span, lane: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.weights.export_plan import VOCABULARY
+from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.lora_section import FUSED
@@ -41,7 +41,7 @@ def hf_tensors(
                 # Rows beyond the vocabulary are padding.
                 weight = weight[: policy.vocab_size]
             name = name.replace(".base_layer.", ".")
-            yield name, weight.detach().to(dtype).contiguous()
+            yield name, weight.detach().to(exported_type(name, dtype)).contiguous()
 
 
 @torch.no_grad()

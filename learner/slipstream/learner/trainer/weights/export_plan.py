@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.untyped import Megatron
@@ -17,10 +18,17 @@ from torch import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCABULARY = (EMBEDDING, HEAD)
+# Ending of tensors that are float32 in every model: rounded, they would choose other experts.
+_EXACT = ".e_score_correction_bias"
 
 
 class UnknownMapping(Exception):
     """Bridge maps a parameter in a way that this module does not know."""
+
+
+def exported_type(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the element type of a tensor in files and on the wire, in a model of `dtype`."""
+    return torch.float32 if name.endswith(_EXACT) else dtype
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,8 @@ def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict
     """Returns the digest by name of every tensor that Bridge exports. Collective."""
     found = {}
     for name, tensor in exported(policy, getattr(torch, dtype), kind):
-        spec = TensorSpec(name, dtype, tuple(tensor.shape))
+        kind_of_element = str(tensor.dtype).removeprefix("torch.")
+        spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
         bucket = Bucket((Span(spec, 0),), spec.num_bytes)
         digests = open_digests((bucket,), tensor.device)
         handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0

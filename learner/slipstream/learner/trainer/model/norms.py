@@ -1,0 +1,125 @@
+"""Norms of places and widths that Megatron lacks, for layers with or without TransformerEngine.
+
+The classes inherit from Megatron's, so import this module only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+# Output of a part of a layer, and a bias that is not yet added to it.
+Output = tuple[Tensor, Tensor | None]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that works with sequence parallelism, which Megatron's own refuses.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, as Gemma does: in float32,
+    since bfloat16 near 1 has steps of 0.008.
+    """
+
+    def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        device = torch.device("cpu") if config.use_cpu_initialization else None
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._is_offset = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        if not self._is_offset:
+            return super().forward(x)
+        weight = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class NormedResidual(torch.nn.Module):
+    """Normalises what attention or an MLP gives before it is added to the residual stream.
+
+    It stands in the layer in place of Megatron's `get_bias_dropout_add`. So an adapter on the last
+    matrix adds to that matrix's output, before the norm.
+    """
+
+    def __init__(self, config: Megatron, norm: Callable[..., torch.nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+    def forward(self, training: bool, fused: bool) -> Callable[[Output, Tensor, float], Tensor]:
+        """Returns the function that adds: (output and bias, residual, dropout) to their sum."""
+        add = get_bias_dropout_add(training, fused)
+
+        def added(output: Output, residual: Tensor, dropout: float) -> Tensor:
+            states, bias = output
+            assert bias is None
+            total: Tensor = add((self.norm(states), None), residual, dropout)
+            return total
+
+        return added
+
+
+class _WholeNorm(MegatronModule):  # type: ignore[misc]
+    """RMSNorm over all heads of a token together; each tensor parallel rank has its heads' part."""
+
+    # Bridge reads these marks to learn that the weight is split like the heads.
+    tensor_model_parallel = True
+    partition_dim = 0
+
+    def __init__(self, config: Megatron, hidden_size: int, eps: float, *, heads: int) -> None:
+        super().__init__(config)
+        self._eps, self._width = eps, heads * hidden_size
+        self._is_split = config.tensor_model_parallel_size > 1
+        device = torch.device("cpu") if config.use_cpu_initialization else None
+        own = self._width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(
+            torch.ones(own, dtype=config.params_dtype, device=device or torch.cuda.current_device())
+        )
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalises [..., own heads, head size]; collective over the tensor parallel ranks."""
+        flat = heads.float().flatten(-2)
+        total = flat.square().sum(-1, keepdim=True)
+        if self._is_split:
+            # Every rank's heads depend on the sum: its gradient is summed over the ranks too.
+            total = copy_to_tensor_model_parallel_region(
+                reduce_from_tensor_model_parallel_region(total)
+            )
+        normed = flat * torch.rsqrt(total / self._width + self._eps)
+        return (self.weight * normed.to(heads.dtype)).view(heads.shape)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints: parts of one weight."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class WholeQueryNorm(_WholeNorm):
+    """RMSNorm over all queries of a token."""
+
+    def __init__(self, config: Megatron, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps, heads=config.num_attention_heads)
+
+
+class WholeKeyNorm(_WholeNorm):
+    """RMSNorm over all keys of a token."""
+
+    def __init__(self, config: Megatron, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps, heads=config.num_query_groups)

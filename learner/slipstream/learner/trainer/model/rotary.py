@@ -1,0 +1,122 @@
+"""The rotary embedding of a Hugging Face configuration in Megatron's model.
+
+transformers computes the frequencies, so that every scaling it knows is the one that is trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from slipstream.learner.trainer.untyped import Megatron
+
+# Kinds of layers that have positions of their own in some families.
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object]:
+    """Returns the settings of the rotary embedding by Megatron's names.
+
+    Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
+    10000. Its settings for a scaling are taken away: `set_frequencies` does all of it.
+    """
+    for name in [name for name in vars(provider) if name.startswith("yarn_")]:
+        delattr(provider, name)
+    rope: dict[str, Any] = hf_config.rope_parameters
+    rope = rope.get(FULL, rope)
+    values: dict[str, object] = {
+        "position_embedding_type": "rope",
+        "rotary_base": float(rope["rope_theta"]),
+        "rotary_percent": float(rope.get("partial_rotary_factor", 1.0)),
+        "rope_scaling": False,
+    }
+    _, factor = _scaled(hf_config, FULL)
+    if provider.multi_latent_attention:
+        # Only a part of each head is turned, so the factor of queries and keys cannot be a scale of
+        # scores; `field_problems` refuses another than 1. The attention scales scores itself.
+        assert factor == 1.0
+        return values | {
+            "rope_type": "rope",
+            "rotary_scaling_factor": float(rope.get("factor", 1.0)),
+            "mscale_all_dim": float(rope.get("mscale_all_dim", 1.0)),
+        }
+    if factor != 1.0:
+        # Scaled queries and keys have scores scaled by the square.
+        scale = provider.softmax_scale or 1.0 / math.sqrt(provider.kv_channels)
+        values["softmax_scale"] = factor**2 * scale
+    return values
+
+
+def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Megatron]:
+    """Gives `chunks` the frequencies of `hf_config` where they are not the plain ones.
+
+    Layers with windows get positions of their own if `hf_config` has a table for them.
+    """
+    frequencies, _ = _scaled(hf_config, FULL)
+    has_local = LOCAL in hf_config.rope_parameters
+    for chunk in chunks:
+        for rotary in _rotaries(chunk) if frequencies is not None else ():
+            rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+        for layer in chunk.decoder.layers if has_local else ():
+            if hf_config.layer_types[layer.layer_number - 1] == LOCAL:
+                positions = functools.partial(_local_positions, _local(chunk, hf_config))
+                layer.self_attention.register_forward_pre_hook(positions, with_kwargs=True)
+    return chunks
+
+
+def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]:
+    """Returns transformers' frequencies and the factor of queries and keys.
+
+    (None, 1) are those without a scaling. `kind` is that of a layer.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    table = hf_config.rope_parameters
+    own = {"layer_type": kind} if kind in table else {}
+    scaling = table.get(kind, table)["rope_type"]
+    if scaling == "default":
+        return None, 1.0
+    found, factor = ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **own)
+    return found.float(), float(factor)
+
+
+def _rotaries(chunk: Megatron) -> list[Megatron]:
+    """Returns the positions of all layers; latent attention has its own in each layer."""
+    if chunk.config.multi_latent_attention:
+        return [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
+    return [chunk.rotary_pos_emb]
+
+
+def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
+    """Returns the positions of the layers of `chunk` with windows, made once."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    config = chunk.config
+    known = vars(chunk).get("local_rotary_pos_emb")
+    if known is not None:
+        return known
+    frequencies, factor = _scaled(hf_config, LOCAL)
+    assert factor == 1.0, "a factor would need a scale of scores for each layer"
+    made = RotaryEmbedding(
+        config.kv_channels,
+        config.rotary_percent,
+        rotary_base=float(hf_config.rope_parameters[LOCAL]["rope_theta"]),
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+    if frequencies is not None:
+        made.inv_freq = frequencies.to(made.inv_freq.device)
+    # Not as a module: it holds no parameters.
+    vars(chunk)["local_rotary_pos_emb"] = made
+    return made
+
+
+def _local_positions(
+    rotary: Megatron, _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces the angles that a layer with a window is called with by its own."""
+    angles = named["rotary_pos_emb"]
+    assert named["packed_seq_params"] is not None, "only packed sequences have all angles"
+    own = rotary(len(angles), packed_seq=True)
+    return arguments, named | {"rotary_pos_emb": own}
