@@ -37,6 +37,8 @@ OTHER_ROPE: dict[str, dict[str, Any]] = {
     "yarn-other": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "truncate": True},
     "yarn-factor": {"attention_factor": 1.0},
     "ministral": {"mscale": 2.0},
+    "glm": {"partial_rotary_factor": 1.0},
+    "latent": {"factor": 2.0, "mscale_all_dim": 1.0},
 }
 OLD_FORM = ["llama.llama3", "qwen3.llama3", "qwen2-moe.default", "llama.yarn"]
 

@@ -61,6 +61,19 @@ MINISTRAL_ROPE = YARN_ROPE | {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+GLM_ROPE = DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
+LATENT_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7}
+# No two choices of experts are so close that rounding changes them.
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "num_mtp_layers": 0,
+}
+SIGMOID_CHOICES = {"routed_scaling_factor": 1.0, "num_experts_per_tok": 3}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 
@@ -131,6 +144,30 @@ FAMILIES = {
         GEMMA_CHOICES | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
     ),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA, GEMMA_CHOICES),
+    "glm": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        SIGMOID | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True},
+        SIGMOID_CHOICES,
+    ),
+    # vLLM's kernels for a CPU take these sizes of heads and latent vectors only.
+    "deepseek": Family(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        SIGMOID
+        | {
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rms_norm_eps": 1e-6,
+        },
+        SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2},
+    ),
     "mistral": Family(
         "MistralConfig",
         "MistralForCausalLM",
@@ -151,8 +188,10 @@ ROPES = {
     "yarn-factor": FACTOR_YARN_ROPE,
     "ministral": MINISTRAL_ROPE,
     "gemma3": GEMMA3_ROPE,
+    "glm": GLM_ROPE,
+    "latent": LATENT_ROPE,
 }
-_OTHERS = ("mistral", "ministral3", "gemma2", "gemma3")
+_OTHERS = ("mistral", "ministral3", "gemma2", "gemma3", "glm", "deepseek")
 # What scales only waves of thousands of tokens does not show in a window.
 _ORDINARY = [family for family in FAMILIES if family not in _OTHERS]
 # Each family twice: with scaled positions and a projection of its own, and without both. One family
@@ -166,18 +205,20 @@ CASES = [
     "ministral3.ministral",
     "gemma2.default",
     "gemma3.gemma3",
+    "glm.glm",
+    "deepseek.latent",
 ]
 
 
-def make_field_model(folder: Path, case: str) -> None:
+def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object) -> None:
     """A Hugging Face folder `folder`/`case`, in the form that transformers writes."""
     import transformers
 
     family, rope = case.split(".")
     known = FAMILIES[family]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, known.config)(
-        **SIZES | known.values,
+        **SIZES | known.values | sizes,
         rope_parameters=copy.deepcopy(ROPES[rope]),
         tie_word_embeddings=rope in ("default", "gemma3"),
     )
@@ -189,6 +230,9 @@ def make_field_model(folder: Path, case: str) -> None:
                 parameter.mul_(3.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder / case)
 
 

@@ -174,7 +174,9 @@ def make_models(folder: Path) -> None:
         "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
         # Queries come from no latent vector.
         "moonlight": DeepseekV3ForCausalLM(
-            DeepseekV3Config(**latent | {"q_lora_rank": None, "n_group": 1}, **rope)
+            DeepseekV3Config(
+                **latent | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}, **rope
+            )
         ),
         "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
         "olmoe": OlmoeForCausalLM(

@@ -394,9 +394,7 @@ def _latent_problems(kind: str, table: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _yarn_problems(
-    kind: str, table: Mapping[str, Any], values: Mapping[str, Any]
-) -> Iterator[str]:
+def _yarn_problems(kind: str, table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     factor, original = table.get("factor"), table.get("original_max_position_embeddings")
     longest = values.get("max_position_embeddings")
     if kind != "yarn" or not (factor and original and longest):

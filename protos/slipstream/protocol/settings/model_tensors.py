@@ -86,8 +86,7 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     hidden, head = sizes.hidden, sizes.head_dim
     rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
     found: dict[str, Shape] = {
-        f"{norm}_layernorm.weight": (hidden,)
-        for norm in _NORMS.get(sizes.architecture, _BEFORE)
+        f"{norm}_layernorm.weight": (hidden,) for norm in _NORMS.get(sizes.architecture, _BEFORE)
     }
     if sizes.latent_size:
         return found | _latent_attention(sizes, values)
@@ -109,9 +108,7 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
 
 def _latent_attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
     hidden, queries, latent = sizes.hidden, sizes.query_latent_size, values["kv_lora_rank"]
-    plain, turned, value = (
-        values[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v")
-    )
+    plain, turned, value = (values[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     rows = sizes.heads * (plain + turned)
     found: dict[str, Shape] = {
         "kv_a_proj_with_mqa": (latent + turned, hidden),

@@ -78,8 +78,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
                 query, key, value, *_path_groups(bounds, key_bounds, query.device)
             )
         if size > 1:
-            key = _GatheredTokens.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
-            value = _GatheredTokens.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
+            key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
+            value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
         split = _Split(self.cp_group.rank(), size)
         groups, order = _length_groups(bounds, split, self.window, query.device)
         return self._by_groups(query, key, value, groups, order)
@@ -135,21 +135,23 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         return weights.to(value.dtype) @ value
 
 
-class _GatheredTokens(torch.autograd.Function):
-    """Gathers the tokens of all ranks in rank order; each token's gradient returns to its rank.
+class GatheredRows(torch.autograd.Function):
+    """Gathers the rows of all ranks in rank order; a row's gradients are summed on its rank.
 
-    Every rank holds the same number of tokens.
+    Every rank holds the same number of rows: tokens, or rows of a matrix.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+        """Returns the rows of all ranks of `group`; collective."""
         ctx.group = group
-        whole = tokens.new_empty(group.size() * tokens.shape[0], *tokens.shape[1:])
-        dist.all_gather_into_tensor(whole, tokens.contiguous(), group=group)
+        whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        """Returns the gradient of this rank's rows; collective."""
         (grad,) = grads
         own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)

@@ -95,9 +95,7 @@ class _GemmaBridge(FamilyBridge):
         ]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Gemma2ForCausalLM, target=GPTModel, model_type="gemma2"
-)
+@MegatronModelBridge.register_bridge(source=Gemma2ForCausalLM, target=GPTModel, model_type="gemma2")
 class Gemma2Bridge(_GemmaBridge):
     """Gemma 2: every second layer has windows; scores and logits are capped.
 

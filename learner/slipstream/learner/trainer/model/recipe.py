@@ -86,9 +86,12 @@ def provider_of(
         **rotary.rotary_settings(provider, hf_config),
         **_window_settings(hf_config),
     }
-    provider.register_pre_wrap_hook(
-        functools.partial(rotary.set_frequencies, hf_config=hf_config)
-    )
+    provider.register_pre_wrap_hook(functools.partial(rotary.set_frequencies, hf_config=hf_config))
+    is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
+    if is_latent and parallel.tp > 1:
+        from slipstream.learner.trainer.model.latent import make_whole_vectors
+
+        provider.register_pre_wrap_hook(make_whole_vectors)
     if provider.num_moe_experts:
         from slipstream.learner.trainer.model import experts
 

@@ -1,0 +1,89 @@
+"""vLLM computes what transformers does for every family, as loaded and after a publish."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from support.fakes.field_models import make_field_model  # noqa: E402
+from support.ranks.field_ranks import probe  # noqa: E402
+from support.rigs import family_engine  # noqa: E402
+from support.rigs.receiver_story import FOLDERS  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+CASES = [
+    "llama.linear",
+    "llama.yarn-other",
+    "llama.llama3-other",
+    "mistral.default",
+    "ministral3.ministral",
+    "olmo2.default",
+    "olmoe.default",
+    "gemma2.default",
+    "gemma3.gemma3",
+    "glm.glm",
+    "deepseek.latent",
+]
+# vLLM's kernels for a CPU take no smaller heads.
+WIDER = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
+    sizes = WIDER if case.startswith("olmo") else {}
+    for name, seed in (("first", 0), ("second", 1)):
+        make_field_model(tmp_path / name, case, seed=seed, **sizes)
+    folders = [tmp_path / name / case for name in ("first", "second")]
+    write_tokenizer(folders[0])
+    output = tmp_path / "found.npy"
+    run_engine(folders[0], folders[1], output)
+    expected = [logprobs(folder) for folder in folders]
+    assert np.abs(expected[0] - expected[1]).mean() > 0.1
+    np.testing.assert_allclose(np.load(output), np.stack(expected), rtol=0, atol=2e-4)
+
+
+def write_tokenizer(folder: Path) -> None:
+    from make_tiny_model import make_tokenizer
+
+    config = (folder / "config.json").read_text()
+    make_tokenizer(folder)
+    (folder / "config.json").write_text(config)
+
+
+def run_engine(folder: Path, sent: Path, output: Path) -> None:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, family_engine.__file__, str(folder), str(sent), str(output)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+
+
+def logprobs(folder: Path) -> np.ndarray:
+    """Log-probabilities by transformers; its default kernel leaves out Gemma 2's cap of scores."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    found = []
+    with torch.no_grad():
+        for tokens in probe():
+            ids = torch.from_numpy(tokens[:-1]).long()
+            scores = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            found.append(scores.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(found).numpy()
