@@ -20,7 +20,7 @@ class ModelSizes:
 
     `matrix_parameters` counts the parameters by which a token is multiplied: only chosen experts,
     the output projection (tied or not), neither embedding nor norms. `attention_width` is heads
-    times their size, summed over the layers.
+    times their size, summed over the layers; with values of another size, the mean of both.
     """
 
     matrix_parameters: int
@@ -33,15 +33,13 @@ class ModelSizes:
 
 
 def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
-    """Returns the sizes of a decoder with gated MLPs, dense or with experts (Llama, Qwen, Mixtral).
+    """Returns the sizes of a decoder with gated MLPs, dense or with experts.
 
-    `config` is the model's config.json; KeyError names a missing field.
+    `config` is the model's config.json; KeyError names a missing field. Layers with attention
+    windows are counted like the others.
     """
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
-    heads = _number(config, "num_attention_heads")
-    kv_heads = _number(config, "num_key_value_heads", heads)
-    head_dim = _number(config, "head_dim", hidden // heads)
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    attention, width = _attention(config, hidden)
     num_sparse = sum(_is_sparse(config, layer) for layer in range(layers))
     num_dense = layers - num_sparse
     matrices = layers * attention + hidden * _number(config, "vocab_size")
@@ -49,7 +47,25 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
         matrices += num_dense * 3 * hidden * _number(config, "intermediate_size")
     if num_sparse:
         matrices += num_sparse * _active_experts(config, hidden)
-    return ModelSizes(matrices, layers * heads * head_dim)
+    return ModelSizes(matrices, layers * width)
+
+
+def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:
+    """Returns parameters and attention width of one layer's attention."""
+    heads = _number(config, "num_attention_heads")
+    latent = _number(config, "kv_lora_rank", 0)
+    if not latent:
+        kv_heads = _number(config, "num_key_value_heads", heads)
+        head_dim = _number(config, "head_dim", hidden // heads)
+        return 2 * hidden * (heads + kv_heads) * head_dim, heads * head_dim
+    plain, turned, value = (
+        _number(config, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v")
+    )
+    queries, rows = _number(config, "q_lora_rank", 0), heads * (plain + turned)
+    matrices = queries * (hidden + rows) if queries else hidden * rows
+    matrices += hidden * (latent + turned) + latent * heads * (plain + value)
+    # Scores take queries and keys of another size than values.
+    return matrices + heads * value * hidden, (rows + heads * value) // 2
 
 
 def training_flops(
@@ -81,7 +97,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def _is_sparse(config: Mapping[str, JsonValue], layer: int) -> bool:
-    if not _num_experts(config):
+    if not _num_experts(config) or layer < _number(config, "first_k_dense_replace", 0):
         return False
     dense = config.get("mlp_only_layers") or []
     assert isinstance(dense, list)
@@ -92,13 +108,15 @@ def _is_sparse(config: Mapping[str, JsonValue], layer: int) -> bool:
 def _active_experts(config: Mapping[str, JsonValue], hidden: int) -> int:
     intermediate = _number(config, "moe_intermediate_size", _number(config, "intermediate_size", 0))
     shared = _number(config, "shared_expert_intermediate_size", 0)
+    shared += _number(config, "n_shared_experts", 0) * intermediate
     chosen = _number(config, "num_experts_per_tok")
     router = hidden * _num_experts(config)
     return router + 3 * hidden * (chosen * intermediate + shared)
 
 
 def _num_experts(config: Mapping[str, JsonValue]) -> int:
-    return _number(config, "num_experts", 0) or _number(config, "num_local_experts", 0)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((found for name in names if (found := _number(config, name, 0))), 0)
 
 
 def _number(config: Mapping[str, JsonValue], key: str, default: int | None = None) -> int:

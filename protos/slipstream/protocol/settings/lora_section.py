@@ -88,8 +88,10 @@ class LoraSection(Section):
                 )
         return self
 
-    def problems(self, *, num_experts: int) -> Iterator[str]:
+    def problems(self, *, num_experts: int, is_latent: bool = False) -> Iterator[str]:
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
+
+        `is_latent` says that it has latent attention, whose matrices have other names.
 
         Megatron-Bridge gives all experts of a rank one shared adapter, so the trained model would
         depend on the number of ranks.
@@ -99,3 +101,5 @@ class LoraSection(Section):
                 f"lora.target_modules must leave out {' and '.join(_MLP)} for a mixture of "
                 f"experts, got {', '.join(self.target_modules)}"
             )
+        if self.rank and is_latent:
+            yield f"lora.rank must be 0 for a model with latent attention, got {self.rank}"

@@ -10,6 +10,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from slipstream.protocol.settings.rope_fields import (
+    ALTERNATING,
+    LAYER_KINDS,
+    architecture_of,
+    rope_problems,
+)
+
 Values: TypeAlias = tuple[Any, ...]
 
 # Fields that all three programs use; `model_problems` checks their values.
@@ -242,44 +249,13 @@ _READ: Mapping[str, tuple[str, ...]] = {
     "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
-# Architectures with layers of several kinds: some have windows.
-ALTERNATING = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 # Architectures whose embeddings are tied if config.json does not say so.
 _TIED = ALTERNATING
-_OF_ALTERNATING = ("default", "linear")
-_LAYERS = ("full_attention", "sliding_attention")
-_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
-# Kind of rotary embedding -> further keys that it needs: the programs' defaults differ.
-_NEEDED: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": _LLAMA3_KEYS,
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-# Kind -> keys that it may have besides.
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "yarn": (
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-        # Ministral 3 writes these; `ModelSizes` keeps sequences within what they do not change.
-        "llama_4_scaling_beta",
-        "max_position_embeddings",
-    ),
-}
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each field for which the three programs would compute differently."""
-    architecture = _architecture(values)
+    architecture = architecture_of(values)
     allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
     for name in _READ.get(architecture, ()):
         del allowed[name]
@@ -290,7 +266,7 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 f"got {value!r}: transformers, learner and rollout servers would compute "
                 "different models"
             )
-    kinds = _LAYERS if architecture in ALTERNATING else _LAYERS[:1]
+    kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
     for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
         yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
@@ -300,7 +276,7 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
             f"got {values['num_experts']} and {values['num_local_experts']}"
         )
     yield from _head_problems(values, architecture)
-    yield from _rope_problems(values)
+    yield from rope_problems(values)
 
 
 def unknown_fields(values: Mapping[str, Any]) -> list[str]:
@@ -309,19 +285,9 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in values if name not in known)
 
 
-def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the table of the rotary embedding, chosen like transformers from its two names."""
-    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    return table if isinstance(table, Mapping) else {}
-
-
 def has_tied_output(values: Mapping[str, Any]) -> bool:
     """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
-    return bool(values.get("tie_word_embeddings", _architecture(values) in _TIED))
-
-
-def _architecture(values: Mapping[str, Any]) -> str:
-    return str((values.get("architectures") or [""])[0])
+    return bool(values.get("tie_word_embeddings", architecture_of(values) in _TIED))
 
 
 def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:
@@ -333,77 +299,6 @@ def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str
         yield (
             f"model.path: head_dim of a {architecture} must be hidden_size / num_attention_heads "
             f"= {size / heads:g}, as rollout servers take it, got {head_dim}"
-        )
-
-
-def _rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    new, old = values.get("rope_parameters"), values.get("rope_scaling")
-    if new and old and new != old:
-        yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
-    table = rope_table(values)
-    if _architecture(values) in ALTERNATING and set(table) & set(_LAYERS):
-        for kind in sorted(table):
-            yield from _table_problems(table[kind], values)
-        return
-    yield from _table_problems(table, values)
-    theta, other = table.get("rope_theta"), values.get("rope_theta")
-    if theta is not None and other is not None and theta != other:
-        yield (
-            f"model.path: rope_theta is {other} in config.json and {theta} in its rope_parameters"
-        )
-
-
-def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Checks one table of a rotary embedding."""
-    is_partial = "partial_rotary_factor" in _READ.get(_architecture(values), ())
-    kind = table.get("rope_type", table.get("type", "default"))
-    needed = _NEEDED.get(kind, ())
-    if _architecture(values) in ALTERNATING and kind not in _OF_ALTERNATING:
-        yield (
-            f"model.path: the rope_type of a {_architecture(values)} must be one of "
-            f"{', '.join(_OF_ALTERNATING)}, got {kind!r}"
-        )
-    for name in sorted(set(table) - {*_ROPE_KEYS, *needed, *_OPTIONAL.get(kind, ())}):
-        yield (
-            f"model.path: {name} in rope_parameters is not computed with for the rope_type "
-            f"{kind!r}, got {table[name]!r}"
-        )
-    for name in (name for name in needed if table.get(name) is None):
-        yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
-    yield from _yarn_problems(kind, table, values)
-    if _architecture(values) == "DeepseekV3ForCausalLM" and kind != "default":
-        yield from _latent_problems(kind, table)
-    if is_partial and kind != "default":
-        yield f"model.path: rope_type of a {_architecture(values)} must be default, got {kind!r}"
-    if not is_partial and table.get("partial_rotary_factor") not in _ONE:
-        yield (
-            f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
-            "transformers, learner and rollout servers would compute different models"
-        )
-
-
-def _latent_problems(kind: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """Checks the positions of latent attention, which turn only a part of each head."""
-    if kind != "yarn":
-        yield f"model.path: the rope_type of latent attention must be default or yarn, got {kind!r}"
-    mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
-    if not mscale or mscale != of_all or table.get("attention_factor") is not None:
-        yield (
-            "model.path: mscale and mscale_all_dim of latent attention must be the same number "
-            f"without an attention_factor, got {mscale!r} and {of_all!r}"
-        )
-
-
-def _yarn_problems(kind: str, table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    factor, original = table.get("factor"), table.get("original_max_position_embeddings")
-    longest = values.get("max_position_embeddings")
-    if kind != "yarn" or not (factor and original and longest):
-        return
-    if longest > factor * original:
-        yield (
-            f"model.path: max_position_embeddings must be at most factor * "
-            f"original_max_position_embeddings = {factor * original:g}, for which rollout servers "
-            f"compute positions, got {longest}"
         )
 
 

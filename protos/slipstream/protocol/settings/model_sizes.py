@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.model_fields import has_tied_output, rope_table
+from slipstream.protocol.settings.model_fields import has_tied_output
+from slipstream.protocol.settings.rope_fields import rope_table
 
 
 @dataclass(frozen=True)

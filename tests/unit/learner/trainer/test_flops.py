@@ -66,6 +66,40 @@ def test_mixtral_names_its_experts_otherwise():
     assert difference == 32 * (3 * 4096 * 14336 + 8 * 4096)
 
 
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_latent_attention_multiplies_with_both_matrices_of_queries_and_of_keys_and_values():
+    sizes = model_sizes(DEEPSEEK_V3)
+    queries = 7168 * 1536 + 1536 * 128 * 192
+    others = 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    dense, experts = 3 * 7168 * 18432, 7168 * 256 + 9 * 3 * 7168 * 2048
+    layers = 61 * (queries + others) + 3 * dense + 58 * experts
+    assert sizes.matrix_parameters == layers + 7168 * 129280
+    # arXiv:2412.19437 says 37 billion for each token, the embedding included.
+    assert (sizes.matrix_parameters + 7168 * 129280) / 1e9 == pytest.approx(37.6, abs=1)
+    assert sizes.attention_width == 61 * 128 * (192 + 128) // 2
+    direct = model_sizes(DEEPSEEK_V3 | {"q_lora_rank": None})
+    assert direct.matrix_parameters == sizes.matrix_parameters + 61 * (7168 * 128 * 192 - queries)
+
+
 def test_flops_are_6_for_each_parameter_and_token_and_6_for_each_pair_below_the_diagonal():
     sizes = model_sizes(
         {

@@ -10,7 +10,6 @@ import pytest
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import check_model, model_warnings, parse_config
 from slipstream.protocol.settings.model_fields import (
-    ALTERNATING,
     HARMLESS,
     HONOURED,
     ONE_VALUE,
@@ -19,11 +18,11 @@ from slipstream.protocol.settings.model_fields import (
     unknown_fields,
 )
 from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
+from slipstream.protocol.settings.rope_fields import ALTERNATING
 from support.fakes.model_folders import write_loadable_files
 
-LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, GEMMA2, GEMMA3 = (
-    ARCHITECTURES
-)
+LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
+GEMMA2, GEMMA3, GLM, DEEPSEEK = LATER
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -36,6 +35,9 @@ LLAMA3 = {
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def without(table: dict[str, Any], name: str) -> dict[str, Any]:
@@ -87,6 +89,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "must be at most factor * original_max_position_embeddings = 1024, for which",
     ),
     (LLAMA, {"rope_parameters": YARN | {"mrope_section": [1]}}, "mrope_section in rope_parameters"),
+    (GLM, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (GLM, {"scoring_func": "softmax"}, "scoring_func"),
+    (GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must be default, got 'lin"),
+    (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+    (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "topk_method"),
+    (DEEPSEEK, {"rms_norm_eps": 0.01}, "rms_norm_eps"),
+    (DEEPSEEK, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "the same number without an atten"),
+    (
+        DEEPSEEK,
+        {"rope_scaling": LATENT_YARN | {"attention_factor": 1.0}},
+        "attention_factor, got 1",
+    ),
     (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
     (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
@@ -122,7 +136,18 @@ def test_fields_that_are_not_computed_alike_are_refused(
 
 # What changes nothing, or is computed with everywhere.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
-    *((one, {"rope_parameters": LLAMA3}) for one in ARCHITECTURES if one not in ALTERNATING),
+    *(
+        (one, {"rope_parameters": LLAMA3})
+        for one in ARCHITECTURES
+        if one not in (*ALTERNATING, GLM, DEEPSEEK)
+    ),
+    (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    (GLM, {"partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}),
+    (GLM, {"n_routed_experts": 160, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}),
+    (GLM, {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1}),
+    (DEEPSEEK, {"rope_scaling": LATENT_YARN, "q_lora_rank": 1536, "kv_lora_rank": 512}),
+    (DEEPSEEK, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}),
+    (DEEPSEEK, {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True}),
     (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (MISTRAL, {"sliding_window": 4096}),

@@ -108,7 +108,9 @@ def provider_of(
         values |= _without_transformer_engine(config)
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
-        _check_shared_sequences(config, values.get("cp_comm_type"))
+        kind = values.get("cp_comm_type")
+        _check_shared_sequences(config, kind)
+        _check_windows(config, kind, has_windows=values.get("window_size") is not None)
     check_fp8(values, config.learner)
     if values.get("deterministic_mode"):
         _choose_deterministic_kernels()
@@ -137,6 +139,16 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
         raise ConfigError(
             f"learner.transformer.cp_comm_type must be p2p or a2a, as sequences are packed, "
             f"got {unknown[0]!r}"
+        )
+
+
+def _check_windows(config: Config, kind: object, *, has_windows: bool) -> None:
+    """Raises ConfigError where TransformerEngine's context parallelism has no windows."""
+    kinds = kind if isinstance(kind, list) else [kind]
+    if has_windows and config.learner.parallel.cp > 1 and set(kinds) != {"a2a"}:
+        raise ConfigError(
+            "learner.transformer.cp_comm_type must be a2a for a model with attention windows and "
+            f"learner.parallel.cp {config.learner.parallel.cp}, got {kind!r}"
         )
 
 
