@@ -39,6 +39,9 @@ SAVED = {
     "distopt-bf16": {"learner": DISTOPT, "dtype": "bfloat16"},
     "ep2-moe": {"learner": EP2, "model": "moe"},
     "ep2-distopt-moe": {"learner": {**EP2, "use_distributed_optimizer": True}, "model": "moe"},
+    # A norm that is split over ranks, and latent attention with biases of experts.
+    "tp2-olmo2": {"learner": TP2, "model": "olmo2"},
+    "tp2-deepseek": {"learner": TP2, "model": "deepseek"},
 }
 # job -> the run that it loads, and in which layout
 LOADED = {
@@ -64,6 +67,11 @@ LOADED |= {
     "pp2-from-ep2-moe": ("ep2-moe", PP2),
     "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
     "one-from-ep2-distopt-moe": ("ep2-distopt-moe", {"use_distributed_optimizer": True}),
+}
+LOADED |= {
+    "tp2-olmo2-again": ("tp2-olmo2", TP2),
+    "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),
+    "one-from-tp2-deepseek": ("tp2-deepseek", {}),
 }
 # Saved with the distributed optimizer and loaded without it, or the other way.
 CONVERTED = {

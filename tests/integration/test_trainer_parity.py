@@ -10,7 +10,7 @@ import pytest
 import torch
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.context_parallel import zigzag
-from support.fakes.parity_models import make_models
+from support.fakes.parity_models import NUM_LAYERS, make_models
 from support.ranks import parity_ranks
 from support.ranks.parity_layouts import (
     EXTRAORDINARY,
@@ -247,9 +247,22 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(
     assert sizes[1] > 1
 
 
-@pytest.mark.parametrize(
-    "layout", ["one", "one-tied", "one-qwen3", "one-moe", "one-moe-shared", "one-mixtral"]
-)
+FAMILIES = [
+    "one-moe-shared",
+    "one-mixtral",
+    "one-mistral",
+    "one-ministral3",
+    "one-olmo2",
+    "one-olmoe",
+    "one-gemma2",
+    "one-gemma3",
+    "one-glm",
+    "one-deepseek",
+    "one-moonlight",
+]
+
+
+@pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe", *FAMILIES])
 def test_exported_folder_has_the_models_logits(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
@@ -259,7 +272,7 @@ def test_exported_folder_has_the_models_logits(
     )
 
 
-@pytest.mark.parametrize("layout", ["one", "one-moe", "one-moe-shared", "one-mixtral"])
+@pytest.mark.parametrize("layout", ["one", "one-moe", *FAMILIES])
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
@@ -269,6 +282,23 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(
     found = one_rank[layout]["before"]
     assert set(stored) == set(found)
     assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    job = "one-glm@bfloat16"
+    pool_file = Path(parity_ranks.__file__)
+    rank_pool.run(pool_file, [job], world_size=1, folder=folder)
+    found = torch.load(folder / f"{job}.pt", weights_only=True)
+    stored = load_file(folder / "glm" / "model.safetensors")
+    exported = load_file(folder / f"{job}-final" / "model.safetensors")
+    names = [name for name in stored if name.endswith(".e_score_correction_bias")]
+    assert len(names) == NUM_LAYERS - 1
+    for name in names:
+        assert not torch.equal(stored[name], stored[name].bfloat16().float())
+        for tensors in (found["before"], found["weights"], exported):
+            assert torch.equal(tensors[name], stored[name])
 
 
 def test_statistics_are_those_of_the_batch(folder: Path, one_rank: dict[str, dict]) -> None:

@@ -57,7 +57,16 @@ def config_of(folder: Path, job: dict) -> Config:
 
 
 def make_models(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Olmo2Config,
+        Olmo2ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     sizes = {
         "vocab_size": VOCAB,
@@ -77,6 +86,29 @@ def make_models(folder: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
     mixture.save_pretrained(folder / "moe")
+    Olmo2ForCausalLM(Olmo2Config(**sizes)).save_pretrained(folder / "olmo2")
+    del sizes["head_dim"]
+    latent = {
+        **sizes,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "rms_norm_eps": 1e-6,
+        "num_mtp_layers": 0,
+    }
+    deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**latent))
+    for layer in deepseek.model.layers[1:]:
+        torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias)
+    deepseek.save_pretrained(folder / "deepseek")
 
 
 def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
