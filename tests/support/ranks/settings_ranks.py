@@ -132,8 +132,10 @@ def names_of_the_provider() -> list[str]:
     cpu.install()
     compat.install()
     from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.models.mla_provider import MLAModelProvider
 
-    return [field.name for field in dataclasses.fields(GPTModelProvider) if field.init]
+    fields = (*dataclasses.fields(GPTModelProvider), *dataclasses.fields(MLAModelProvider))
+    return sorted({field.name for field in fields if field.init})
 
 
 def built(config: Config) -> dict:

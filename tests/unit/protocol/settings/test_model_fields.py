@@ -204,7 +204,7 @@ def test_every_field_with_one_value_is_refused_with_another() -> None:
 
 def folder_with(tmp_path: Path, **fields: object) -> Path:
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 64}
-    table = {"architectures": [LLAMA], **SIZES, **sizes, **fields}
+    table = {"architectures": [LLAMA]} | SIZES | sizes | fields
     (tmp_path / "config.json").write_text(json.dumps(table))
     write_loadable_files(tmp_path)
     return tmp_path
@@ -223,6 +223,38 @@ def test_a_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     config = parse_config(settings_of(folder_with(tmp_path, mlp_bias=True)), source="test")
     with pytest.raises(ConfigError, match=r"^model\.path: mlp_bias of a LlamaForCausalLM must be"):
         check_model(config)
+
+
+def test_ministrals_sequences_stay_where_both_programs_scale_queries_alike(tmp_path: Path) -> None:
+    rope = YARN | {"original_max_position_embeddings": 15, "llama_4_scaling_beta": 0.1}
+    model = folder_with(tmp_path, architectures=["Ministral3ForCausalLM"], rope_parameters=rope)
+    with pytest.raises(ConfigError, match="original_max_position_embeddings, got 16 and 15"):
+        check_model(parse_config(settings_of(model), source="test"))
+
+
+THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"lora": {"rank": 8, "target_modules": ["linear_proj"]}}, "lora.rank must be 0 for a"),
+        ({"algorithm": {"router_replay": "rollout"}}, "router_replay must be off for a Deepseek"),
+        ({"learner": THREE_RANKS}, "q_lora_rank and kv_lora_rank"),
+    ],
+)
+def test_what_latent_attention_lacks_is_refused(
+    tmp_path: Path, section: dict[str, Any], message: str
+) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    fields = sizes | experts | latent | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+    model = folder_with(tmp_path, architectures=[DEEPSEEK], **fields)
+    table = settings_of(model)
+    table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
+    with pytest.raises(ConfigError, match=message):
+        check_model(parse_config(table, source="test"))
 
 
 def test_a_reference_is_refused_by_its_own_name(tmp_path: Path) -> None:

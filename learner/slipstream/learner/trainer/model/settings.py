@@ -58,6 +58,7 @@ OWNED = {
     "embedding_init_method": None,
     "output_layer_init_method": None,
     "timers": None,
+    "cache_mla_latents": None,
     "_cpu_offloading_context": None,
     "_pg_collection": None,
     # With asynchronous sends an output would be freed before it is sent.
