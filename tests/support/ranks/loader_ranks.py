@@ -35,6 +35,14 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -51,6 +59,8 @@ SHAPES = {
     "qwen2_with_bias": Shape("Qwen2Config"),
     "qwen3_with_qk_norm": Shape("Qwen3Config"),
     "qwen3_moe": Shape("Qwen3MoeConfig", extra=EXPERTS),
+    "gemma3": Shape("Gemma3TextConfig", tied=True, extra={"sliding_window": 16}),
+    "glm": Shape("Glm4MoeConfig", extra=SIGMOID),
 }
 
 

@@ -181,8 +181,8 @@ class _LengthGroup:
     def to(self, device: torch.device) -> _LengthGroup:
         """Returns the group with its tensors on `device`."""
         mask = None if self.mask is None else self.mask.to(device)
-        places = (self.queries, self.is_query, self.keys)
-        return _LengthGroup(*(tensor.to(device) for tensor in places), mask)
+        queries, is_query = self.queries.to(device), self.is_query.to(device)
+        return _LengthGroup(queries, is_query, self.keys.to(device), mask)
 
 
 def _rows(tokens: Tensor, places: Tensor) -> Tensor:

@@ -57,8 +57,9 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
     frequencies, _ = _scaled(hf_config, FULL)
     has_local = LOCAL in hf_config.rope_parameters
     for chunk in chunks:
-        for rotary in _rotaries(chunk) if frequencies is not None else ():
-            rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+        if frequencies is not None:
+            for rotary in _rotaries(chunk):
+                rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
         for layer in chunk.decoder.layers if has_local else ():
             if hf_config.layer_types[layer.layer_number - 1] == LOCAL:
                 positions = functools.partial(_local_positions, _local(chunk, hf_config))
@@ -94,7 +95,7 @@ def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     config = chunk.config
-    known = vars(chunk).get("local_rotary_pos_emb")
+    known = getattr(chunk, "local_rotary_pos_emb", None)
     if known is not None:
         return known
     frequencies, factor = _scaled(hf_config, LOCAL)
@@ -107,8 +108,7 @@ def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
     )
     if frequencies is not None:
         made.inv_freq = frequencies.to(made.inv_freq.device)
-    # Not as a module: it holds no parameters.
-    vars(chunk)["local_rotary_pos_emb"] = made
+    chunk.local_rotary_pos_emb = made
     return made
 
 
