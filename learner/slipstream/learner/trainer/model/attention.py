@@ -201,7 +201,8 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
     return mask[:, None]
 
 
-@functools.lru_cache(maxsize=16)
+# Layers with and without a window have groups of their own.
+@functools.lru_cache(maxsize=32)
 def _length_groups(
     bounds: tuple[int, ...], split: _Split, window: int | None, device: torch.device
 ) -> tuple[list[_LengthGroup], Tensor]:
