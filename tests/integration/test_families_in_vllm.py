@@ -33,13 +33,20 @@ CASES = [
     "glm.glm",
     "deepseek.latent",
 ]
-# vLLM's kernels for a CPU take no smaller heads.
-WIDER = {"num_attention_heads": 2, "num_key_value_heads": 1}
+# vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
+WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+WIDER_EXPERTS = {
+    "olmoe": {"intermediate_size": 64},
+    "glm": {"moe_intermediate_size": 64},
+    "deepseek": {"moe_intermediate_size": 64},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
-    sizes = WIDER if case.startswith("olmo") else {}
+    sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
+    if case.startswith("olmo"):
+        sizes = sizes | WIDER_HEADS
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(tmp_path / name, case, seed=seed, **sizes)
     folders = [tmp_path / name / case for name in ("first", "second")]

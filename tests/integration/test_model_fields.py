@@ -98,9 +98,10 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
                 ("full_attention", "factor"),
             )
         }
-    elif rope != "default":
+    elif ROPES[rope]["rope_type"] != "default":
         ropes["unscaled"] = ROPES[rope] | {"rope_type": "default"}
-        ropes |= {name: ROPES[rope] | {name: value} for name, value in OTHER_ROPE[rope].items()}
+    others = OTHER_ROPE.get(rope, {})
+    ropes |= {name: ROPES[rope] | {name: value} for name, value in others.items()}
     for name, value in {**CHOICES, **FAMILIES[family].choices, **ropes}.items():
         field = "rope_parameters" if name in ropes else name
         other = logprobs(folder / case, {field: value})

@@ -47,6 +47,7 @@ async def main() -> None:
     sequences = [tokens[:-1].tolist() for tokens in probe()]
     engine = await VllmEngine.start(config, seed=1)
     try:
+        await engine.resume(PolicyVersion(0, 0))
         found = [await engine.teacher_forced_logprobs(sequences)]
         weights = load_file(options.sent / "model.safetensors")
         sender = GlooSender("communicator", deadline_s=60.0)
