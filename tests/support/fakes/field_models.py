@@ -220,7 +220,7 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     config = getattr(transformers, known.config)(
         **SIZES | known.values | sizes,
         rope_parameters=copy.deepcopy(ROPES[rope]),
-        tie_word_embeddings=rope in ("default", "gemma3"),
+        tie_word_embeddings=rope in ("default", "gemma3") and family != "olmoe",
     )
     model = getattr(transformers, known.model)(config)
     # Larger weights than a fresh model's, so that attention and norms matter.

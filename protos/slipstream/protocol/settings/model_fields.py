@@ -219,8 +219,9 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         "OlmoeForCausalLM": {
             **_UNSHARED,
             "norm_topk_prob": _OFF,
-            # vLLM reads no other.
+            # vLLM reads no other, and always has a projection of its own.
             "rms_norm_eps": (None, 1e-5),
+            "tie_word_embeddings": _OFF,
         },
     }
 )

@@ -104,6 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
     (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    (OLMOE, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv"),
     (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
