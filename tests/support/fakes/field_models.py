@@ -156,6 +156,8 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         SIGMOID
         | {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
             "num_key_value_heads": 4,
             "n_group": 2,
             "topk_group": 1,

@@ -109,6 +109,8 @@ def make_models(folder: Path) -> None:
     glm_rope = {"rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": 0.5}}
     latent = {
         **sigmoid,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "num_key_value_heads": 4,
         "n_group": 2,
         "topk_group": 1,

@@ -213,6 +213,8 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         "Glm4MoeForCausalLM": {**_SIGMOID, "attention_bias": _ANY_BIAS, "use_qk_norm": _ANY_BIAS},
         "DeepseekV3ForCausalLM": {
             **_SIGMOID,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
             # transformers norms latent vectors with this one, vLLM with that of config.json.
             "rms_norm_eps": (None, 1e-6, 1e-5),
         },
@@ -245,6 +247,8 @@ _LATENT = (
     "qk_head_dim",
     "v_head_dim",
 )
+# Architecture -> fields that config.json must have.
+_WRITTEN: Mapping[str, tuple[str, ...]] = {"DeepseekV3ForCausalLM": ("scoring_func", "topk_method")}
 _READ: Mapping[str, tuple[str, ...]] = {
     "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
     "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
@@ -266,6 +270,12 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
                 f"got {value!r}: transformers, learner and rollout servers would compute "
                 "different models"
+            )
+    for name in _WRITTEN.get(architecture, ()):
+        if name not in values:
+            yield (
+                f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
+                "got none: rollout servers take another value if config.json has none"
             )
     kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
     for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):

@@ -37,6 +37,8 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
+# What a config.json of this class must have.
+WRITTEN = {DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -94,6 +96,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must be default, got 'lin"),
     (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
     (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "topk_method"),
+    (DEEPSEEK, {"scoring_func": None}, "scoring_func of a DeepseekV3ForCausalLM must be 'sigmoid'"),
     (DEEPSEEK, {"rms_norm_eps": 0.01}, "rms_norm_eps"),
     (DEEPSEEK, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "the same number without an atten"),
     (
@@ -129,7 +132,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_fields_that_are_not_computed_alike_are_refused(
     architecture: str, change: dict[str, Any], message: str
 ) -> None:
-    values = {"architectures": [architecture], **SIZES, **change}
+    values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
     (found,) = field_problems(values)
     assert message in found
     assert unknown_fields(values) == []
@@ -185,9 +188,16 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
 def test_fields_that_are_computed_alike_are_accepted(
     architecture: str, change: dict[str, Any]
 ) -> None:
-    values = {"architectures": [architecture], **SIZES, **change}
+    values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
     assert list(field_problems(values)) == []
     assert unknown_fields(values) == []
+
+
+def test_a_deepseek_says_how_its_router_scores() -> None:
+    """vLLM takes softmax if config.json does not say it; transformers 5 does not write it."""
+    found = list(field_problems({"architectures": [DEEPSEEK], **SIZES}))
+    assert [line.split()[1] for line in found] == ["scoring_func", "topk_method"]
+    assert all("got none: rollout servers take another value" in line for line in found)
 
 
 def test_no_field_is_of_two_kinds() -> None:
@@ -250,7 +260,13 @@ def test_what_latent_attention_lacks_is_refused(
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
-    fields = sizes | experts | latent | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+    fields = (
+        WRITTEN[DEEPSEEK]
+        | sizes
+        | experts
+        | latent
+        | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+    )
     model = folder_with(tmp_path, architectures=[DEEPSEEK], **fields)
     table = settings_of(model)
     table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
