@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "token").write_text("short")
     weightless = folder / "weightless"
     shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = {"architectures": ["OlmoeForCausalLM"], "num_local_experts": 8}
+    sizes = {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 8}
     (folder / "mixture").mkdir()
     (folder / "mixture" / "config.json").write_text(json.dumps(sizes))
     return folder
@@ -94,7 +94,7 @@ SETTINGS = {
         "learner.ddp={overlap_grad_reduction=true}",
         "unknown key learner.ddp.overlap_grad_reduction; did you mean 'overlap_grad_reduce'?",
     ),
-    "architecture": ('model.path="mixture"', "OlmoeForCausalLM", "cannot be loaded"),
+    "architecture": ('model.path="mixture"', "GraniteMoeForCausalLM", "cannot be loaded"),
     "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
     "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),
     "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
