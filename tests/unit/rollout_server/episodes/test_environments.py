@@ -131,7 +131,7 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
     assert not report.HasField("failure"), report.failure.message
     assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(python)
     session = await hosted.open("Good")
-    assert [tuple(m) for m in (await session.reset(1, 2)).messages] == [("user", "a b")]
+    assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
     session.close()
 
 
