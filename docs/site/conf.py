@@ -46,6 +46,7 @@ CONTENTS = {
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/checkpoints",
+        "docs/guides/models",
         "docs/guides/parallelism",
         "docs/guides/deployment",
         "docs/guides/migration",

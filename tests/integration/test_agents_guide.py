@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("nothing_survive
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_works(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_model)

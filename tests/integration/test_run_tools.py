@@ -30,6 +30,7 @@ RUN_LIMIT_S = 500.0
 LOOKING = {"reference": "user_tools:Looking", "timeout_s": 60.0}
 
 
+@pytest.mark.slow
 async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None:
     shutil.copy(example_tools.__file__, tmp_path / "user_tools.py")
     model = make_chat_model(tmp_path / "model", max_length=1024, words=example_tools.CALLS)

@@ -38,6 +38,7 @@ from support.fakes.fake_controller import (
 )
 from support.fakes.throttled_disk import ThrottledDisk
 from support.fakes.tiny_models import make_model_folder
+from support.rigs.loopbacks import own_loopback
 
 TIMEOUT_S = 300
 BATCHES = [
@@ -130,7 +131,8 @@ def start_trainer(
     path = folder / "resolved.toml"
     path.write_text(dump_config(config))
     processes = []
-    port = str(free_port("127.0.0.1"))
+    host = own_loopback()
+    port = str(free_port(host))
     for rank in range(world_size):
         environment = {
             **os.environ,
@@ -139,7 +141,7 @@ def start_trainer(
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
@@ -227,7 +229,8 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path: Path, mo
     ]
     record_run(tmp_path / "journal", trees, [s.weight_digest.hex() for s in steps])
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    host = own_loopback()
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port(host))}
     replay = [sys.executable, "-m", "slipstream.learner.trainer.replay"]
     found = subprocess.run(
         [*replay, "--config", str(tmp_path / "resolved.toml")],

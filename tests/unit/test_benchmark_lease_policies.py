@@ -17,7 +17,7 @@ def run() -> Run:
     ]
     ledger = {"generated": 1000, "trained": 700, "evaluated": 100, "cancelled": 150, "lost": 50}
     summary = {"ledger": ledger, "tokens_by_lag": {"0": 100, "2": 300}, "reward_heldout": 0.7}
-    return Run(rows, summary, 99.0)
+    return Run(rows, [], summary, 99.0)
 
 
 def test_figures_leave_out_what_came_before_the_first_step() -> None:

@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import json
 import os
-import random
 import select
 import signal
 import subprocess
@@ -24,6 +23,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.protocol.machine.process import die_with_parent
+
+from support.rigs.loopbacks import own_loopback
 
 TAIL_CHARACTERS = 4000
 
@@ -50,7 +51,7 @@ class RankPool:
         """
         if self._process is None:
             self._process = _start()
-        host = _own_loopback()
+        host = own_loopback()
         request = {
             "program": str(program),
             "host": host,
@@ -81,12 +82,6 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
-
-
-def _own_loopback() -> str:
-    """An address of this host on which the ranks of other pools take no port meanwhile."""
-    draw = random.SystemRandom()
-    return ".".join(["127", *(str(draw.randrange(1, 255)) for _ in range(3))])
 
 
 def _ports(host: str, count: int) -> list[int]:
