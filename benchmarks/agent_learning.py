@@ -4,7 +4,8 @@
 
 The agent (echo_agent.py) calls the model through OpenAI's client. Tasks, judge, settings and steps
 are equal; each repeat has a seed of its own, and both kinds run with it one after the other. Prints
-one table and writes benchmarks/results/agent_learning.json. Takes about ten minutes on two cores.
+one table and writes benchmarks/results/agent_learning.json. A repeat takes about ten minutes on
+two cores, most of them the agent's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from measure import Spread, note, progress, table, write_result
 from quickstart_runs import Run, make_model, run_quickstart
 
 NAME = "agent_learning"
+HERE = Path(__file__).resolve().parent
 WARM_UP = 10
 AGENT = (
     "environments.0.reference=echo_agent:EchoAgent",
@@ -47,6 +49,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP:
+        parser.error(f"--steps must be above {WARM_UP}, got {arguments.steps}")
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -54,7 +58,8 @@ def main() -> int:
         for repeat in range(arguments.repeats):
             for kind, overrides in KINDS.items():
                 settings = [f"run.seed={repeat + 1}", f"run.steps={arguments.steps}", *overrides]
-                run = run_quickstart(folder, f"{kind}-{repeat}", settings)
+                # The agent lies beside this file.
+                run = run_quickstart(folder, f"{kind}-{repeat}", settings, cwd=HERE)
                 found[kind].append(figures(run))
                 note(NAME, {"kind": kind, **found[kind][-1]})
                 progress(f"{kind}, repeat {repeat}: {found[kind][-1]}")

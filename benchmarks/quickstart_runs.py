@@ -38,8 +38,10 @@ def make_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
-    """Makes one whole run in `folder`, which holds the model.
+def run_quickstart(
+    folder: Path, name: str, overrides: Sequence[str], *, cwd: Path | None = None
+) -> Run:
+    """Makes one whole run in `folder`, which holds the model; environments may lie in `cwd`.
 
     RuntimeError with the end of its stderr when it fails; subprocess.TimeoutExpired after
     RUN_LIMIT_S.
@@ -59,6 +61,7 @@ def run_quickstart(folder: Path, name: str, overrides: Sequence[str]) -> Run:
         # The command runs as a module: the packages may be on PYTHONPATH only.
         [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

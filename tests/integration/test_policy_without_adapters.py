@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.learner.trainer.roles.policy_without_adapters import serves_as_reference
 from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.roles import reference_is_policy, role_settings
 from support.fakes.parity_models import make_models
 from support.ranks import bare_ranks
 from support.ranks.bare_ranks import JOBS, SHARING, WITH_REFERENCE, config_of
@@ -64,5 +64,7 @@ def test_a_pass_without_adapters_counts_in_no_step(found: dict[str, dict]) -> No
 )
 def test_a_reference_that_differs_is_a_model_of_its_own(changes: dict, folder: Path) -> None:
     table = config_of("one", folder).model_dump(mode="json", exclude_none=True)
-    assert serves_as_reference(parse_config(table, source="test"))
-    assert not serves_as_reference(parse_config(table | changes, source="test"))
+    bare = parse_config(table, source="test")
+    assert reference_is_policy(bare)
+    assert role_settings(bare) == {}
+    assert not reference_is_policy(parse_config(table | changes, source="test"))

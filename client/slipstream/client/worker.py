@@ -58,6 +58,7 @@ def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
 
     command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
     command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
+    command += ["--no-tools"] * arguments.no_tools
     try:
         os.execvp(python, command)
     except OSError as error:

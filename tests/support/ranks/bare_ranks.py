@@ -50,6 +50,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.roles.reference import Reference
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.protocol.settings.role_sections import ReferenceSection
     from slipstream.protocol.settings.roles import reference_config
 
     config = config_of(job, folder)
@@ -59,8 +60,11 @@ def run_rank(folder: Path, job: str) -> None:
     first, second = batches(config)[:2]
     metrics = [step.run(first).metrics]
     found = {}
-    settings = reference_config(config)
-    if settings is not None:
+    if roles.reference is not None:
+        # A table of its own makes the reference another model.
+        other = config.model_copy(update={"reference": ReferenceSection(dtype="float32")})
+        settings = reference_config(other)
+        assert settings is not None
         found["bare"] = PolicyWithoutAdapters(policy, config).logprobs(second)
         found["own"] = Reference(settings, policy.ranks).logprobs(second)
     # The adapters are on again.

@@ -151,12 +151,13 @@ class Serving:
                 ready.set_result(None)
                 # The end of the event loop cancels it.
                 await asyncio.Event().wait()
-        except Exception as error:
-            if ready.done():
-                raise
-            # The next episode tries again.
+        except Exception as error:  # noqa: BLE001 - `begin` raises it, or it is told here
+            # The next episode starts it again.
             self._ready = None
-            ready.set_exception(error)
+            if ready.done():
+                print(f"what the environment shares has ended: {error!r}", file=sys.stderr)
+            else:
+                ready.set_exception(error)
 
 
 def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class ReferenceSection(Section):
 
     It exists when `algorithm.kl.coefficient` > 0, with the defaults if the table is left out.
     Without a table `parallel` it has the policy's layout. With `lora.rank` > 0 and the defaults it
-    is the policy with its adapters switched off, and takes no memory of its own.
+    is the policy with its adapters switched off, and takes no memory of its own; not with
+    `algorithm.router_replay`.
     """
 
     # A Hugging Face folder; None: model.path.

@@ -11,14 +11,7 @@ from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.shares import batch_outputs
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.role_sections import ReferenceSection
 from slipstream.protocol.types import LogprobArray
-
-
-def serves_as_reference(config: Config) -> bool:
-    """Whether the reference model of `config` is the policy's own matrices, in its layout."""
-    is_its_own = config.reference is not None and config.reference != ReferenceSection()
-    return config.lora.rank > 0 and not is_its_own and config.algorithm.router_replay == "off"
 
 
 class PolicyWithoutAdapters:

@@ -10,13 +10,15 @@ from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
-from slipstream.learner.trainer.roles.policy_without_adapters import (
-    PolicyWithoutAdapters,
-    serves_as_reference,
-)
+from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
 from slipstream.learner.trainer.roles.reference import Reference
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.roles import critic_config, named, reference_config
+from slipstream.protocol.settings.roles import (
+    critic_config,
+    named,
+    reference_config,
+    reference_is_policy,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def open_roles(config: Config, policy: Policy) -> Roles:
     of_reference, of_critic = reference_config(config), critic_config(config)
     reference: Reference | PolicyWithoutAdapters | None = None
     critic = None
-    if of_reference is not None and serves_as_reference(config):
+    if reference_is_policy(config):
         reference = PolicyWithoutAdapters(policy, config)
     elif of_reference is not None:
         with named(config, "reference"):
