@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -45,6 +46,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _quick.clear()
+
+
+def warnings_are_errors(item: pytest.Item) -> bool:
+    return any(mark.args == ("error",) for mark in item.iter_markers("filterwarnings"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a test leaves to the collector may warn; no later test shall fail for it."""
+    if nextitem is not None and warnings_are_errors(nextitem) and not warnings_are_errors(item):
+        gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
