@@ -110,8 +110,9 @@ async def fuzz(arguments: argparse.Namespace, address: str) -> tuple[Answers, Re
                 line = (round(passed_s), answers.messages, readings.counts.total())
                 print(*line, len(answers.broken), dict(readings.broken), flush=True)
         for caller in callers:
-            if caller.done() and not caller.cancelled():
-                answers.broken.append(f"a caller ended: {caller.exception()!r}")
+            if caller.done():
+                error = None if caller.cancelled() else caller.exception()
+                answers.broken.append(f"a caller ended: {error or 'it was cancelled'!r}")
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
     return answers, readings, time.monotonic() - begun_s

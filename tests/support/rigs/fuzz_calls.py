@@ -170,11 +170,18 @@ async def _streamed(method, requests: Sequence[bytes]) -> tuple[grpc.StatusCode,
     except grpc.aio.AioRpcError:
         pass
     except asyncio.CancelledError:
-        # The controller cancelled the call, unless this task itself was cancelled.
-        task = asyncio.current_task()
-        if not call.done() or (task is not None and task.cancelling()):
+        if is_cancelled_itself():
             raise
     return await call.code(), str(await call.details() or "")
+
+
+def is_cancelled_itself() -> bool:
+    """Whether somebody cancelled this task; else the controller cancelled the call it reads.
+
+    That call may not be done yet: grpc cancels its readers before it has a status.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def opening(method: str, name: str) -> bytes:
@@ -221,6 +228,10 @@ async def _delivered(channel: grpc.aio.Channel, case: Case) -> tuple[grpc.Status
         return await _streamed(channel.stream_stream(name), sealed)
     except grpc.aio.AioRpcError as error:
         return error.code(), str(error.details() or "")
+    except asyncio.CancelledError:
+        if is_cancelled_itself():
+            raise
+        return await stream.code(), str(await stream.details() or "")
     finally:
         stream.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
@@ -16,6 +17,8 @@ MAX_EVENTS = 10_000
 # Newest events that keep their metrics; metrics.jsonl has the metrics of all steps.
 MAX_METRICS = 100
 MAX_CHARACTERS = 16_384
+# All kept events together; 10,000 ordinary ones take a tenth.
+MAX_BYTES = 16 << 20
 # Changes within this time wake a task once.
 GATHER_S = 0.005
 
@@ -67,12 +70,17 @@ class Signal:
 
 
 class EventLog:
-    """The newest 10,000 events, numbered; the newest 100 events with metrics keep their metrics."""
+    """The newest 10,000 events, numbered; the newest 100 events with metrics keep their metrics.
+
+    Events are kept encoded, since a message takes seven times the memory, and take at most 16 MiB.
+    """
 
     def __init__(self) -> None:
-        self._events: list[status_pb2.Event] = []
+        self._events: deque[bytes] = deque()
+        self._num_bytes = 0
         self._count = 0
-        self._with_metrics: deque[status_pb2.Event] = deque()
+        # The newest events with metrics: the number of each, and the event without them.
+        self._with_metrics: deque[tuple[int, bytes]] = deque()
         self._signal = Signal()
         self.closed = False
 
@@ -117,30 +125,35 @@ class EventLog:
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
         """Yields all events with a number above `after`, then new events, up to the last event."""
         while True:
-            for event in (
-                self._events[-max(0, self._count - after) :] if after < self._count else []
-            ):
+            for encoded in self._after(after):
+                event = status_pb2.Event.FromString(encoded)
                 after = event.number
                 yield event
             if self.closed and after >= self._count:
                 return
             await self._signal.wait(5.0)
 
+    def _after(self, number: int) -> list[bytes]:
+        """The kept events after event `number`, oldest first."""
+        return list(itertools.islice(self._events, max(0, number - self._num_gone), None))
+
+    @property
+    def _num_gone(self) -> int:
+        return self._count - len(self._events)
+
     def _append(self, event: status_pb2.Event) -> None:
         self._count += 1
         event.number = self._count
-        self._events.append(event)
-        del self._events[:-MAX_EVENTS]
+        self._events.append(event.SerializeToString())
+        self._num_bytes += len(self._events[-1])
         if event.metrics:
-            self._with_metrics.append(event)
+            event.ClearField("metrics")
+            self._with_metrics.append((event.number, event.SerializeToString()))
         if len(self._with_metrics) > MAX_METRICS:
-            oldest = self._with_metrics.popleft()
-            without = status_pb2.Event()
-            without.CopyFrom(oldest)
-            without.ClearField("metrics")
-            first = self._events[0].number
-            if oldest.number >= first:
-                # A new message, because a map keeps its memory and a follower may be writing the
-                # old message.
-                self._events[oldest.number - first] = without
+            number, without = self._with_metrics.popleft()
+            if (index := number - 1 - self._num_gone) >= 0:
+                self._num_bytes += len(without) - len(self._events[index])
+                self._events[index] = without
+        while len(self._events) > MAX_EVENTS or self._num_bytes > MAX_BYTES:
+            self._num_bytes -= len(self._events.popleft())
         self._signal.notify()

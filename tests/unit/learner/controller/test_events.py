@@ -1,8 +1,34 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
-from slipstream.learner.controller.events import MAX_METRICS, EventLog, Signal
+import pytest
+from slipstream.learner.controller.events import (
+    MAX_BYTES,
+    MAX_CHARACTERS,
+    MAX_EVENTS,
+    MAX_METRICS,
+    EventLog,
+    Signal,
+)
+
+# Fills the window twice, and prints by how many bytes the process grew meanwhile.
+GROWTH = """
+import logging
+from pathlib import Path
+from slipstream.learner.controller.events import MAX_EVENTS, EventLog
+logging.disable()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * {page}
+events = EventLog()
+events.add("the first")
+before = resident()
+for number in range(2 * MAX_EVENTS):
+    events.add(f"rollout server host-{{number}} is gone: its stream ended")
+print(resident() - before)
+"""
 
 
 async def test_old_events_are_kept_without_the_metrics_that_metrics_jsonl_has() -> None:
@@ -17,6 +43,38 @@ async def test_old_events_are_kept_without_the_metrics_that_metrics_jsonl_has() 
     assert [event.text for event in versions][:2] == ["version 1", "version 2"]
     with_metrics = [event.step for event in versions if event.metrics]
     assert with_metrics == list(range(6, MAX_METRICS + 6))
+
+
+@pytest.mark.process
+def test_a_full_window_of_ordinary_events_takes_less_than_four_megabytes() -> None:
+    program = GROWTH.format(page=os.sysconf("SC_PAGE_SIZE"))
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert int(output.stdout) < 4_000_000
+
+
+async def test_long_events_push_out_older_ones_before_ten_thousand_are_kept() -> None:
+    events = EventLog()
+    number = 2 * MAX_BYTES // MAX_CHARACTERS
+    for _ in range(number):
+        events.add("x" * MAX_CHARACTERS)
+    events.close(1, "done")
+    told = [event async for event in events.follow(0)]
+    assert sum(event.ByteSize() for event in told) <= MAX_BYTES
+    assert len(told) > MAX_BYTES // MAX_CHARACTERS - 10
+    assert [event.number for event in told] == list(range(number + 2 - len(told), number + 2))
+
+
+async def test_a_follower_that_is_behind_begins_with_the_oldest_event_that_is_kept() -> None:
+    events = EventLog()
+    for step in range(MAX_EVENTS + 5):
+        events.add("a version", step=step + 1, metrics={"reward_mean": 0.5})
+    events.close(1, "done")
+    assert [event.number async for event in events.follow(3)][:2] == [7, 8]
+    assert [event.number async for event in events.follow(MAX_EVENTS + 4)] == [
+        MAX_EVENTS + 5,
+        MAX_EVENTS + 6,
+    ]
+    assert [event.number async for event in events.follow(MAX_EVENTS + 6)] == []
 
 
 async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
