@@ -160,7 +160,7 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
         tasks.append(asyncio.ensure_future(second.run()))
         while trainer.version.step < 1:
             await asyncio.sleep(0.01)
-        texts.extend(event.text for event in controller._run.events._events)
+        texts.extend(event.text for event in controller._run.events.kept())
 
     trainer = FakeTrainer(address)
     summary = await play(config, first, trainer=trainer, during=kill)
@@ -428,7 +428,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
                 await asyncio.sleep(0)
         seen["departed"] = states["leaving"]
         seen["published"] = len(leaving.loaded_versions) - published
-        seen["events"] = [event.text for event in controller._run.events._events]
+        seen["events"] = [event.text for event in controller._run.events.kept()]
         trainer.gate.set()
 
     summary = await play(config, leaving, staying, trainer=trainer, during=drain)

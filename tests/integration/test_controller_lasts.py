@@ -86,7 +86,7 @@ async def test_a_loop_that_stands_still_costs_no_server(tmp_path: Path) -> None:
             time.sleep(1.5)
             # The controller reads what has come meanwhile.
             await asyncio.sleep(0.05)
-        told.extend(event.text for event in controller._run.events._events)
+        told.extend(event.text for event in controller._run.events.kept())
         trainer.gated_from = 31
         trainer.gate.set()
 

@@ -70,7 +70,7 @@ def _recorded(path: Path) -> object:
     # What others read of it has neither NaN nor infinity.
     json.dumps(summary, allow_nan=False)
     recorder.close()
-    assert all("\n" not in event.text for event in events._events)
+    assert all("\n" not in event.text for event in events.kept())
     # To draw takes as long as to read a hundred files.
     metrics = path.with_name("metrics.jsonl")
     if metrics.is_file() and zlib.crc32(metrics.read_bytes()) % 32 == 0:

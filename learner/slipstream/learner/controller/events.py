@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from enum import Enum
 
 from slipstream.protocol.bounds import one_line
@@ -122,20 +122,20 @@ class EventLog:
             )
         )
 
+    def kept(self, after: int = 0) -> Iterator[status_pb2.Event]:
+        """Yields the events that are kept now and have a number above `after`, oldest first."""
+        newer = list(itertools.islice(self._events, max(0, after - self._num_gone), None))
+        return map(status_pb2.Event.FromString, newer)
+
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
         """Yields all events with a number above `after`, then new events, up to the last event."""
         while True:
-            for encoded in self._after(after):
-                event = status_pb2.Event.FromString(encoded)
+            for event in self.kept(after):
                 after = event.number
                 yield event
             if self.closed and after >= self._count:
                 return
             await self._signal.wait(5.0)
-
-    def _after(self, number: int) -> list[bytes]:
-        """The kept events after event `number`, oldest first."""
-        return list(itertools.islice(self._events, max(0, number - self._num_gone), None))
 
     @property
     def _num_gone(self) -> int:

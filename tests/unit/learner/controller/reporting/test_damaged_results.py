@@ -60,7 +60,7 @@ def opened(folder: Path) -> tuple[RunRecorder, list[str]]:
     """A recorder as each start makes it, and its warnings."""
     events = EventLog()
     recorder = RunRecorder(folder, config_of(folder), Trackers({}, lambda text: None), None, events)
-    return recorder, [event.text for event in events._events]
+    return recorder, [event.text for event in events.kept()]
 
 
 @pytest.mark.parametrize(

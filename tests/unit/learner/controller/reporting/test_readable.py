@@ -123,13 +123,13 @@ async def test_the_tokenizer_is_read_for_several_turns_only(model: Path) -> None
     texts = await open_token_texts(with_turns(model, 2), events)
     assert texts is not None
     assert texts.text(np.asarray([2, 1], np.uint32)) == "a </s>"
-    assert not events._events
+    assert not list(events.kept())
 
 
 async def test_a_model_without_tokenizer_json_is_one_warning(tmp_path: Path) -> None:
     events = EventLog()
     assert await open_token_texts(with_turns(tmp_path, 2), events) is None
-    (event,) = events._events
+    (event,) = events.kept()
     assert event.text == (
         f"trajectories.jsonl does not tell turns apart: {tmp_path} has no tokenizer.json"
     )

@@ -214,7 +214,7 @@ def test_suspended_environments_are_written_when_there_is_room_and_again_when_re
     path.unlink()
     recorder.look({"e": "KeyError"})
     assert path.is_file()
-    assert len(events._events) == 1
+    assert len(list(events.kept())) == 1
     recorder.close()
 
 
