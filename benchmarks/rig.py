@@ -212,7 +212,7 @@ class SteeredController(Controller):
     @property
     def events(self) -> list[str]:
         """Texts of all events of the run so far."""
-        return [event.text for event in self._run.events._events]
+        return [event.text for event in self._run.events.kept()]
 
     def generated_tokens(self) -> int:
         """Returns the tokens that the engines had counted at the newest heartbeats."""

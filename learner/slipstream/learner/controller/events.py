@@ -124,7 +124,8 @@ class EventLog:
 
     def kept(self, after: int = 0) -> Iterator[status_pb2.Event]:
         """Yields the events that are kept now and have a number above `after`, oldest first."""
-        newer = list(itertools.islice(self._events, max(0, after - self._num_gone), None))
+        first = max(0, min(after, self._count) - self._num_gone)
+        newer = list(itertools.islice(self._events, first, None))
         return map(status_pb2.Event.FromString, newer)
 
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:

@@ -74,7 +74,8 @@ async def test_a_follower_that_is_behind_begins_with_the_oldest_event_that_is_ke
         MAX_EVENTS + 5,
         MAX_EVENTS + 6,
     ]
-    assert [event.number async for event in events.follow(MAX_EVENTS + 6)] == []
+    for beyond in (MAX_EVENTS + 6, 2**64 - 1):
+        assert [event.number async for event in events.follow(beyond)] == []
 
 
 async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:

@@ -25,7 +25,7 @@ from support.rigs.publishing_scene import (
 
 
 def texts(scene: Scene) -> list[str]:
-    return [event.text for event in scene.run.events._events]
+    return [event.text for event in scene.run.events.kept()]
 
 
 def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:

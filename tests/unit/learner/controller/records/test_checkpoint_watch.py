@@ -14,7 +14,7 @@ from support.fakes.small_checkpoints import save_checkpoint
 
 
 def texts(events: EventLog) -> list[str]:
-    return [event.text for event in events._events]
+    return [event.text for event in events.kept()]
 
 
 REMOVALS: dict[str, tuple[Callable[[Path], object], str]] = {

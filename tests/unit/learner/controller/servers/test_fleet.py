@@ -63,7 +63,7 @@ def test_the_last_server_does_not_leave_without_a_warning() -> None:
     warning = fleet.warn_without(last)
     assert warning.startswith("no rollout server stays when b has left: the run waits for another")
     assert "fails after 90 s without (controller.fleet_timeout_s)" in warning
-    told = [event.text for event in run.events._events if event.text == warning]
+    told = [event.text for event in run.events.kept() if event.text == warning]
     assert told == [warning]
 
 

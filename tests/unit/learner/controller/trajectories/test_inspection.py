@@ -62,4 +62,4 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
         inspector = inspector_of(run, books)
         assert inspector.take(Delivery(GOOD.trajectory_id, b"junk")) is None
     assert inspector.quarantine.total == 1
-    assert run.events._events[0].text.endswith("quarantine: File exists)")
+    assert next(run.events.kept()).text.endswith("quarantine: File exists)")
