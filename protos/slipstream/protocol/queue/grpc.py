@@ -33,7 +33,7 @@ MAX_BACKOFF_S = 2.0
 REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
 # Number of acknowledged ids that the receiver keeps, to answer senders that missed an answer.
-MAX_REMEMBERED_IDS = 65_536
+MAX_REMEMBERED_IDS = 8192
 
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,

@@ -37,7 +37,7 @@ GROUP = "controller"
 CONSUMER = "controller"
 BLOCK_MS = 1_000
 ENTRIES_PER_READ = 16
-MAX_REMEMBERED_IDS = 65_536
+MAX_REMEMBERED_IDS = 8192
 AUDIT_S = 1.0
 # First words of errors when a stream or its group is missing, or was deleted during a read.
 STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
