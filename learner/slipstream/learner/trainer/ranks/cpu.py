@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
@@ -86,10 +87,10 @@ def shared_gloo_devices() -> Iterator[None]:
         yield
         return
     gloo: Any = dist.ProcessGroupGloo
-    shared = distributed_c10d._get_default_group()._get_backend(_CPU).options
+    shared: Any = distributed_c10d._get_default_group()._get_backend(_CPU).options
 
     class Sharing(gloo):  # type: ignore[misc]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._devices, options._threads = shared._devices, shared._threads
             options._timeout = timeout
