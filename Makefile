@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 PYTEST_FLAGS ?=
 # Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
 TEST_WORKERS ?= 2
+# Quick tests wait for half of their time, and need little memory.
+FAST_WORKERS ?= 3
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
 
@@ -56,7 +58,7 @@ test: $(STAMP)
 
 # Everything that starts no process.
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/test_*.py -m "not process" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/unit tests/test_*.py -m "not process" -n $(FAST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

@@ -239,6 +239,10 @@ def test_each_layout_has_its_own_groups_while_it_is_in_force(swapped: list[dict]
         assert (found["sum_inside"], found["sum_after"]) == (1.0, 2.0)
 
 
+def test_one_thread_listens_for_all_groups_of_all_layouts(swapped: list[dict]) -> None:
+    assert [found["gloo_threads"] for found in swapped] == [1, 1]
+
+
 def test_nothing_of_another_layout_is_left(swapped: list[dict]) -> None:
     for found in swapped:
         assert found["changed"] == []

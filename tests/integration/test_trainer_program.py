@@ -38,7 +38,10 @@ from support.fakes.fake_controller import (
 )
 from support.fakes.throttled_disk import ThrottledDisk
 from support.fakes.tiny_models import make_model_folder
+from support.ranks.rank_pool import ForkedProgram, RankPool
 from support.rigs.loopbacks import own_loopback
+
+Rank = subprocess.Popen[str] | ForkedProgram
 
 TIMEOUT_S = 300
 BATCHES = [
@@ -104,12 +107,14 @@ def start_trainer(
     model: Path,
     address: str,
     *,
+    pool: RankPool | None = None,
     world_size: int = 1,
     checkpoint: dict[str, object] | None = None,
     sampling: dict[str, object] | None = None,
     environ: Mapping[str, str] = {},
     **learner: object,
-) -> list[subprocess.Popen[str]]:
+) -> list[Rank]:
+    """The ranks of a trainer, forked from the pool or, without one, started as users do."""
     config = parse_config(
         {
             "run": {"name": "program", "steps": 3, "dir": str(folder)},
@@ -130,7 +135,7 @@ def start_trainer(
     )
     path = folder / "resolved.toml"
     path.write_text(dump_config(config))
-    processes = []
+    processes: list[Rank] = []
     host = own_loopback()
     port = str(free_port(host))
     for rank in range(world_size):
@@ -145,19 +150,18 @@ def start_trainer(
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "slipstream.learner.trainer", "--config", str(path)],
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
+        program = ("slipstream.learner.trainer", "--config", str(path))
+        log = folder / f"rank-{rank}.log"
+        if pool is not None:
+            processes.append(pool.start(*program, environ=environment, log=log))
+            continue
+        with log.open("w") as file:
+            command = [sys.executable, "-m", *program]
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
     return processes
 
 
-def finish(processes: list[subprocess.Popen[str]], folder: Path) -> list[int]:
+def finish(processes: list[Rank], folder: Path) -> list[int]:
     """Exit statuses; a rank that does not end fails the test with its log."""
     try:
         return [process.wait(TIMEOUT_S) for process in processes]
@@ -215,13 +219,17 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     check_probe(controller.results[2].probe, receiver.received[2], model, first=None)
 
 
-def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path: Path, model: Path) -> None:
+def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
     trees = [with_branches(leased(batch), vocab_size=32, max_tokens=24) for batch in BATCHES]
     assert all(len(batch.owners) > len(batch.trajectories) for batch in trees)
     orders = [*map(batch_order, trees), stop_order()]
     sampling = {"max_total_tokens": 96}
     with FakeController(orders) as controller:
-        trainer = start_trainer(tmp_path, model, controller.address, sampling=sampling)
+        trainer = start_trainer(
+            tmp_path, model, controller.address, pool=rank_pool, sampling=sampling
+        )
         assert finish(trainer, tmp_path) == [0], (tmp_path / "rank-0.log").read_text()[-3000:]
     steps = controller.steps
     assert [s.metrics["trained_tokens"] for s in steps] == [
@@ -309,7 +317,7 @@ def check_probe(
 
 
 def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, rank_pool: RankPool
 ) -> None:
     digests, metrics = [], {}
     profiled = {"profile": {"start_step": 2}, "peak_tflops": 0.5}
@@ -319,7 +327,7 @@ def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
         orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), stop_order()]
         with FakeController(orders) as controller:
             processes = start_trainer(
-                folder, model, controller.address, export_final=False, **learner
+                folder, model, controller.address, pool=rank_pool, export_final=False, **learner
             )
             assert finish(processes, folder) == [0]
         digests.append([report.weight_digest for report in controller.steps])
@@ -359,12 +367,12 @@ def until_idle(controller: FakeController, times: int) -> None:
 
 
 def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, rank_pool: RankPool
 ) -> None:
     with FakeController([batch_order(BATCHES[0])]) as controller:
         # Twice the time in which it tells of its last work.
         controller.idle_s = 0.5
-        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+        processes = start_trainer(tmp_path, model, controller.address, pool=rank_pool, world_size=2)
         until_idle(controller, 4)
         assert controller.num_signs > 0
         stored = load_file(model / "model.safetensors")
@@ -382,13 +390,15 @@ def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm
 
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, rank_pool: RankPool
 ) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     orders = [*map(batch_order, BATCHES), stop_order()]
     with FakeController(orders) as controller:
-        processes = start_trainer(whole, model, controller.address, checkpoint={"every_steps": 2})
+        processes = start_trainer(
+            whole, model, controller.address, pool=rank_pool, checkpoint={"every_steps": 2}
+        )
         assert finish(processes, whole) == [0]
     expected = [report.weight_digest for report in controller.steps]
     # A checkpoint is due after two steps, and the run's end writes another.
@@ -399,7 +409,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
     killed.mkdir()
     settings = {"checkpoint": {"every_steps": 2}, "export_final": False}
     with FakeController([*map(batch_order, BATCHES)]) as controller:
-        processes = start_trainer(killed, model, controller.address, **settings)
+        processes = start_trainer(killed, model, controller.address, pool=rank_pool, **settings)
         assert controller.saved.wait(TIMEOUT_S)
         assert controller.asked.wait(TIMEOUT_S)
         processes[0].kill()
@@ -407,7 +417,9 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
     assert [report.weight_digest for report in controller.steps] == expected
     (killed / "program" / "checkpoints" / "step-000009.partial").mkdir()
     with FakeController([batch_order(BATCHES[2]), stop_order()]) as controller:
-        assert finish(start_trainer(killed, model, controller.address, **settings), killed) == [0]
+        assert finish(
+            start_trainer(killed, model, controller.address, pool=rank_pool, **settings), killed
+        ) == [0]
     hello, goodbye = controller.hello, controller.goodbye
     assert hello is not None
     assert goodbye is not None
@@ -418,9 +430,11 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
     assert not list((killed / "program" / "checkpoints").glob("*.partial"))
 
 
-def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: Path) -> None:
+def test_death_of_a_rank_stops_the_others_with_the_cause(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
     with FakeController([]) as controller:
-        processes = start_trainer(tmp_path, model, controller.address, world_size=2)
+        processes = start_trainer(tmp_path, model, controller.address, pool=rank_pool, world_size=2)
         assert controller.asked.wait(TIMEOUT_S)
         processes[1].kill()
         assert finish(processes, tmp_path) == [1, -signal.SIGKILL]
@@ -429,24 +443,32 @@ def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path: Path, model: 
     assert controller.goodbye is None
 
 
-def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path: Path, model: Path) -> None:
+def test_a_trainer_that_cannot_load_its_model_says_so_at_once(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
     """The same file would fail the same way: another start is of no use."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
     sizes = json.loads((damaged / "config.json").read_text())
     dtype = {"dtype": "none that is known", "torch_dtype": "none that is known"}
     (damaged / "config.json").write_text(json.dumps(sizes | dtype))
     with FakeController([]) as controller:
-        assert finish(start_trainer(tmp_path, damaged, controller.address), tmp_path) == [3]
+        assert finish(
+            start_trainer(tmp_path, damaged, controller.address, pool=rank_pool), tmp_path
+        ) == [3]
     (failure,) = controller.failures
     assert failure.final
     assert failure.message.startswith("ValueError: ")
     assert "none that is known" in failure.message
 
 
-def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path) -> None:
+def test_token_that_is_too_old_stops_the_trainer(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
     orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
     with FakeController(orders) as controller:
-        assert finish(start_trainer(tmp_path, model, controller.address), tmp_path) == [3]
+        assert finish(
+            start_trainer(tmp_path, model, controller.address, pool=rank_pool), tmp_path
+        ) == [3]
     assert len(controller.steps) == 2
     assert "StalenessError: step 3" in controller.failures[0].message
     assert controller.failures[0].final

@@ -4,6 +4,8 @@ A program is a Python file with `run_rank(folder: Path, job: str) -> None`. Ever
 calls that function for each job in turn, with what torchrun puts into the environment and another
 MASTER_PORT for each job; the ranks leave results as files in `folder`. Where CUDA is there the
 ranks are processes of their own, one for each GPU: a forked process cannot use it.
+
+`start` forks whole programs from the same process, such as a trainer that a test kills.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import gc
 import importlib.util
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from slipstream.protocol.machine.process import die_with_parent
@@ -27,6 +31,34 @@ from slipstream.protocol.machine.process import die_with_parent
 from support.rigs.loopbacks import own_loopback
 
 TAIL_CHARACTERS = 4000
+
+
+class ForkedProgram:
+    """A program that the pool has forked, with those methods of Popen that tests need."""
+
+    def __init__(self, pool: RankPool, pid: int) -> None:
+        self.pid = pid
+        self._pool = pool
+        self._end = os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def wait(self, limit_s: float) -> int:
+        """The exit code, negative for a signal; raises TimeoutExpired after `limit_s`."""
+        if self._code is None:
+            poll = select.poll()
+            poll.register(self._end, select.POLLIN)
+            if not poll.poll(limit_s * 1000):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", limit_s)
+            self._code = self._pool.code_of(self.pid)
+            os.close(self._end)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self._code is None:
+            signal.pidfd_send_signal(self._end, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class RankPool:
@@ -49,10 +81,9 @@ class RankPool:
         When one fails, or the limit has passed, the others are killed at once and the test fails
         with the output of the one that failed first.
         """
-        if self._process is None:
-            self._process = _start()
         host = own_loopback()
         request = {
+            "do": "run",
             "program": str(program),
             "host": host,
             "jobs": list(zip(jobs, _ports(host, len(jobs)), strict=True)),
@@ -60,14 +91,39 @@ class RankPool:
             "folder": str(folder),
             "limit_s": limit_s,
         }
+        failure = self._ask(request)
+        if failure:
+            pytest.fail(str(failure), pytrace=False)
+
+    def start(
+        self, module: str, *arguments: object, environ: Mapping[str, str], log: Path
+    ) -> ForkedProgram:
+        """Starts `python -m module arguments` with these variables; its output goes to `log`.
+
+        What a rank imports is already imported, with the OMP_NUM_THREADS of the pool, which is 1.
+        """
+        request = {
+            "do": "start",
+            "module": module,
+            "arguments": [str(argument) for argument in arguments],
+            "environ": dict(environ),
+            "log": str(log),
+        }
+        return ForkedProgram(self, int(self._ask(request)))
+
+    def code_of(self, pid: int) -> int:
+        """The exit code of a program that has ended; asked for once."""
+        return int(self._ask({"do": "reap", "pid": pid}))
+
+    def _ask(self, request: dict) -> str | int:
+        if self._process is None:
+            self._process = _start()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         assert answer, "the process that forks the ranks has died"
-        failure = json.loads(answer)["failure"]
-        if failure:
-            pytest.fail(failure, pytrace=False)
+        return json.loads(answer)
 
     def close(self) -> None:
         if self._process is None:
@@ -108,6 +164,12 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
+class Start(Protocol):
+    """How a process starts that runs a request, with these variables; returns its pid."""
+
+    def __call__(self, request: dict, log: Path, environ: Mapping[str, str], /) -> int: ...
+
+
 def _serve() -> None:
     """One line of JSON for a request, one for its answer, until the tests are over."""
     die_with_parent()
@@ -115,12 +177,20 @@ def _serve() -> None:
     os.dup2(2, 1)
     start = _prepare()
     for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps({"failure": _run(request, start)}), file=answers, flush=True)
+        print(json.dumps(_answer(json.loads(line), start)), file=answers, flush=True)
 
 
-def _prepare() -> Callable[[dict, int], int]:
-    """Imports what every rank needs, if they are forked; how to start one, which gives its pid."""
+def _answer(request: dict, start: Start) -> str | int:
+    match request["do"]:
+        case "start":
+            return start(request, Path(request["log"]), request["environ"])
+        case "reap":
+            return os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
+    return _run(request, start)
+
+
+def _prepare() -> Start:
+    """Imports what every rank needs, if they are forked; returns how to start one."""
     import torch
 
     if torch.cuda.is_available():
@@ -130,7 +200,7 @@ def _prepare() -> Callable[[dict, int], int]:
     cpu.install()
     compat.install()
     import slipstream.learner.trainer.model.spec
-    import slipstream.learner.trainer.step  # noqa: F401
+    import slipstream.learner.trainer.train  # noqa: F401
 
     # Imported objects are never collected: the ranks share their memory until a rank writes to it.
     gc.freeze()
@@ -139,42 +209,51 @@ def _prepare() -> Callable[[dict, int], int]:
     return _fork
 
 
-def _fork(request: dict, rank: int) -> int:
+def _fork(request: dict, log: Path, environ: Mapping[str, str]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 1
+    code: object = 1
     try:
         die_with_parent()
-        with _log(request, rank).open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        os.environ.update(_environment(request, rank))
-        _run_rank(request)
+        with log.open("w") as file, open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(environ)
+        _do(request)
         code = 0
+    except SystemExit as end:
+        code = end.code or 0
     except BaseException:  # noqa: BLE001 - the exit code tells the parent
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code if isinstance(code, int) else 1)
 
 
-def _start_plain(request: dict, rank: int) -> int:
-    with _log(request, rank).open("w") as log:
+def _start_plain(request: dict, log: Path, environ: Mapping[str, str]) -> int:
+    with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(request)],
-            env=os.environ | _environment(request, rank),
-            stdout=log,
-            stderr=log,
+            [sys.executable, __file__, json.dumps(request)], env=environ, stdout=file, stderr=file
         )
     # The process was waited for by its number, like a forked one.
     process.returncode = 0
     return process.pid
 
 
+def _do(request: dict) -> None:
+    if request["do"] == "run":
+        _run_rank(request)
+    else:
+        sys.argv = [request["module"], *request["arguments"]]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
 def _environment(request: dict, rank: int) -> dict[str, str]:
-    return {
+    return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(request["world_size"]),
@@ -199,12 +278,17 @@ def _run_rank(request: dict) -> None:
         os.environ["MASTER_PORT"] = str(port)
         started_s = time.monotonic()
         module.run_rank(Path(request["folder"]), job)
+        # The groups of a job lie in cycles of references, and their threads wake up all the time.
+        gc.collect()
         print(f"{job}: {time.monotonic() - started_s:.1f} s", flush=True)
 
 
-def _run(request: dict, start: Callable[[dict, int], int]) -> str:
+def _run(request: dict, start: Start) -> str:
     """Starts the ranks and waits for all, or for the first failure, which is the answer."""
-    ranks = {start(request, rank): rank for rank in range(request["world_size"])}
+    ranks = {
+        start(request, _log(request, rank), _environment(request, rank)): rank
+        for rank in range(request["world_size"])
+    }
     until = time.monotonic() + request["limit_s"]
     failure = ""
     watched = {os.pidfd_open(pid): pid for pid in ranks}
@@ -239,6 +323,6 @@ def _tail(request: dict, rank: int) -> str:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         die_with_parent()
-        _run_rank(json.loads(sys.argv[1]))
+        _do(json.loads(sys.argv[1]))
     else:
         _serve()

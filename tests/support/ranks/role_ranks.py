@@ -312,7 +312,9 @@ def groups(folder: Path) -> None:
     before = dict(vars(parallel_state))
     made = len(parallel_state._global_process_group_list)
     again = ranks.placed(ParallelSection(tp=2, sequence_parallel=True))
+    threads = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
     found = {
+        "gloo_threads": threads.count("gloo_tcp_loop\n"),
         "unknown_globals": sorted(_assigned_globals(parallel_state) - known_globals()),
         "sizes_outside": (ranks.tp_size, ranks.dp_size),
         "refused_outside": refused(lambda: replicas.dp_size),

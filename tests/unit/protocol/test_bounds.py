@@ -188,7 +188,7 @@ def test_millions_of_empty_elements_cost_no_more_than_their_decoding() -> None:
         version_spans=[trajectory_pb2.VersionSpan()] * 1_000_000
     ).SerializeToString()
     message = trajectory_pb2.Trajectory.FromString(data)
-    started_s = time.process_time()
+    started_s = time.thread_time()
     with pytest.raises(ProtocolError, match="at most 4096 elements, got 1000000"):
         check_bounds(message)
-    assert time.process_time() - started_s < 0.05
+    assert time.thread_time() - started_s < 0.05

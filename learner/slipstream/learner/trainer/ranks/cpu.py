@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
@@ -70,6 +74,33 @@ def install() -> None:
     # Deterministic sums over duplicate indices make the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
     _replace(torch.utils.deterministic, {"fill_uninitialized_memory": False})
+
+
+@contextlib.contextmanager
+def shared_gloo_devices() -> Iterator[None]:
+    """Groups that are made inside the context use the devices of the first group.
+
+    Megatron makes about 25 groups for a layout. With devices of its own each group has a thread
+    that wakes up a hundred times a second, whether the group is used or not.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    gloo: Any = dist.ProcessGroupGloo
+    shared: Any = distributed_c10d._get_default_group()._get_backend(_CPU).options
+
+    class Sharing(gloo):  # type: ignore[misc]
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._threads = shared._devices, shared._threads
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    _replace(distributed_c10d, {"ProcessGroupGloo": Sharing})
+    try:
+        yield
+    finally:
+        _replace(distributed_c10d, {"ProcessGroupGloo": gloo})
 
 
 def _replace(owner: object, values: dict[str, object]) -> None:
@@ -147,8 +178,6 @@ def _replace_tensor_methods() -> None:
 
 
 def _replace_scatter() -> None:
-    import torch.distributed as dist
-
     real_scatter = dist.scatter
 
     def scatter(
@@ -169,8 +198,6 @@ def _replace_uneven_collectives() -> None:
 
     Ranks that share experts' matrices get different numbers of tokens.
     """
-    import torch.distributed as dist
-
     real_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     def padded(tensor: torch.Tensor, length: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from slipstream.learner.trainer.ranks.cpu import shared_gloo_devices
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
@@ -73,15 +74,16 @@ class Grids:
         before = _read() if self.current is not None else None
         # Each layout gets its own dict where Megatron fills one in place.
         _write_groups({name: {} if value == {} else value for name, value in self._nothing.items()})
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tp,
-            pipeline_model_parallel_size=sizes.pp,
-            virtual_pipeline_model_parallel_size=sizes.vpp,
-            context_parallel_size=sizes.cp,
-            expert_model_parallel_size=sizes.ep,
-            expert_tensor_parallel_size=sizes.etp,
-            distributed_timeout_minutes=max(1, round(self._timeout.total_seconds() / 60)),
-        )
+        with shared_gloo_devices():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tp,
+                pipeline_model_parallel_size=sizes.pp,
+                virtual_pipeline_model_parallel_size=sizes.vpp,
+                context_parallel_size=sizes.cp,
+                expert_model_parallel_size=sizes.ep,
+                expert_tensor_parallel_size=sizes.etp,
+                distributed_timeout_minutes=max(1, round(self._timeout.total_seconds() / 60)),
+            )
         torch.manual_seed(self._seed)
         model_parallel_cuda_manual_seed(self._seed)
         made = _read()

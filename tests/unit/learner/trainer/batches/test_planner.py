@@ -117,11 +117,11 @@ def test_lognormal_lengths_fill_the_micro_batches_and_level_the_ranks(
     times = []
     plan: Plan = []
     for _ in range(3):
-        started = time.process_time()
+        started = time.thread_time()
         plan = plan_micro_batches(
             lengths, max_tokens=max_tokens, dp_size=dp_size, attention_length=attention
         )
-        times.append(time.process_time() - started)
+        times.append(time.thread_time() - started)
         if times[-1] < 1.0:
             break
     assert min(times) < 1.0
