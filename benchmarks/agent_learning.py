@@ -26,6 +26,9 @@ WARM_UP = 10
 AGENT = (
     "environments.0.reference=echo_agent:EchoAgent",
     "evaluations.0.reference=echo_agent:EchoAgent",
+    # To import OpenAI's client takes seconds, and longer on a busy machine.
+    "environments.0.timeout_s=120",
+    "evaluations.0.timeout_s=120",
 )
 KINDS: dict[str, tuple[str, ...]] = {"environment": (), "agent": AGENT}
 
