@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ pytest.importorskip("openai")
 from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
 from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 from support.fakes import letter_agents  # noqa: E402
+from support.rigs.adapter_runs import LORA  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     command,
     connection,
+    run_command,
     summary_of,
     until_status,
     until_step,
@@ -111,6 +114,49 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
     twice = [t for t in found if t.metrics.get("attempts") == 2.0]
     assert twice
     assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
+
+
+@pytest.mark.slow
+def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    entry = {"name": "asks", "reference": "user_agents:AsksTheStart", "timeout_s": 60.0}
+    learning = {"lora": LORA, "algorithm__learning_rate": 2e-2, "weights__verify_every": 2}
+    write_config(
+        agents_folder(tmp_path),
+        tiny_model,
+        run__steps=8,
+        environments=[entry],
+        **SIZES,
+        **learning,
+    )
+    run = run_command("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
+    assert run.returncode == 0, run.stdout + run.stderr
+    summary = summary_of(tmp_path / "run")
+    check_ledger(summary)
+    found = trajectories(tmp_path / "run")
+    # What was sampled by many versions said one thing, the greedy words of the model on disk.
+    assert len({span.version.step for t in found for span in t.version_spans}) > 3
+    assert {t.metrics["said"] for t in found} == {float(zlib.crc32(greedy(tiny_model).encode()))}
+    assert all(len(t.branches) <= 1 for t in found)
+    judged = sum(int(t.metrics["judge_tokens"]) for t in found)
+    assert summary["ledger"]["judged"] >= judged > 0
+
+
+def greedy(model: Path) -> str:
+    """What the model on disk says to the letters a b c, in at most four tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a b c"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    tokens = policy.generate(**prompt, max_new_tokens=4, do_sample=False)[0]
+    return tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.slow

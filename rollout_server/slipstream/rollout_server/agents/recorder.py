@@ -57,14 +57,17 @@ class Recorder:
         as_messages: AsMessages,
         sampled: Callable[[int], None],
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
+        is_judge: bool = False,
     ) -> None:
         """`key` names the episode; `sampled` is told the number of tokens of each generation.
 
-        `template_values` are the environment's for the chat template.
+        `template_values` are the environment's for the chat template. The model as the run started
+        replies to a judge's calls.
         """
         self.conversations = Conversations()
         self.sampling = sampling
         self.template_values = template_values
+        self.is_judge = is_judge
         # Seconds with at least one reply under way.
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0

@@ -16,6 +16,8 @@ from slipstream.rollout_server.engine_interface import Generation, Sampling
 # Largest number of metrics that a trajectory carries, and of characters in their names.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
+# The metric of an episode that counts the tokens that its judge sampled.
+JUDGE_TOKENS = "judge_tokens"
 
 
 @dataclass
@@ -101,6 +103,10 @@ class Recording:
             Branch(len(branch.run_lengths), shares.get(branch.name, 1.0), branch.name)
             for branch in conversations.branches
         )
+
+    def judged(self, num_tokens: int) -> None:
+        """Notes a reply of the episode's judge; its tokens are no part of the trajectory."""
+        self.metrics[JUDGE_TOKENS] = self.metrics.get(JUDGE_TOKENS, 0.0) + num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
         """Returns how many tokens the conversation may still take, or another one if `is_new`."""

@@ -80,8 +80,10 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
         # Known by its lease before anything else.
         records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
-        reported = ended + draw.randrange(9)
-        ledger.report(key, fleet_pb2.ServerReport(generated_tokens=reported, ended_tokens=ended))
+        judged = draw.choice((0, 0, 30))
+        report = fleet_pb2.ServerReport(ended_tokens=ended, judged_tokens=judged)
+        report.generated_tokens = ended + judged + draw.randrange(9)
+        ledger.report(key, report)
         late = key_of(max(1, epoch - draw.choice((0, 0, 1, 1500))))
         late = key_of(late.epoch, f"s{late.epoch % 30}")
         name = TrajectoryId(f"g{epoch:06d}.0.0.{late.epoch:x}")
@@ -90,7 +92,8 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
         records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
         entries = [list(entry) for entry in ledger.generated_by(key)]
-        records.append({"kind": "servers", "generated": entries, **mark})
+        by_judge = {"judged": [[key.server_id, epoch, ledger.judged_by(key)]]} if judged else {}
+        records.append({"kind": "servers", "generated": entries, **by_judge, **mark})
         ledger.die(key)
         epochs.depart(key)
     return records
@@ -107,7 +110,8 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
     resumed.restore(history)
     before, after = ledger.snapshot(), resumed.snapshot()
     assert before.difference == after.difference == 0
-    assert (after.failed, after.queued) == (before.failed, 0)
+    assert (after.failed, after.judged, after.queued) == (before.failed, before.judged, 0)
+    assert after.judged > 0
     assert len(list(resumed._epochs.counts())) == 1001
     if marked:
         assert (after.generated, after.lost) == (before.generated, before.lost)
