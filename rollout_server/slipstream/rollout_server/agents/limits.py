@@ -30,11 +30,13 @@ def judge_sampling(sampling: Sampling) -> Sampling:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error of a call beyond a limit: HTTP status, code and message, as clients know them."""
+    """The error of a call: HTTP status, code and message, as clients know them."""
 
     status: int
     code: str
     message: str
+    # The field of the request that is at fault; None where no single one is.
+    param: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.rollout_server.agents.conversations import Call, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room
@@ -46,6 +47,10 @@ class OpenCall:
     is_stream: bool
     settings: str = ""
     keys: Sequence[MessageKey] = ()
+    # The turn that the request names as the previous one; None: it names none.
+    previous: Turn | None = None
+    # The input of a request whose response is stored; None: it is not.
+    stored_items: list[Any] | None = None
     call: Call | None = None
     room: Room | None = None
     # Samples the reply, whether somebody reads it or not.

@@ -19,7 +19,8 @@ from slipstream.rollout_server.agents.conversations import Conversations, Found,
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
 from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
-from slipstream.rollout_server.agents.replies import reply_of
+from slipstream.rollout_server.agents.replies import reply_of, response_id_of
+from slipstream.rollout_server.agents.stored_responses import StoredResponses
 from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,
@@ -65,6 +66,7 @@ class Recorder:
         replies to a judge's calls.
         """
         self.conversations = Conversations()
+        self._responses = StoredResponses()
         self.sampling = sampling
         self.template_values = template_values
         self.is_judge = is_judge
@@ -121,11 +123,16 @@ class Recorder:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
+    def expand(self, body: dict[str, Any]) -> Turn | None:
+        """Writes the whole input into a request to continue a response; see `StoredResponses`."""
+        self._read_replies()
+        return self._responses.expand(body)
+
     def find(self, opened: OpenCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
         """Returns the turn that a request continues, if any; see `Conversations.find`."""
         self._read_replies()
         opened.settings, opened.keys = settings, keys
-        return self.conversations.find(settings, keys, opened.http.branch)
+        return self.conversations.find(settings, keys, opened.http.branch, previous=opened.previous)
 
     async def begin(self, opened: OpenCall, turn: Turn | None, context: list[int]) -> list[int]:
         """Returns the prompt of a call when there is room for its reply.
@@ -244,6 +251,9 @@ class Recorder:
             if reply is not None and opened.turn is not None:
                 keys = reply_keys(self._as_messages(opened.path, reply))
                 self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
+                if opened.stored_items is not None:
+                    response_id = response_id_of(bytes(opened.body), is_stream=opened.is_stream)
+                    self._responses.keep(response_id, opened.stored_items, reply, opened.turn)
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)
