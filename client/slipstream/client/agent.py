@@ -74,12 +74,14 @@ class AgentOutcome:
     """The result of one run of an agent.
 
     `reward` and `metrics` are as in StepResult. `shares` gives the part of the episode's advantage
-    that a named branch gets; every other branch gets 1.
+    that a named branch gets; every other branch gets 1. A named branch in `rewards` has that reward
+    in place of the episode's, and is compared with the branches of its name in the group alone.
     """
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class AgentEnvironment(Environment[Task]):

@@ -84,6 +84,7 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
                 reward=float(replies == ["TWO", "AGAIN"]),
                 metrics={"turns": len(replies)},
                 shares={"reviewer": 0.5},
+                rewards={"player-1": -2.0},
             )
 
     play, answer = await played(Asks(), task_index=1)
@@ -91,6 +92,7 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
     assert result.reward == 1.0
     assert dict(result.metrics) == {"turns": 2.0}
     assert dict(result.shares) == {"reviewer": 0.5}
+    assert dict(result.rewards) == {"player-1": -2.0}
     assert [call.call for call in play.calls] == [1, 2]
     first = play.calls[0]
     assert (first.method, first.path, first.branch) == ("POST", "/v1/chat/completions", "")
@@ -397,6 +399,8 @@ class Raises(Agent):
                 return float("nan")
             case "share":
                 return AgentOutcome(1.0, shares={"a/b": 1.0})
+            case "rewards":
+                return AgentOutcome(1.0, rewards={"a/b": 1.0})
             case _:
                 async with chat(endpoint) as client:
                     return float(await say(client, task))
@@ -422,6 +426,7 @@ class RaisesPlainly(Raises):
         (Raises("none"), "run() must return a number or an AgentOutcome, got None"),
         (Raises("nan"), "the reward must be a finite number, got nan"),
         (Raises("share"), "shares are of branches, with names of 1 to 64"),
+        (Raises("rewards"), "rewards are of branches, with names of 1 to 64"),
         (Raises("refused"), "BadRequestError: Error code: 400"),
         (RaisesPlainly("raise"), "KeyError: 'x' (test_agents.py:"),
         (RaisesPlainly("exit"), "SystemExit: 3 (test_agents.py:"),

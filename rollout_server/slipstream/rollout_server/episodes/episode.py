@@ -201,14 +201,15 @@ class Episode:
             )
         talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=task.timeout_s)
         shares: dict[str, float] = {}
+        rewards: dict[str, float] = {}
         try:
             end = await self._ask(talk.run())
-            recording.reward, shares = end.reward, end.shares
+            recording.reward, shares, rewards = end.reward, end.shares, end.rewards
             recording.metrics.update(end.metrics)
         finally:
             recording.generation_s = recorder.generation_s
             recording.environment_s = max(0.0, recording.environment_s - recorder.generation_s)
-            recording.take_branches(recorder.conversations, shares)
+            recording.take_branches(recorder.conversations, shares, rewards)
         if not recording.num_sampled:
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,

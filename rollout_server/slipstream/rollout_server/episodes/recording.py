@@ -86,10 +86,15 @@ class Recording:
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
 
-    def take_branches(self, conversations: Conversations, shares: Mapping[str, float]) -> None:
+    def take_branches(
+        self,
+        conversations: Conversations,
+        shares: Mapping[str, float],
+        rewards: Mapping[str, float],
+    ) -> None:
         """Takes the tokens of all conversations of an agent, one branch after the other.
 
-        `shares` are those of named branches.
+        `shares` and `rewards` are those of named branches.
         """
         for branch in conversations.branches:
             self.token_ids += branch.token_ids
@@ -100,7 +105,12 @@ class Recording:
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
         self.ended_branches = tuple(
-            Branch(len(branch.run_lengths), shares.get(branch.name, 1.0), branch.name)
+            Branch(
+                len(branch.run_lengths),
+                shares.get(branch.name, 1.0),
+                branch.name,
+                rewards.get(branch.name),
+            )
             for branch in conversations.branches
         )
 
