@@ -54,8 +54,8 @@ def _program_of(image: str) -> list[str]:
     if done.returncode:
         said = " ".join(done.stderr.split())[-300:]
         raise ConfigError(
-            f"docker has no image {image!r} ({said}): pull or build it on each machine with a "
-            "rollout server"
+            f"docker shows no image {image!r} ({said}): on each machine with a rollout server "
+            "Docker must run, and the image be pulled or built"
         )
     config = json.loads(done.stdout)
     program = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]

@@ -268,7 +268,9 @@ async def test_an_image_whose_program_ends_is_a_failure_with_its_end(docker: Pat
 def test_an_image_that_cannot_run_is_refused_in_one_line(
     docker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="docker has no image 'none' .*No such image: none.*pull"):
+    with pytest.raises(
+        ConfigError, match="docker shows no image 'none' .*No such image: none.*pulled or"
+    ):
         OpenEnv(image="none", action=SAY)
     with pytest.raises(ConfigError, match="image 'empty' starts no program"):
         OpenEnv(image="empty", action=SAY)
