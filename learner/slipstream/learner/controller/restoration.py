@@ -93,8 +93,12 @@ def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | Non
     """
     generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
     others: dict[str, JsonValue] = {} if lost is None else {"departed": True}
-    judged = [[name, n, ledger.judged_by(ServerKey(name, n))] for name, n, _ in generated]
-    if any(tokens for _, _, tokens in judged):
+    judged: list[JsonValue] = [
+        [name, epoch, tokens]
+        for name, epoch, _ in generated
+        if (tokens := ledger.judged_by(name, epoch))
+    ]
+    if judged:
         others["judged"] = judged
     journal.append("servers", generated=[list(entry) for entry in generated], **others)
 

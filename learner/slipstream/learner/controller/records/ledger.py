@@ -12,7 +12,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import TrajectoryId
+from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
 
 
@@ -42,9 +42,9 @@ class TokenLedger:
         """The entry of one server in `generated_by_server`."""
         return [(key.server_id, key.epoch, self._epochs.count(key).reported)]
 
-    def judged_by(self, key: ServerKey) -> int:
+    def judged_by(self, name: str, epoch: int) -> int:
         """Number of tokens that judges replied on one server."""
-        return self._epochs.count(key).judged
+        return self._epochs.count(ServerKey(ServerId(name), epoch)).judged
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""

@@ -6,6 +6,7 @@ import pytest
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import ServerId, TrajectoryId
@@ -71,11 +72,20 @@ def test_only_connected_servers_are_journaled_at_a_step():
     assert TokenLedger(epochs).generated_by_server() == [("a", 11, 5)]
 
 
+class ListJournal:
+    """Appends records to a list."""
+
+    def __init__(self, records: list[dict]) -> None:
+        self._records = records
+
+    def append(self, kind: str, **fields: object) -> None:
+        self._records.append({"kind": kind, **fields})
+
+
 def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> list[dict]:
     """The journal of a random run with 3,000 servers; `marked` as departures are marked now."""
     draw = random.Random(3)
     records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
-    mark = {"departed": True} if marked else {}
     for epoch in range(1, 3001):
         key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
         # Known by its lease before anything else.
@@ -91,9 +101,9 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         ledger.end(End.FAILED, ended)
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
         records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
-        entries = [list(entry) for entry in ledger.generated_by(key)]
-        by_judge = {"judged": [[key.server_id, epoch, ledger.judged_by(key)]]} if judged else {}
-        records.append({"kind": "servers", "generated": entries, **by_judge, **mark})
+        journal_servers(ListJournal(records), ledger, key)
+        if not marked:
+            del records[-1]["departed"]
         ledger.die(key)
         epochs.depart(key)
     return records
