@@ -112,6 +112,7 @@ class Answering:
                     return
                 opened.status = part.status or opened.status
                 opened.body += part.body
+                opened.is_whole = part.is_last
                 yield part
         finally:
             recorder.close(opened)

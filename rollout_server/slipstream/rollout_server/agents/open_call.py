@@ -60,5 +60,7 @@ class OpenCall:
     # What the client was sent; it is read when a later call may continue this one.
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
+    # Whether `body` has its last part; the whole of a stream is told by its events.
+    is_whole: bool = False
     is_answered: bool = False
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)

@@ -246,7 +246,8 @@ class Recorder:
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
             reply = None
-            if opened.turn is not None and opened.status == _OK and opened.body:
+            is_readable = opened.status == _OK and (opened.is_stream or opened.is_whole)
+            if opened.turn is not None and is_readable and opened.body:
                 reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
             if reply is not None and opened.turn is not None:
                 keys = reply_keys(self._as_messages(opened.path, reply))
