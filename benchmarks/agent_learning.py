@@ -5,7 +5,8 @@
 The agent (echo_agent.py) calls the model through OpenAI's client. Tasks, judge, settings and steps
 are equal; each repeat has a seed of its own, and both kinds run with it one after the other. Prints
 one table and writes benchmarks/results/agent_learning.json. A repeat takes about ten minutes on
-two cores, most of them the agent's.
+two cores, most of them the agent's. With `--folder` the runs stay there, and the same command goes
+on where it was cut off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import Spread, note, progress, table, write_result
-from quickstart_runs import Run, make_model, run_quickstart
+from quickstart_runs import Run, finished_run, make_model, run_quickstart
 
 NAME = "agent_learning"
 HERE = Path(__file__).resolve().parent
@@ -25,6 +26,9 @@ WARM_UP = 10
 AGENT = (
     "environments.0.reference=echo_agent:EchoAgent",
     "evaluations.0.reference=echo_agent:EchoAgent",
+    # To import OpenAI's client takes seconds, and longer on a busy machine.
+    "environments.0.timeout_s=120",
+    "evaluations.0.timeout_s=120",
 )
 KINDS: dict[str, tuple[str, ...]] = {"environment": (), "agent": AGENT}
 
@@ -38,9 +42,28 @@ def figures(run: Run) -> dict[str, Any]:
         "heldout": heldout,
         "last": heldout[max(heldout)],
         "tokens_per_s": sum(row["trained_tokens"] for row in measured) / seconds,
-        "wall_s": run.wall_s,
+        "wall_s": run.rows[-1]["wall_s"],
         "difference": run.summary["ledger"]["difference"],
     }
+
+
+def measure(folder: Path, repeats: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Makes the runs that are not finished in `folder`, and returns the figures of all of them."""
+    if not (folder / "model").exists():
+        make_model(folder)
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for repeat in range(repeats):
+        for kind, overrides in KINDS.items():
+            name = f"{kind}-{repeat}"
+            settings = [f"run.seed={repeat + 1}", f"run.steps={steps}", *overrides]
+            run = finished_run(folder, name)
+            if run is None or len(run.rows) < steps:
+                # The agent lies beside this file.
+                run = run_quickstart(folder, name, settings, cwd=HERE)
+            found[kind].append(figures(run))
+            note(NAME, {"kind": kind, **found[kind][-1]})
+            progress(f"{kind}, repeat {repeat}: {found[kind][-1]}")
+    return found
 
 
 def main() -> int:
@@ -48,21 +71,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps must be above {WARM_UP}, got {arguments.steps}")
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder)
-        for repeat in range(arguments.repeats):
-            for kind, overrides in KINDS.items():
-                settings = [f"run.seed={repeat + 1}", f"run.steps={arguments.steps}", *overrides]
-                # The agent lies beside this file.
-                run = run_quickstart(folder, f"{kind}-{repeat}", settings, cwd=HERE)
-                found[kind].append(figures(run))
-                note(NAME, {"kind": kind, **found[kind][-1]})
-                progress(f"{kind}, repeat {repeat}: {found[kind][-1]}")
+        found = measure(arguments.folder or Path(name), arguments.repeats, arguments.steps)
     rows = [
         [
             kind,

@@ -86,13 +86,13 @@ def versions(*more: str) -> dict[str, str]:
 
 def command() -> str:
     """Returns the command line of this process, without the places of files on this machine."""
-    return re.sub(r" --(out|model-folder)[ =]\S+", "", " ".join(["python", *sys.argv]))
+    return re.sub(r" --(out|folder|model-folder)[ =]\S+", "", " ".join(["python", *sys.argv]))
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns a benchmark's arguments and their defaults, without the places of files."""
     told = vars(arguments).items()
-    return {key: str(value) for key, value in told if key not in ("out", "model_folder")}
+    return {key: str(value) for key, value in told if key not in ("out", "folder", "model_folder")}
 
 
 def visible(places: Sequence[int]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "configs" / "quickstart.toml"
-# Limit of a run, which takes a minute or two; its processes end with the command.
-RUN_LIMIT_S = 1800.0
+# Limit of a run, most of which take a minute or two; its processes end with the command.
+RUN_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def run_quickstart(
 ) -> Run:
     """Makes one whole run in `folder`, which holds the model; environments may lie in `cwd`.
 
-    RuntimeError with the end of its stderr when it fails; subprocess.TimeoutExpired after
-    RUN_LIMIT_S.
+    A run that was cut off there goes on. RuntimeError with the end of its stderr when it fails;
+    subprocess.TimeoutExpired after RUN_LIMIT_S.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -69,9 +69,21 @@ def run_quickstart(
     )
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return _read(folder / name, time.monotonic() - started_s)
+
+
+def finished_run(folder: Path, name: str) -> Run | None:
+    """Returns a run that lies finished in `folder`, or None; its `wall_s` is that of its steps."""
+    summary = folder / name / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["state"] != "finished":
+        return None
+    return _read(folder / name)
+
+
+def _read(run_folder: Path, wall_s: float | None = None) -> Run:
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     everything = [json.loads(line) for line in lines]
     rows = [row for row in everything if "step" in row]
     evaluations = [row for row in everything if "evaluation_step" in row]
-    summary = json.loads((folder / name / "summary.json").read_text())
-    return Run(rows, evaluations, summary, time.monotonic() - started_s)
+    summary = json.loads((run_folder / "summary.json").read_text())
+    return Run(rows, evaluations, summary, rows[-1]["wall_s"] if wall_s is None else wall_s)

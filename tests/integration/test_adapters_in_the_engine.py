@@ -18,7 +18,12 @@ from safetensors.torch import load_file  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling  # noqa: E402
+from slipstream.rollout_server.engine_interface import (  # noqa: E402
+    Generation,
+    LoadedWeights,
+    Sampling,
+    TextOptions,
+)
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
 from support.fakes.plain_matrices import keep_matrices_plain  # noqa: E402
 from support.fakes.tiny_models import make_model_folder  # noqa: E402
@@ -217,6 +222,36 @@ async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Ri
         tokens = SEQUENCE + reply.token_ids.tolist()
         gaps = np.abs(rig.expected(rig.base, second, tokens)[-new:] - reply.logprobs[-new:])
         assert gaps.mean() < 1e-4
+
+
+async def test_the_start_replies_beside_the_adapters_and_is_counted_apart(rig: Rig) -> None:
+    first = adapters_for(rig.base, 1)
+    await rig.publish(rig.base, first)
+    before, prompt = rig.engine.use(), [(3 * n) % 20 + 4 for n in range(40)]
+
+    async def start(name: str) -> Generation:
+        options = TextOptions(by_start=True)
+        stream = rig.engine.stream(name, prompt, SAMPLING, 60, options=options)
+        return [part async for part in stream][-1].generation
+
+    judged, policy, *more = await asyncio.gather(
+        start("judge/a"),
+        rig.engine.generate("a", prompt, SAMPLING, 60),
+        start("judge/b"),
+        rig.engine.generate("b", prompt, SAMPLING, 60),
+    )
+    # No prefix that the other one has cached is taken either.
+    again = await start("judge/c"), await rig.engine.generate("c", prompt, SAMPLING, 60)
+    for reply, adapters in ((judged, {}), (policy, first), (again[0], {}), (again[1], first)):
+        tokens = prompt + reply.token_ids.tolist()
+        gaps = np.abs(rig.expected(rig.base, adapters, tokens)[-60:] - reply.logprobs)
+        assert gaps.mean() < 1e-4
+        other = rig.expected(rig.base, {} if adapters else first, tokens)[-60:]
+        assert np.abs(other - reply.logprobs).mean() > 1e-2
+    use = rig.engine.use()
+    assert use.judged_tokens - before.judged_tokens == 180
+    assert use.generated_tokens - before.generated_tokens == 360
+    assert use.returned_tokens - before.returned_tokens == 360
 
 
 async def test_no_cached_prefix_crosses_adapters(rig: Rig) -> None:

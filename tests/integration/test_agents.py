@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -229,6 +230,81 @@ async def test_a_reply_at_a_length_ends_so_and_can_be_continued(rig) -> None:
     (branch,) = rig.recorder.conversations.branches
     text = rig.engine.tokenizer.decode(branch.token_ids)
     assert "You s<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n" in text
+
+
+@pytest.mark.parametrize("streams", [(0, 0, 0), (1, 1, 1), (0, 1, 0)])
+async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
+    client, previous = rig.openai(), None
+    asked = {"model": "m", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    new: Any = "call 4"
+    for stream in streams:
+        options = {"input": new, **({"previous_response_id": previous} if previous else {})}
+        if stream:
+            async with client.responses.stream(**asked, **options) as events:
+                async for _ in events:
+                    pass
+                answer = await events.get_final_response()
+        else:
+            answer = await client.responses.create(**asked, **options)
+        previous = answer.id
+        calls = [item for item in answer.output if item.type == "function_call"]
+        new = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": f"call {n}"}
+            for n, call in enumerate(calls)
+        ]
+    assert rig.runs() == [3]
+
+
+async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -> None:
+    client = rig.openai()
+    asked = {"model": "m", "input": [QUESTION]}
+    first, second = [await client.responses.create(**asked) for _ in range(2)]
+    assert first.output_text == second.output_text
+    for answer in (second, first, second):
+        await client.responses.create(model="m", input="more", previous_response_id=answer.id)
+    # The last one begins behind the second, which has gone on already.
+    assert rig.runs() == [2, 2, 1]
+    continued, again = rig.engine.samples[-3], rig.engine.samples[-1]
+    assert continued.prompt == again.prompt
+    branches = rig.recorder.conversations.branches
+    assert [branch.logprobs[0].tolist() for branch in branches[:2]] == [
+        pytest.approx(rig.engine.samples[n].logprobs) for n in (0, 1)
+    ]
+    assert branches[1].logprobs[1].tolist() == pytest.approx(continued.logprobs)
+
+
+async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -> None:
+    client = rig.openai()
+    first = await client.responses.create(model="m", input="hi", instructions="Be short.")
+    for instructions in ("Be short.", "Be long."):
+        await client.responses.create(
+            model="m",
+            input="more",
+            instructions=instructions,
+            previous_response_id=first.id,
+        )
+    assert rig.runs() == [2, 1]
+
+
+@pytest.mark.parametrize("kind", ["never", "not stored", "of another episode"])
+async def test_a_previous_response_that_is_not_known_is_openais_error(rig, kind) -> None:
+    client, previous = rig.openai(), "resp_0"
+    if kind != "never":
+        stored = kind == "of another episode"
+        answer = await client.responses.create(model="m", input="hi", store=stored)
+        previous = answer.id
+    if kind == "of another episode":
+        await rig.closed()
+        rig.check()
+        rig.begin()
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.responses.create(model="m", input="more", previous_response_id=previous)
+    assert raised.value.body == {
+        "type": "invalid_request_error",
+        "message": f"Previous response with id '{previous}' not found.",
+        "param": "previous_response_id",
+        "code": "previous_response_not_found",
+    }
 
 
 @pytest.mark.parametrize("kind", ["chat", "anthropic", "responses"])

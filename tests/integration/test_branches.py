@@ -14,7 +14,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
 
 TOKENS = 5
-BRANCHES = (Branch(2), Branch(2, 0.5, "reviewer"))
+BRANCHES = (Branch(2), Branch(2, 0.5, "reviewer", -2.5))
 SAMPLING = {"sampling__max_turns": 2, "sampling__max_total_tokens": 80}
 
 
@@ -49,7 +49,8 @@ async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_p
     for line in map(json.loads, lines):
         first, second = line["branches"]
         assert (first["after"], second["after"]) == (None, {"branch": 0, "turns": 1})
-        assert (second["name"], second["share"], second["sampled_tokens"]) == ("reviewer", 0.5, 2)
+        assert (second["name"], second["share"], second["reward"]) == ("reviewer", 0.5, -2.5)
+        assert (first["reward"], second["sampled_tokens"]) == (None, 2)
 
 
 async def test_the_journal_gives_back_the_branches_that_were_trained(tmp_path) -> None:

@@ -281,7 +281,7 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     found = settings.lora_config
     assert found is not None
     # The next rank for which vLLM has kernels.
-    assert (found.max_lora_rank, found.max_loras) == (32, 1)
+    assert (found.max_lora_rank, found.max_loras) == (32, 2)
     assert found.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 

@@ -156,7 +156,10 @@ def ask(model):
     clerk = agents.Agent(name="clerk", instructions="Use the tool.", tools=[add], model=model)
     result = agents.Runner.run_sync(clerk, "{task}")
     assert result.final_output == "It is 5.", result
-ask("any")
+    return clerk, result.last_response_id
+clerk, previous = ask("any")
+more = agents.Runner.run_sync(clerk, "Sure?", previous_response_id=previous)
+assert more.final_output == "I am.", more
 client = openai.AsyncOpenAI()
 ask(agents.OpenAIChatCompletionsModel("any", openai_client=client))
 """
@@ -165,11 +168,11 @@ ask(agents.OpenAIChatCompletionsModel("any", openai_client=client))
 @needs("agents")
 async def test_openai_agents(rig: AgentRig, model: Model) -> None:
     program = Command([str(PYTHON.absolute()), "-c", OPENAI_AGENTS], ["2 + 3"])
-    replies = [tool("add", a=2, b=3), "It is 5."]
+    replies = [tool("add", a=2, b=3), "It is 5.", "I am."]
     episode = await finished(rig, model, replies, program)
     paths = [call.path for call in episode.calls]
-    assert paths == ["/v1/responses"] * 2 + ["/v1/chat/completions"] * 2
-    assert rig.runs() == [2, 2]
+    assert paths == ["/v1/responses"] * 3 + ["/v1/chat/completions"] * 2
+    assert rig.runs() == [3, 2]
 
 
 MINI_SWE_AGENT = """

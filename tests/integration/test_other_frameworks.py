@@ -49,6 +49,8 @@ from support.rigs.run_processes import (
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
 
 FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
+# An image that answers as the environment of `openenv init` does; its tests need Docker.
+IMAGE = os.environ.get("SLIPSTREAM_OPENENV_IMAGE", "")
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.client.frameworks.verifiers:Verifiers"
@@ -405,6 +407,48 @@ async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> N
         for name in names
     ]
     assert were_trained(await trained(tmp_path, entries)) == set(names)
+
+
+@pytest.mark.skipif(not IMAGE, reason="SLIPSTREAM_OPENENV_IMAGE names no image of an echo server")
+async def test_a_container_of_openenv_ends_with_the_process_that_started_it() -> None:
+    args = {"image": IMAGE, "image_options": ["--memory", "1g"], "action": {"message": "{reply}"}}
+    program = [sys.executable, "-c", PLAYS_IN_A_CONTAINER, json.dumps(args)]
+    worker = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert worker.stdout is not None
+        async with asyncio.timeout(LIMIT_S):
+            # The server's own lines come first.
+            while (line := await worker.stdout.readline()) != b"You said: hello\n":
+                assert line, "the worker ended"
+            assert len(containers()) == 1
+            worker.kill()
+            while containers():
+                await asyncio.sleep(0.2)
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+        await worker.wait()
+
+
+PLAYS_IN_A_CONTAINER = """
+import asyncio, copy, json, sys
+from slipstream.client.frameworks.openenv import OpenEnv
+
+async def main():
+    game = OpenEnv(**json.loads(sys.argv[1]), observation="You said: {echoed_message}")
+    episode = copy.copy(game)
+    await episode.reset({"seed": 0})
+    print((await episode.step("hello")).messages[0].content, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def containers() -> list[str]:
+    """The ids of the containers of IMAGE that run."""
+    asked = ["docker", "ps", "--quiet", "--filter", f"ancestor={IMAGE}"]
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.slow

@@ -15,10 +15,12 @@ pytest.importorskip("openai")
 from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
 from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 from support.fakes import letter_agents  # noqa: E402
+from support.rigs.adapter_runs import LORA  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     command,
     connection,
+    run_command,
     summary_of,
     until_status,
     until_step,
@@ -111,6 +113,33 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
     twice = [t for t in found if t.metrics.get("attempts") == 2.0]
     assert twice
     assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
+
+
+@pytest.mark.slow
+def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    entry = {"name": "asks", "reference": "user_agents:AsksTheStart", "timeout_s": 60.0}
+    learning = {"lora": LORA, "algorithm__learning_rate": 2e-2, "weights__verify_every": 2}
+    write_config(
+        agents_folder(tmp_path),
+        tiny_model,
+        run__steps=8,
+        environments=[entry],
+        **SIZES,
+        **learning,
+    )
+    run = run_command("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
+    assert run.returncode == 0, run.stdout + run.stderr
+    summary = summary_of(tmp_path / "run")
+    check_ledger(summary)
+    found = trajectories(tmp_path / "run")
+    # Many versions sampled the replies; the judge said the same thing beside all of them.
+    assert len({span.version.step for t in found for span in t.version_spans}) > 3
+    assert len({t.metrics["said"] for t in found}) == 1
+    assert all(len(t.branches) <= 1 for t in found)
+    judged = sum(int(t.metrics["judge_tokens"]) for t in found)
+    assert summary["ledger"]["judged"] >= judged > 0
 
 
 @pytest.mark.slow

@@ -42,8 +42,18 @@ class Endpoint:
         """
         if BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")
-        unnamed = self.anthropic_url.partition("/b/")[0]
-        return Endpoint(f"{unnamed}/b/{name}", self.api_key)
+        return Endpoint(f"{self._root}/b/{name}", self.api_key)
+
+    def judge(self) -> Endpoint:
+        """Returns the endpoint at which the model as the run started replies, with temperature 0.
+
+        It needs `lora.publish = "adapters"`. None of its tokens are trained.
+        """
+        return Endpoint(f"{self._root}/judge", self.api_key)
+
+    @property
+    def _root(self) -> str:
+        return self.anthropic_url.partition("/b/")[0].removesuffix("/judge")
 
     def variables(self) -> dict[str, str]:
         """Returns the variables with which most programs find the endpoint."""
@@ -64,12 +74,14 @@ class AgentOutcome:
     """The result of one run of an agent.
 
     `reward` and `metrics` are as in StepResult. `shares` gives the part of the episode's advantage
-    that a named branch gets; every other branch gets 1.
+    that a named branch gets; every other branch gets 1. A named branch in `rewards` has that reward
+    in place of the episode's, and is compared with the branches of its name in the group alone.
     """
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class AgentEnvironment(Environment[Task]):

@@ -108,7 +108,8 @@ def agent_result(result: object) -> pb.AgentResult:
     made = pb.AgentResult(
         reward=_finite(result.reward, "the reward"),
         metrics=_metrics(result.metrics),
-        shares=_shares(result.shares),
+        shares=_by_branch(result.shares, "shares", "share"),
+        rewards=_by_branch(result.rewards, "rewards", "reward"),
     )
     return _bounded(made)
 
@@ -127,14 +128,14 @@ def _metrics(metrics: object) -> dict[str, float]:
     return {str(name): _finite(value, f"the metric {name!r}") for name, value in metrics.items()}
 
 
-def _shares(shares: object) -> dict[str, float]:
-    if not isinstance(shares, Mapping):
-        raise environment_failed(f"shares must map branches to numbers, got {_show(shares)}")
-    for name in shares:
+def _by_branch(numbers: object, several: str, one: str) -> dict[str, float]:
+    if not isinstance(numbers, Mapping):
+        raise environment_failed(f"{several} must map branches to numbers, got {_show(numbers)}")
+    for name in numbers:
         if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
-            what = "shares are of branches, with names of 1 to 64 letters, digits and ._:+-"
+            what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
             raise environment_failed(f"{what}, got {_show(name)}")
-    return {name: _finite(value, f"the share of {name!r}") for name, value in shares.items()}
+    return {name: _finite(value, f"the {one} of {name!r}") for name, value in numbers.items()}
 
 
 def _finite(value: object, what: str) -> float:

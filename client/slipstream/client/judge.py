@@ -10,13 +10,19 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from slipstream.client.agent import Endpoint
 from slipstream.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 ANSWERS = ("number", "json")
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FIELD = re.compile(r"\{(\w+)\}")
+# Stands where each call names its own address.
+_NOWHERE = "http://127.0.0.1:0/v1"
 # Characters of a judge's words that an error shows.
 MAX_SHOWN = 200
 
@@ -31,6 +37,9 @@ class Judge:
         judge = Judge("http://127.0.0.1:9000/v1", "judge", prompt="From 0 to 10: {reply}")
         score = await judge.score({"reply": reply})
 
+    Without `base_url` the run's own servers judge: `judge.score(fields, endpoint)`, with the
+    endpoint of an agent's episode; see `Endpoint.judge`.
+
     One instance serves all episodes of a worker: make it in `__init__`. At most `max_open` calls
     are open at one time. The openai package repeats a call up to `max_retries` times after 408,
     409, 429, 5xx, a broken connection or `timeout_s`, later each time, or when `retry-after` says.
@@ -38,8 +47,8 @@ class Judge:
 
     def __init__(
         self,
-        base_url: str,
-        model: str,
+        base_url: str = "",
+        model: str = "any",
         *,
         prompt: str,
         api_key: str = "none",
@@ -71,15 +80,11 @@ class Judge:
             ),
             (FIELD.search(prompt), f"prompt must name a field, such as {{reply}}, got {prompt!r}"),
         )
-        try:
-            import openai
-        except ModuleNotFoundError as error:
-            raise ConfigError("a judge needs the package openai: pip install openai") from error
-        self._openai = openai
-        self._client = openai.AsyncOpenAI(
-            base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=max_retries
+        self._client = openai_client(base_url or _NOWHERE, api_key).with_options(
+            timeout=timeout_s, max_retries=max_retries
         )
-        self._name = f"the judge {model} at {base_url}"
+        self._is_anywhere = bool(base_url)
+        self._name = f"the judge {model} at {base_url}" if base_url else "the judge"
         self._model = model
         self._prompt = prompt
         self._answer = answer
@@ -87,18 +92,24 @@ class Judge:
         self._max_tokens = max_tokens
         self._open = asyncio.Semaphore(max_open)
 
-    async def score(self, fields: Mapping[str, str]) -> float:
-        """Returns the judge's number; JudgeError names why there is none."""
+    async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
+        """Returns the judge's number; JudgeError names why there is none.
+
+        With the `endpoint` of an episode the model as the run started judges.
+        """
+        import openai
+
+        client = self._client_at(endpoint)
         text = FIELD.sub(lambda found: fields.get(found[1], found[0]), self._prompt)
         async with self._open:
             try:
-                answer = await self._client.chat.completions.create(
+                answer = await client.chat.completions.create(
                     model=self._model,
                     messages=[{"role": "user", "content": text}],
                     max_tokens=self._max_tokens,
                     temperature=0.0,
                 )
-            except self._openai.OpenAIError as error:
+            except openai.OpenAIError as error:
                 kind = type(error).__name__
                 raise JudgeError(f"{self._name} failed: {kind}: {_short(str(error))}") from error
         if not answer.choices:
@@ -114,6 +125,14 @@ class Judge:
         """Returns where a score lies between `lowest` and `highest`, from 0 to 1."""
         return (score - self._lowest) / (self._highest - self._lowest)
 
+    def _client_at(self, endpoint: Endpoint | None) -> AsyncOpenAI:
+        if endpoint is not None:
+            judge = endpoint.judge()
+            return self._client.with_options(base_url=judge.base_url, api_key=judge.api_key)
+        if not self._is_anywhere:
+            raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
+        return self._client
+
     def _read(self, text: str) -> float:
         score = _only_number(text) if self._answer == "number" else _field_score(text)
         if score is None:
@@ -127,6 +146,15 @@ class Judge:
                 f"{self._name} must score from {self._lowest:g} to {self._highest:g}, got {score:g}"
             )
         return score
+
+
+def openai_client(base_url: str = _NOWHERE, api_key: str = "none") -> AsyncOpenAI:
+    """Returns a client of OpenAI's API; ConfigError where the package is missing."""
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise ConfigError("a judge needs the package openai: pip install openai") from error
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
 
 
 def _check(*rules: tuple[object, str]) -> None:

@@ -102,7 +102,8 @@ def status_lines(run: RunStatus) -> list[str]:
         f"{ledger.queued:,} queued, {ledger.in_flight:,} in flight, {ledger.failed:,} failed, "
         f"{ledger.cancelled:,} cancelled, {ledger.filtered:,} filtered, "
         f"{ledger.quarantined:,} quarantined, {ledger.set_aside:,} set aside, "
-        f"{ledger.evaluated:,} evaluated, {ledger.lost:,} lost; difference {ledger.difference}"
+        f"{ledger.evaluated:,} evaluated, {ledger.judged:,} judged, {ledger.lost:,} lost; "
+        f"difference {ledger.difference}"
     )
     rows = [("server", "state", "version", "groups", "episodes", "generated", "cause")]
     rows += [

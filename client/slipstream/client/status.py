@@ -80,6 +80,8 @@ class Ledger:
     evaluated: int
     # Tokens of batches that could not be trained.
     set_aside: int
+    # Tokens of judges that the run's own servers are.
+    judged: int
     queued: int
     in_flight: int
     lost: int
@@ -190,6 +192,7 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
             quarantined=ledger.quarantined,
             evaluated=ledger.evaluated,
             set_aside=ledger.set_aside,
+            judged=ledger.judged,
             queued=ledger.queued,
             in_flight=ledger.in_flight,
             lost=ledger.lost,

@@ -34,7 +34,7 @@ from slipstream.v1 import trajectory_pb2 as pb
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
 # To look a member up by its value takes longer than to decode a small message.
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
@@ -111,7 +111,12 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         reply_text=trajectory.reply_text,
         routed_experts=routed,
         branches=[
-            pb.Branch(num_runs=branch.num_runs, share=branch.share, name=branch.name)
+            pb.Branch(
+                num_runs=branch.num_runs,
+                share=branch.share,
+                name=branch.name,
+                reward=branch.reward,
+            )
             for branch in trajectory.branches
         ],
         is_given=trajectory.is_given,
@@ -170,7 +175,13 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         reply_text=message.reply_text,
         routed_experts=experts_from_pb(message),
         branches=tuple(
-            Branch(branch.num_runs, branch.share, branch.name) for branch in message.branches
+            Branch(
+                branch.num_runs,
+                branch.share,
+                branch.name,
+                branch.reward if branch.HasField("reward") else None,
+            )
+            for branch in message.branches
         ),
         is_given=message.is_given,
     )
@@ -245,6 +256,11 @@ def _check_branches(trajectory: Trajectory) -> None:
     for branch in trajectory.branches:
         if not math.isfinite(branch.share):
             raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+        if branch.reward is not None and not math.isfinite(branch.reward):
+            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
+    rewards = {branch.name: branch.reward for branch in trajectory.branches}
+    if any(branch.reward != rewards[branch.name] for branch in trajectory.branches):
+        raise ProtocolError(f"{name}: branches of one name must have one reward")
 
 
 def _check(trajectory: Trajectory) -> None:

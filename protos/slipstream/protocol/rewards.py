@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Status, Trajectory
+from slipstream.protocol.types import Branch, Status, Trajectory
 
 
 def overlong_penalty(reply_tokens: int, *, limit: int, cache_tokens: int) -> float:
@@ -19,17 +20,31 @@ def overlong_penalty(reply_tokens: int, *, limit: int, cache_tokens: int) -> flo
     return min(max((reply_tokens - (limit - cache_tokens)) / cache_tokens, 0.0), 1.0)
 
 
-def shaped_reward(trajectory: Trajectory, config: Config) -> float:
-    """Returns the environment's reward less the penalty for the longest reply."""
-    overlong = config.algorithm.overlong
-    if not overlong.penalty:
-        return trajectory.reward
-    share = overlong_penalty(
-        max(trajectory.run_lengths[1::2], default=0),
-        limit=config.sampling.max_reply_tokens,
-        cache_tokens=overlong.cache_tokens,
-    )
-    return trajectory.reward - overlong.penalty * share
+def side_of(branch: Branch) -> str:
+    """Returns the side of an episode that a branch is on.
+
+    All branches of a name with a reward of its own are one side; "" is all others.
+    """
+    return "" if branch.reward is None else branch.name
+
+
+def shaped_rewards(trajectory: Trajectory, config: Config) -> dict[str, float]:
+    """Returns the reward of each side less the penalty for the episode's longest reply.
+
+    The sides are in the order of their first branches; an episode without branches is one side.
+    """
+    overlong, penalty = config.algorithm.overlong, 0.0
+    if overlong.penalty:
+        penalty = overlong.penalty * overlong_penalty(
+            max(trajectory.run_lengths[1::2], default=0),
+            limit=config.sampling.max_reply_tokens,
+            cache_tokens=overlong.cache_tokens,
+        )
+    sides = {side_of(branch): branch.reward for branch in trajectory.branches} or {"": None}
+    return {
+        side: (trajectory.reward if reward is None else reward) - penalty
+        for side, reward in sides.items()
+    }
 
 
 def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
@@ -41,14 +56,16 @@ def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
 
 
 def has_variance(group: Iterable[Trajectory], config: Config) -> bool:
-    """Whether two counted episodes of a group have different rewards, penalties included.
+    """Whether two counted episodes of a group have different rewards on one side of theirs.
+
+    Penalties are included.
 
     Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
     equal rewards.
     """
-    rewards = {
-        shaped_reward(trajectory, config)
-        for trajectory in group
-        if is_counted(trajectory, config.algorithm)
-    }
-    return len(rewards) > 1
+    rewards: dict[str, set[float]] = defaultdict(set)
+    for trajectory in group:
+        if is_counted(trajectory, config.algorithm):
+            for side, reward in shaped_rewards(trajectory, config).items():
+                rewards[side].add(reward)
+    return any(len(different) > 1 for different in rewards.values())

@@ -115,12 +115,14 @@ class Branch:
     """One conversation of an episode: an even number of runs, the first of them context.
 
     The tokens that were sampled in it get the episode's advantage times `share`. `name` is the name
-    under which the agent asked for it, or empty.
+    under which the agent asked for it, or empty. All branches of one name have the same `reward`;
+    None: they have the episode's.
     """
 
     num_runs: int
     share: float = 1.0
     name: str = ""
+    reward: float | None = None
 
 
 class TokenSequence(NamedTuple):

@@ -296,7 +296,7 @@ class AgentCall(_message.Message):
     def __init__(self, call: _Optional[int] = ..., method: _Optional[str] = ..., path: _Optional[str] = ..., headers: _Optional[_Iterable[_Union[HttpHeader, _Mapping]]] = ..., body: _Optional[bytes] = ..., branch: _Optional[str] = ..., is_abandoned: bool = ...) -> None: ...
 
 class AgentResult(_message.Message):
-    __slots__ = ("reward", "metrics", "shares")
+    __slots__ = ("reward", "metrics", "shares", "rewards")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -311,13 +311,22 @@ class AgentResult(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class RewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     REWARD_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
     reward: float
     metrics: _containers.ScalarMap[str, float]
     shares: _containers.ScalarMap[str, float]
-    def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    rewards: _containers.ScalarMap[str, float]
+    def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ..., rewards: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("reward", "done", "messages", "metrics", "tools_json", "given_reply")

@@ -84,14 +84,16 @@ class RoutedExperts(_message.Message):
     def __init__(self, expert_ids: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., num_experts: _Optional[int] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("num_runs", "share", "name")
+    __slots__ = ("num_runs", "share", "name", "reward")
     NUM_RUNS_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
     num_runs: int
     share: float
     name: str
-    def __init__(self, num_runs: _Optional[int] = ..., share: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
+    reward: float
+    def __init__(self, num_runs: _Optional[int] = ..., share: _Optional[float] = ..., name: _Optional[str] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches", "is_given")

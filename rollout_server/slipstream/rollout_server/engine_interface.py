@@ -105,10 +105,12 @@ class TextOptions:
 
     `stop` holds beside the texts of `Sampling`. `num_logprobs` most probable tokens are returned
     for each position, with the sampled one; None: none. `is_streamed`: parts come while the reply
-    is sampled. `with_stop`: the text ends with the stop text.
+    is sampled. `by_start`: the model as the run started samples it, see `Engine.keeps_start`.
+    `with_stop`: the text ends with the stop text.
     """
 
     is_streamed: bool = False
+    by_start: bool = False
     stop: tuple[str, ...] = ()
     seed: int | None = None
     num_logprobs: int | None = None
@@ -137,7 +139,8 @@ class EngineUse:
     """The counters of an engine since its start.
 
     `generated_tokens` is counted where the engine hands out tokens, without those of probes. Of
-    them `returned_tokens` belong to generations that ended. `busy_intervals` (Unix clock) are those
+    them `returned_tokens` belong to generations that ended; of those the model as the run started
+    sampled `judged_tokens`. `busy_intervals` (Unix clock) are those
     since the last call of `use`; an interval that is still open is cut there.
     """
 
@@ -146,6 +149,7 @@ class EngineUse:
     open_requests: int
     busy_s: float
     busy_intervals: tuple[tuple[float, float], ...]
+    judged_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,11 @@ class Engine(Protocol):
     @property
     def version(self) -> PolicyVersion | None:
         """The version of the newest `resume`; None before the first."""
+        ...
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the model as the run started can sample too: the weights without the adapter."""
         ...
 
     @property

@@ -47,6 +47,8 @@ class FakeEngine:
     num_workers = 1
     max_model_len = 64
     num_experts = 4
+    # Whether the model as the run started can sample too.
+    keeps_start = False
     vllm_parts: Any = None
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class FakeEngine:
         self._changed = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._generated = 0
-        self._returned = 0
+        self._returned = self._judged = 0
         self._clock = UseClock()
 
     def use(self) -> EngineUse:
@@ -83,6 +85,7 @@ class FakeEngine:
             open_requests=len(self._requests),
             busy_s=self._clock.busy_s,
             busy_intervals=self._clock.take_intervals(),
+            judged_tokens=self._judged,
         )
 
     def let_go(self, limit: int | None = None) -> None:
@@ -136,6 +139,7 @@ class FakeEngine:
             request_id, prompt_token_ids, sampling, max_tokens, experts_from=experts_from
         )
         tokens = generation.token_ids.tolist()
+        self._judged += len(tokens) if options.by_start else 0
         yield TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
 
     async def cancel(self, request_id: str) -> None:

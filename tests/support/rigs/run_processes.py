@@ -308,7 +308,8 @@ def check_ledger(summary: dict) -> None:
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
     assert ledger["difference"] == 0, ledger
     assert ledger["queued"] == ledger["in_flight"] == 0, ledger
-    assert ledger["generated"] == sum(ledger[end] for end in (*ends, "set_aside", "lost")), ledger
+    others = ("set_aside", "judged", "lost")
+    assert ledger["generated"] == sum(ledger[end] for end in (*ends, *others)), ledger
 
 
 def plain_loop(*arguments: object) -> list[dict]:

@@ -8,16 +8,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
+from slipstream.client.builtin.judged import JudgedByStart
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.witness import CallWitness
 from slipstream.protocol.call_record import CallRecord
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.errors import ConfigError, EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.scripted_server import (
@@ -82,6 +84,7 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
                 reward=float(replies == ["TWO", "AGAIN"]),
                 metrics={"turns": len(replies)},
                 shares={"reviewer": 0.5},
+                rewards={"player-1": -2.0},
             )
 
     play, answer = await played(Asks(), task_index=1)
@@ -89,6 +92,7 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
     assert result.reward == 1.0
     assert dict(result.metrics) == {"turns": 2.0}
     assert dict(result.shares) == {"reviewer": 0.5}
+    assert dict(result.rewards) == {"player-1": -2.0}
     assert [call.call for call in play.calls] == [1, 2]
     first = play.calls[0]
     assert (first.method, first.path, first.branch) == ("POST", "/v1/chat/completions", "")
@@ -170,6 +174,45 @@ async def test_branches_carry_their_names() -> None:
         ("reviewer", "/v1/chat/completions"),
         ("a:b+c", "/v1/chat/completions"),
     ]
+
+
+async def test_calls_to_the_judge_have_a_path_of_their_own() -> None:
+    class Two(Agent):
+        async def run(self, task, endpoint):
+            judge = endpoint.branch("a").judge()
+            for each in (judge, judge.judge(), judge.branch("b")):
+                async with chat(each) as client:
+                    await say(client, task)
+            return 0.0
+
+    play, _ = await played(Two())
+    assert [(call.branch, call.path) for call in play.calls] == [
+        ("", "/judge/v1/chat/completions"),
+        ("", "/judge/v1/chat/completions"),
+        ("b", "/v1/chat/completions"),
+    ]
+
+
+async def test_a_judge_of_the_run_scores_what_the_model_replied(tmp_path: Path) -> None:
+    (tmp_path / "topics.jsonl").write_text(json.dumps({"question": "the sea"}))
+    agent = JudgedByStart(str(tmp_path / "topics.jsonl"), "How good is {reply} about {question}?")
+
+    async def replies(call):
+        asked = json.loads(call.body)["messages"][-1]["content"]
+        is_judge = call.path.startswith("/judge/")
+        yield as_json(chat_reply("Well.\n7.5" if is_judge else asked.upper()))
+
+    play, answer = await played(agent, replies)
+    assert answer.agent_result.reward == 0.75
+    assert dict(answer.agent_result.metrics) == {"score": 7.5}
+    asked = [json.loads(call.body)["messages"][-1]["content"] for call in play.calls]
+    assert asked == ["the sea", "How good is THE SEA about the sea?"]
+
+
+@pytest.mark.parametrize("name", ["base_url", "model", "api_key_file"])
+def test_a_judge_of_the_run_has_no_address(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be left out: the run's own servers judge"):
+        JudgedByStart(str(tmp_path / "topics.jsonl"), "{reply}", **{name: "x"})
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 65, "ä"])
@@ -356,6 +399,8 @@ class Raises(Agent):
                 return float("nan")
             case "share":
                 return AgentOutcome(1.0, shares={"a/b": 1.0})
+            case "rewards":
+                return AgentOutcome(1.0, rewards={"a/b": 1.0})
             case _:
                 async with chat(endpoint) as client:
                     return float(await say(client, task))
@@ -381,6 +426,7 @@ class RaisesPlainly(Raises):
         (Raises("none"), "run() must return a number or an AgentOutcome, got None"),
         (Raises("nan"), "the reward must be a finite number, got nan"),
         (Raises("share"), "shares are of branches, with names of 1 to 64"),
+        (Raises("rewards"), "rewards are of branches, with names of 1 to 64"),
         (Raises("refused"), "BadRequestError: Error code: 400"),
         (RaisesPlainly("raise"), "KeyError: 'x' (test_agents.py:"),
         (RaisesPlainly("exit"), "SystemExit: 3 (test_agents.py:"),

@@ -177,7 +177,7 @@ def test_the_page_shows_context_and_samples_of_each_turn() -> None:
 
 def test_the_page_shows_all_that_is_known_of_a_branch() -> None:
     script = (Path(folders.__file__).parent / "page.js").read_text()
-    for name in ("name", "share", "sampled_tokens", "turns"):
+    for name in ("name", "reward", "share", "sampled_tokens", "turns"):
         assert f"branch.{name}" in script
     assert "other.after?.branch === place" in script
 

@@ -264,3 +264,8 @@ def test_a_judged_environment_says_what_cannot_work(
     with pytest.raises(ConfigError) as refused:
         Judged(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
     assert said in str(refused.value)
+
+
+async def test_a_judge_without_an_address_needs_the_endpoint_of_an_episode() -> None:
+    with pytest.raises(JudgeError, match="needs the endpoint of an agent's episode"):
+        await Judge(prompt=PROMPT).score({"reply": "x"})

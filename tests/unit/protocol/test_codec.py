@@ -123,6 +123,13 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
         ({"branches": (Branch(1), Branch(1))}, "must have an even number of runs, got 1"),
         ({"branches": (Branch(2), Branch(0))}, "must have an even number of runs, got 0"),
         ({"branches": (Branch(2), Branch(2))}, "branches of 4 runs, but 2 runs"),
+        (
+            {
+                "run_lengths": (2, 2, 2, 2),
+                "branches": (Branch(2, 1.0, "a", 1.0), Branch(2, 1.0, "a", 2.0)),
+            },
+            "branches of one name must have one reward",
+        ),
     ],
 )
 def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(
@@ -238,3 +245,12 @@ def test_a_trajectory_is_one_sequence_for_each_branch() -> None:
 def test_versions_are_ordered_by_incarnation_first_and_written_shortly() -> None:
     assert PolicyVersion(0, 9) < PolicyVersion(1, 2)
     assert (str(PolicyVersion(0, 9)), str(PolicyVersion(1, 2))) == ("9", "2/1")
+
+
+@pytest.mark.parametrize("reward", [None, 0.0, -2.5])
+def test_a_branch_keeps_its_own_reward_or_none(reward: float | None) -> None:
+    episode = dataclasses.replace(
+        make_trajectory(4, 4), branches=(Branch(2, 1.0, "player-0", reward),)
+    )
+    (branch,) = trajectory_from_pb(trajectory_to_pb(episode)).branches
+    assert branch.reward == reward

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 from pydantic import JsonValue
-from slipstream.protocol.rewards import has_variance, is_counted, overlong_penalty, shaped_reward
+from slipstream.protocol.rewards import has_variance, is_counted, overlong_penalty, shaped_rewards
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import Status, Trajectory
+from slipstream.protocol.types import Branch, Status, Trajectory
 from support.fakes.fake_trajectories import make_trajectory
 
 PENALTY: JsonValue = {"penalty": 0.5, "cache_tokens": 4}
@@ -36,14 +36,14 @@ def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penal
 
 
 def test_reward_is_the_environments_without_a_penalty() -> None:
-    assert shaped_reward(trajectory(0.7, reply=10), config()) == 0.7
+    assert shaped_rewards(trajectory(0.7, reply=10), config()) == {"": 0.7}
 
 
 def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
     settings = config(overlong=PENALTY)
-    assert shaped_reward(trajectory(1.0, reply=8), settings) == 1.0 - 0.5 * 0.5
+    assert shaped_rewards(trajectory(1.0, reply=8), settings) == {"": 1.0 - 0.5 * 0.5}
     turns = dataclasses.replace(trajectory(1.0, reply=15), run_lengths=(3, 7, 0, 8))
-    assert shaped_reward(turns, settings) == 0.75
+    assert shaped_rewards(turns, settings) == {"": 0.75}
 
 
 def test_truncated_episodes_count_unless_they_are_filtered() -> None:
@@ -72,3 +72,24 @@ def test_filtered_episodes_give_no_variance() -> None:
     assert has_variance(group, config())
     assert not has_variance(group, config(overlong={"filter": True}))
     assert not has_variance(group[2:], config(overlong={"filter": True}))
+
+
+def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
+    made = dataclasses.replace(make_trajectory(3, 4), run_lengths=(1, 1, 1, 1, 1, 2))
+    branches = (Branch(2, 1.0, "a", first), Branch(2), Branch(2, 1.0, "b", second))
+    return dataclasses.replace(made, reward=reward, branches=branches)
+
+
+def test_a_name_with_a_reward_of_its_own_is_a_side() -> None:
+    episode = played(0.25, -1.0, reward=0.5)
+    assert shaped_rewards(episode, config()) == {"a": 0.25, "": 0.5, "b": -1.0}
+    cut = config(overlong={"penalty": 0.5, "cache_tokens": 10})
+    # The longest reply has 2 of 10 tokens.
+    assert shaped_rewards(episode, cut) == pytest.approx({"a": 0.15, "": 0.4, "b": -1.1})
+
+
+def test_a_group_has_variance_when_one_side_has_it() -> None:
+    assert has_variance([played(1.0, 0.5), played(0.0, 0.5)], config())
+    assert has_variance([played(1.0, 0.5), played(1.0, 0.0)], config())
+    # Two sides are not compared with each other.
+    assert not has_variance([played(1.0, 0.5), played(1.0, 0.5)], config())

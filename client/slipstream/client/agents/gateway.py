@@ -132,18 +132,20 @@ class Gateway:
         known = self._exchanges.get(token)
         if known is None or not _shows(scope, known[1].api_key):
             raise _over()
-        branch = ""
+        branch, where = "", ""
         if rest.startswith("b/"):
             branch, _, rest = rest.removeprefix("b/").partition("/")
             if BRANCH_NAME.fullmatch(branch) is None:
                 raise _Refusal(404, "not_found_error", "not_found", f"no branch {branch[:64]!r}")
+        elif rest.startswith("judge/"):
+            where, rest = "/judge", rest.removeprefix("judge/")
         if not rest.startswith("v1/"):
             what = "the endpoint has paths below /v1 alone"
             raise _Refusal(404, "not_found_error", "not_found", what)
         query = scope["query_string"].decode("latin-1")
         request = pb.AgentCall(
             method=scope["method"],
-            path=f"/{rest}?{query}" if query else f"/{rest}",
+            path=f"{where}/{rest}?{query}" if query else f"{where}/{rest}",
             headers=_headers(scope),
             branch=branch,
         )

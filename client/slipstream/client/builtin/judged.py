@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.builtin.question_files import Row, read_rows
 from slipstream.client.environment import Environment, Message, StepResult
-from slipstream.client.judge import Judge
+from slipstream.client.judge import Judge, openai_client
 from slipstream.protocol.errors import ConfigError
 
 
@@ -78,12 +81,44 @@ class Judged(Environment[Row]):
 
     async def step(self, reply: str) -> StepResult:
         """Asks the judge."""
+        return await self.judged(reply)
+
+    async def judged(self, reply: str, endpoint: Endpoint | None = None) -> StepResult:
+        """Returns what the judge says of `reply`; `endpoint` is as in `Judge.score`."""
         fields = {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in self._row.items()
         }
-        score = await self._judge.score(fields | {"reply": reply})
+        score = await self._judge.score(fields | {"reply": reply}, endpoint)
         return StepResult(self._judge.share(score), metrics={"score": score})
+
+
+class JudgedByStart(AgentEnvironment[Row]):
+    """Asks and scores as `Judged` does; the judge is the model as the run started.
+
+    The run's own servers keep it beside the adapters, with `lora.publish = "adapters"`.
+    """
+
+    def __init__(self, path: str, rubric: str, **options: Any) -> None:  # noqa: ANN401
+        """`options` are the arguments of `Judged`, without the judge's address, name and key."""
+        for name in ("base_url", "model", "api_key_file"):
+            if name in options:
+                raise ConfigError(f"{name} must be left out: the run's own servers judge")
+        self._judged = Judged(path, "", "any", rubric, **options)
+        self._client = openai_client()
+
+    def tasks(self) -> list[Row]:
+        """Returns the rows of the file."""
+        return self._judged.tasks()
+
+    async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:
+        """Asks the model the question, and the judge about its reply."""
+        asking = copy.copy(self._judged)
+        asked: list[Any] = [dataclasses.asdict(message) for message in asking.reset(task)]
+        client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        answer = await client.chat.completions.create(model="any", messages=asked)
+        result = await asking.judged(answer.choices[0].message.content or "", endpoint)
+        return AgentOutcome(result.reward, metrics=result.metrics)
 
 
 def _key_in(path: str | None) -> str:

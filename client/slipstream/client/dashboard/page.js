@@ -104,7 +104,8 @@ function conversation(one) {
 function tree(branches, place) {
   const branch = branches[place], box = element("details", { class: "branch", open: "" });
   const tokens = `${number(branch.sampled_tokens)} tokens sampled`, name = branch.name ? ` ${branch.name}` : "";
-  box.append(element("summary", {}, `branch ${place + 1}${name}, share ${number(branch.share)}, ${tokens}`));
+  const reward = branch.reward == null ? "" : `, reward ${number(branch.reward)}`;
+  box.append(element("summary", {}, `branch ${place + 1}${name}${reward}, share ${number(branch.share)}, ${tokens}`));
   addTurns(box, branch.turns, true, (turns) => branches.forEach((other, child) => {
     if (other.after?.branch === place && other.after.turns === turns) box.append(tree(branches, child));
   }));

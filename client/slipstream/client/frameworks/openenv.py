@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult, TaskSequence
 from slipstream.client.frameworks.openenv_actions import NoAction, action_maker, observation_text
+from slipstream.client.frameworks.openenv_image import container_command
 from slipstream.client.frameworks.openenv_server import ServerProcess
 from slipstream.client.frameworks.packages import Foreign, needs
 from slipstream.protocol.errors import ConfigError
@@ -48,6 +49,8 @@ class OpenEnv(Environment[Start]):
         base_url: str | None = None,
         *,
         command: Sequence[str] | None = None,
+        image: str | None = None,
+        image_options: Sequence[str] = (),
         action: str | Mapping[str, Any] = "json",
         observation: str | None = None,
         system: str | None = None,
@@ -59,6 +62,8 @@ class OpenEnv(Environment[Start]):
     ) -> None:
         """`base_url`: a running server; `command` starts one for each worker, at `{port}`.
 
+        `image` is that of a container, which Docker runs for each worker with `image_options`.
+
         `action`: "json" (the reply is the action, a JSON object), a table of the action's fields,
         in whose texts {reply} stands for the reply and {number} for its last number, or
         "module:function" of the reply. `observation`: a text in which {FIELD} stands for a field of
@@ -68,10 +73,14 @@ class OpenEnv(Environment[Start]):
         session is asked again for `full_timeout_s`. ConfigError names what cannot work.
         """
         needs("websockets", "websockets", "pip install websockets")
-        if (base_url is None) == (command is None):
-            raise ConfigError("give base_url or command, one of them")
+        if [base_url, command, image].count(None) != 2:
+            raise ConfigError("give base_url, command or image, one of them")
+        if image_options and image is None:
+            raise ConfigError("image_options are for image: leave them out")
         self._url = None if base_url is None else _websocket_url(base_url)
         self._server = None if command is None else ServerProcess(command)
+        if image is not None:
+            self._server = ServerProcess(container_command(image, image_options), is_container=True)
         self._action = action_maker(action)
         self._observe = observation_text(observation)
         self._system = system

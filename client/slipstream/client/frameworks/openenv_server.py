@@ -26,14 +26,18 @@ class ServerProcess:
     It prints where its worker prints.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """ConfigError when `command` is no program with `{port}` in an argument."""
+    def __init__(self, command: Sequence[str], *, is_container: bool = False) -> None:
+        """ConfigError when `command` is no program with `{port}` in an argument.
+
+        A container's port takes connections before its server does, so its health is asked.
+        """
         if isinstance(command, str) or not command or not any("{port}" in c for c in command):
             raise ConfigError(
                 f"command is a list: the program, then its arguments, one with {{port}}, "
                 f"got {command!r}"
             )
         self._command = tuple(command)
+        self._is_container = is_container
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
@@ -74,7 +78,8 @@ class ServerProcess:
         try:
             self._process = subprocess.Popen(
                 [part.replace("{port}", str(self._port)) for part in self._command],
-                stdin=subprocess.DEVNULL,
+                # Nothing is written: the pipe ends with this process, which a container notices.
+                stdin=subprocess.PIPE if self._is_container else subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -84,13 +89,20 @@ class ServerProcess:
 
     async def _answers(self) -> bool:
         try:
-            _, writer = await asyncio.open_connection(LOOPBACK, self._port)
+            reader, writer = await asyncio.open_connection(LOOPBACK, self._port)
         except OSError:
             return False
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        return True
+        try:
+            if not self._is_container:
+                return True
+            writer.write(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            return b" 200 " in await reader.readline()
+        except OSError:
+            return False
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,7 +38,8 @@ class TextArena(AgentEnvironment[Match]):
     `opponent` plays the others: "self" is the model in training, "random" takes any legal move.
     With `train = "one"` tasks take turns in which player is trained. With `train = "both"` two
     players of a zero-sum game are: the reward is player 0's, and player 1's conversation has the
-    share -1, which is its own advantage exactly. A game that a limit of the run ends is unfinished
+    share -1, which is its own advantage exactly. With `train = "all"` all players are, each by its
+    own reward; that of the episode is their mean. A game that a limit of the run ends is unfinished
     and has the reward `unfinished_reward`.
     """
 
@@ -47,7 +49,7 @@ class TextArena(AgentEnvironment[Match]):
         kwargs: Mapping[str, Any] | None = None,
         *,
         num_players: int = 2,
-        train: Literal["one", "both"] = "one",
+        train: Literal["one", "both", "all"] = "one",
         opponent: str = SELF,
         opponent_args: Mapping[str, Any] | None = None,
         prompts: Literal["new", "whole"] = "new",
@@ -63,7 +65,7 @@ class TextArena(AgentEnvironment[Match]):
         has not seen; with "whole" each turn is a conversation of its own, with what the wrappers
         of `id` show. ConfigError names what cannot work.
         """
-        check_choice("train", train, ("one", "both"))
+        check_choice("train", train, ("one", "both", "all"))
         check_choice("prompts", prompts, ("new", "whole"))
         check_at_least("num_players", num_players, 1)
         if train == "both" and (num_players != 2 or opponent != SELF or unfinished_reward):
@@ -71,12 +73,14 @@ class TextArena(AgentEnvironment[Match]):
                 "train = 'both' is for num_players = 2, opponent = 'self' and "
                 f"unfinished_reward = 0, got {num_players}, {opponent!r} and {unfinished_reward:g}"
             )
+        if train == "all" and opponent != SELF:
+            raise ConfigError(f"train = 'all' is for opponent = 'self', got {opponent!r}")
         keep_off_the_network()
         library = import_package("textarena", install="textarena")
         if id not in library.envs.registration.ENV_REGISTRY:
             raise unknown_name("textarena has no game", id, library.envs.registration.ENV_REGISTRY)
         self._id, self._kwargs, self._num_players = id, dict(kwargs or {}), num_players
-        self._trains_both, self._is_whole = train == "both", prompts == "whole"
+        self._train, self._is_whole = train, prompts == "whole"
         self._opponent = make_opponent(opponent, opponent_args or {}, is_whole=self._is_whole)
         self._unfinished_reward = unfinished_reward
         self._seeds = Seeds(Split(split, heldout_one_in), seed, num_tasks)
@@ -98,7 +102,7 @@ class TextArena(AgentEnvironment[Match]):
         """Plays one game to its end, or to a limit of the run."""
         game = self._begin(task)
         seats = [self._seat(player, task, endpoint) for player in range(self._num_players)]
-        trained = range(2) if self._trains_both else (task.player,)
+        trained = (task.player,) if self._train == "one" else range(self._num_players)
         num_turns, is_unfinished = 0, False
         while not game.is_done:
             player, text = game.observe()
@@ -126,22 +130,29 @@ class TextArena(AgentEnvironment[Match]):
     def _outcome(
         self, game: TextArenaGame, task: Match, num_turns: int, is_unfinished: bool
     ) -> AgentOutcome:
-        player = 0 if self._trains_both else task.player
-        shares = {_branch(each): 0.0 for each in range(self._num_players) if each != player}
-        if self._trains_both:
+        players = range(self._num_players)
+        player = task.player if self._train == "one" else 0
+        trained = {player} if self._train == "one" else set(players)
+        shares = {_branch(each): 0.0 for each in players if each not in trained}
+        if self._train == "both":
             shares = {_branch(1): -1.0}
         metrics = {"turns": float(num_turns), "unfinished": float(is_unfinished)}
         if is_unfinished:
-            return AgentOutcome(self._unfinished_reward, metrics, shares)
+            reward = self._unfinished_reward
+            own = {_branch(each): reward for each in players} if self._train == "all" else {}
+            return AgentOutcome(reward, metrics, shares, own)
         rewards, invalid = game.result()
-        if self._trains_both and rewards[0] != -rewards[1]:
+        if self._train == "both" and rewards[0] != -rewards[1]:
             raise ValueError(
                 f"{self._id} is no zero-sum game: it ended with {rewards[0]} and {rewards[1]}; "
-                "use train = 'one'"
+                "use train = 'all'"
             )
         metrics["won"] = float(rewards[player] > 0)
-        metrics["invalid"] = float(bool(invalid & ({0, 1} if self._trains_both else {player})))
-        return AgentOutcome(rewards[player], metrics, shares)
+        metrics["invalid"] = float(bool(invalid & trained))
+        if self._train != "all":
+            return AgentOutcome(rewards[player], metrics, shares)
+        own = {_branch(each): rewards[each] for each in players}
+        return AgentOutcome(statistics.fmean(own.values()), metrics, rewards=own)
 
 
 def _branch(player: int) -> str:

@@ -17,7 +17,7 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
@@ -97,7 +97,7 @@ class Verifiers(AgentEnvironment[Any]):
             episode = await own.run_slot(RunSlot(task), context)
         if not episode.ok:
             raise RuntimeError(_failure(episode))
-        return self._outcome(episode)
+        return outcome_of(episode.traces, keep=self._metrics)
 
     @contextlib.contextmanager
     def _key_variable(self, endpoint: Endpoint) -> Iterator[str]:
@@ -111,24 +111,6 @@ class Verifiers(AgentEnvironment[Any]):
             yield name
         finally:
             del os.environ[name]
-
-    def _outcome(self, episode: Foreign) -> AgentOutcome:
-        trained = [trace for trace in episode.traces if trace.agent.trainable]
-        if not trained:
-            raise RuntimeError("the environment trains none of its agents")
-        several = len({trace.agent.name for trace in episode.traces}) > 1
-        found: dict[str, list[float]] = {}
-        for trace in episode.traces:
-            prefix = f"{trace.agent.name}_" if several else ""
-            for name, value in _numbers(trace).items():
-                if self._metrics is None or name in self._metrics:
-                    found.setdefault(f"{prefix}{name}", []).append(value)
-        shares = {t.agent.name: 0.0 for t in episode.traces if not t.agent.trainable}
-        return AgentOutcome(
-            reward=_mean([trace.reward for trace in trained]),
-            metrics={name: _mean(values) for name, values in found.items()},
-            shares=shares,
-        )
 
 
 class Serving:
@@ -208,6 +190,33 @@ def _client(endpoint: Endpoint, variable: str) -> Foreign:
     from verifiers.v1.configs.client import EvalClientConfig
 
     return EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
+
+
+def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
+    """Returns the result of an episode with these traces; `keep` names its metrics, None: all.
+
+    RuntimeError when the environment trains none of its agents.
+    """
+    trained = [trace for trace in traces if trace.agent.trainable]
+    if not trained:
+        raise RuntimeError("the environment trains none of its agents")
+    several = len({trace.agent.name for trace in traces}) > 1
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        prefix = f"{trace.agent.name}_" if several else ""
+        for name, value in _numbers(trace).items():
+            if keep is None or name in keep:
+                found.setdefault(f"{prefix}{name}", []).append(value)
+    rewards: dict[str, list[float]] = {}
+    for trace in trained:
+        rewards.setdefault(trace.agent.name, []).append(trace.reward)
+    own = {name: _mean(values) for name, values in rewards.items()} if len(rewards) > 1 else {}
+    return AgentOutcome(
+        reward=_mean([trace.reward for trace in trained]),
+        metrics={name: _mean(values) for name, values in found.items()},
+        shares={trace.agent.name: 0.0 for trace in traces if not trace.agent.trainable},
+        rewards=own,
+    )
 
 
 def _numbers(trace: Foreign) -> dict[str, float]:

@@ -261,7 +261,7 @@ class Controller:
             batch,
             report.metrics,
             training=(now - report.wall_s, now),
-            generated_tokens=snapshot.generated,
+            generated_tokens=snapshot.generated - snapshot.judged,
             gauges={
                 "leased_groups": float(len(self._book.training_groups())),
                 "queued_tokens": float(snapshot.queued),

@@ -87,13 +87,20 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the generated tokens of all servers, or of the `lost` one.
+    """Journals the generated tokens, and those of judges, of all servers or of the `lost` one.
 
     After a crash a controller cannot ask the engines for these counts.
     """
     generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
-    departed: dict[str, JsonValue] = {} if lost is None else {"departed": True}
-    journal.append("servers", generated=[list(entry) for entry in generated], **departed)
+    others: dict[str, JsonValue] = {} if lost is None else {"departed": True}
+    judged: list[JsonValue] = [
+        [name, epoch, tokens]
+        for name, epoch, _ in generated
+        if (tokens := ledger.judged_by(name, epoch))
+    ]
+    if judged:
+        others["judged"] = judged
+    journal.append("servers", generated=[list(entry) for entry in generated], **others)
 
 
 def journal_busy(journal: Journal, busy: BusySeconds) -> None:

@@ -22,6 +22,8 @@ _OPEN_VARIABLES = (
     *("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"),
     # The address of the Hugging Face hub and its cache on this machine; HF_TOKEN stays behind.
     *("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+    # Where this user's Docker answers, for environments that are containers.
+    "DOCKER_HOST",
 )
 
 

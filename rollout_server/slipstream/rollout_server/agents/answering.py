@@ -24,6 +24,7 @@ from slipstream.rollout_server.agents.sampling_rule import (
     Ruled,
     rule,
 )
+from slipstream.rollout_server.agents.stored_responses import items_of
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,15 @@ class Answering:
         elif path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
             try:
                 ruled = self._ruled(path, http.body, recorder)
+                previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
             except RefusedRequest as error:
-                yield _error(path, Refusal(_BAD, "invalid_request", str(error)))
+                yield _error(path, Refusal(_BAD, error.code, str(error), error.param))
                 return
-            async for part in self._reply(recorder, http, path, ruled):
+            opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
+            opened.previous = previous
+            if path == RESPONSES_PATH and ruled.body.get("store") is not False:
+                opened.stored_items = items_of(ruled.body)
+            async for part in self._reply(recorder, opened, ruled):
                 yield part
         elif path in (COUNT_PATH, MODELS_PATH):
             body = self._with_model(http.body) if http.body else b""
@@ -92,21 +98,21 @@ class Answering:
             yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
 
     async def _reply(
-        self, recorder: Recorder, http: HttpCall, path: str, ruled: Ruled
+        self, recorder: Recorder, opened: OpenCall, ruled: Ruled
     ) -> AsyncGenerator[HttpPart, None]:
-        opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
         context = copy_context()
         context.run(self._current.set, (recorder, opened))
         extra: Headers = ((SAMPLING_HEADER, ruled.told),) if ruled.told else ()
         body = json.dumps(ruled.body).encode()
-        exchange = _Exchange("POST", path, body, opened.hung_up, extra)
+        exchange = _Exchange("POST", opened.path, body, opened.hung_up, extra)
         try:
             async for part in exchange.run(self._application, context):
                 if opened.refusal is not None:
-                    yield _error(path, opened.refusal)
+                    yield _error(opened.path, opened.refusal)
                     return
                 opened.status = part.status or opened.status
                 opened.body += part.body
+                opened.is_whole = part.is_last
                 yield part
         finally:
             recorder.close(opened)
@@ -251,6 +257,6 @@ def _error(path: str, refusal: Refusal) -> HttpPart:
     if path.startswith(MESSAGES_PATH):
         body: dict[str, object] = {"type": "error", "error": error}
     else:
-        body = {"error": error | {"param": None, "code": refusal.code}}
+        body = {"error": error | {"param": refusal.param, "code": refusal.code}}
     headers = _JSON + (_RETRY if refusal.status == _BUSY else ())
     return HttpPart(json.dumps(body).encode(), True, refusal.status, headers)

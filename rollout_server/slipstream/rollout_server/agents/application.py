@@ -69,6 +69,7 @@ class RecordingClient:
         recorder, opened = current
         options = TextOptions(
             is_streamed=sampling_params.output_kind is RequestOutputKind.DELTA,
+            by_start=recorder.is_judge,
             stop=tuple(sampling_params.stop or ()),
             seed=sampling_params.seed,
             num_logprobs=sampling_params.logprobs,

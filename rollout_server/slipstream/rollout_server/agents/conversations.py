@@ -91,16 +91,26 @@ class Conversations:
         """Tokens that the model sampled in all branches."""
         return sum(sum(branch.run_lengths[1::2]) for branch in self.branches)
 
-    def find(self, settings: str, messages: Sequence[MessageKey], name: str) -> Found | None:
+    def find(
+        self,
+        settings: str,
+        messages: Sequence[MessageKey],
+        name: str,
+        *,
+        previous: Turn | None = None,
+    ) -> Found | None:
         """Returns the longest conversation that `messages` continue, under the same settings.
 
-        Of turns with equal messages, one that can be appended to under `name` comes first.
+        `previous` is taken where they continue it. Of turns with equal messages, one that can be
+        appended to under `name` comes first.
         """
         node, found = self._roots.get(settings), None
         for num_messages, key in enumerate(messages[:-1], start=1):
             node = node.children.get(key) if node is not None else None
             if node is None:
                 break
+            if previous in node.turns:
+                return Found(previous, num_messages)
             if node.turns:
                 free = (turn for turn in node.turns if _can_append(turn, name))
                 found = Found(next(free, node.turns[0]), num_messages)

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from slipstream.rollout_server.engine_interface import Sampling
 
+# The calls that one episode may make to its judge.
+MAX_JUDGE_CALLS = 64
+
+
+def judge_sampling(sampling: Sampling) -> Sampling:
+    """Returns how a judge replies in a run with `sampling`: greedily, and as long as fits.
+
+    `max_episode_tokens` bounds each of its conversations; MAX_JUDGE_CALLS bounds their number.
+    """
+    return dataclasses.replace(
+        sampling,
+        temperature=0.0,
+        max_reply_tokens=sampling.max_episode_tokens,
+        max_turns=MAX_JUDGE_CALLS,
+        max_branches=MAX_JUDGE_CALLS,
+        max_total_tokens=MAX_JUDGE_CALLS * sampling.max_episode_tokens,
+        ignore_eos=False,
+        stop=(),
+    )
+
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error of a call beyond a limit: HTTP status, code and message, as clients know them."""
+    """The error of a call: HTTP status, code and message, as clients know them."""
 
     status: int
     code: str
     message: str
+    # The field of the request that is at fault; None where no single one is.
+    param: str | None = None
 
 
 @dataclass(frozen=True)

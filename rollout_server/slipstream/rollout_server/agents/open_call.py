@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.rollout_server.agents.conversations import Call, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room
@@ -46,6 +47,10 @@ class OpenCall:
     is_stream: bool
     settings: str = ""
     keys: Sequence[MessageKey] = ()
+    # The turn that the request names as the previous one; None: it names none.
+    previous: Turn | None = None
+    # The input of a request whose response is stored; None: it is not.
+    stored_items: list[Any] | None = None
     call: Call | None = None
     room: Room | None = None
     # Samples the reply, whether somebody reads it or not.
@@ -55,5 +60,7 @@ class OpenCall:
     # What the client was sent; it is read when a later call may continue this one.
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
+    # Whether `body` has its last part; the whole of a stream is told by its events.
+    is_whole: bool = False
     is_answered: bool = False
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)

@@ -19,7 +19,8 @@ from slipstream.rollout_server.agents.conversations import Conversations, Found,
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
 from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
-from slipstream.rollout_server.agents.replies import reply_of
+from slipstream.rollout_server.agents.replies import reply_of, response_id_of
+from slipstream.rollout_server.agents.stored_responses import StoredResponses
 from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,
@@ -57,14 +58,18 @@ class Recorder:
         as_messages: AsMessages,
         sampled: Callable[[int], None],
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
+        is_judge: bool = False,
     ) -> None:
         """`key` names the episode; `sampled` is told the number of tokens of each generation.
 
-        `template_values` are the environment's for the chat template.
+        `template_values` are the environment's for the chat template. The model as the run started
+        replies to a judge's calls.
         """
         self.conversations = Conversations()
+        self._responses = StoredResponses()
         self.sampling = sampling
         self.template_values = template_values
+        self.is_judge = is_judge
         # Seconds with at least one reply under way.
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0
@@ -118,11 +123,16 @@ class Recorder:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
+    def expand(self, body: dict[str, Any]) -> Turn | None:
+        """Writes the whole input into a request to continue a response; see `StoredResponses`."""
+        self._read_replies()
+        return self._responses.expand(body)
+
     def find(self, opened: OpenCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
         """Returns the turn that a request continues, if any; see `Conversations.find`."""
         self._read_replies()
         opened.settings, opened.keys = settings, keys
-        return self.conversations.find(settings, keys, opened.http.branch)
+        return self.conversations.find(settings, keys, opened.http.branch, previous=opened.previous)
 
     async def begin(self, opened: OpenCall, turn: Turn | None, context: list[int]) -> list[int]:
         """Returns the prompt of a call when there is room for its reply.
@@ -236,11 +246,15 @@ class Recorder:
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
             reply = None
-            if opened.turn is not None and opened.status == _OK and opened.body:
+            is_readable = opened.status == _OK and (opened.is_stream or opened.is_whole)
+            if opened.turn is not None and is_readable and opened.body:
                 reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
             if reply is not None and opened.turn is not None:
                 keys = reply_keys(self._as_messages(opened.path, reply))
                 self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
+                if opened.stored_items is not None:
+                    response_id = response_id_of(bytes(opened.body), is_stream=opened.is_stream)
+                    self._responses.keep(response_id, opened.stored_items, reply, opened.turn)
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)

@@ -34,6 +34,14 @@ def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa:
             return ends[-1]["response"]["output"] if ends else None
 
 
+def response_id_of(body: bytes, *, is_stream: bool) -> str:
+    """Returns the id of a whole answer of /v1/responses."""
+    if not is_stream:
+        return str(json.loads(body)["id"])
+    ends = [event for event in _events(body) if event.get("type") == "response.completed"]
+    return str(ends[-1]["response"]["id"])
+
+
 def _events(body: bytes) -> Iterator[dict[str, Any]]:
     for line in body.split(b"\n"):
         if line.startswith(b"data: ") and line != b"data: [DONE]":

@@ -35,7 +35,16 @@ _FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"
 
 
 class RefusedRequest(Exception):
-    """A request that cannot be served; the message names the value and what to do."""
+    """A request that cannot be served; the message names the value and what to do.
+
+    `code` and `param` are what clients of OpenAI's API find in the error.
+    """
+
+    def __init__(
+        self, message: str, *, code: str = "invalid_request", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,16 @@ import logging
 
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.answering import Answering
+from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
 from slipstream.rollout_server.agents.open_call import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.episodes.calls import AgentEnd, EnvironmentSession
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
+
+# Paths below it are answered by the model as the run started.
+JUDGE_PATH = "/judge"
 
 
 class AgentTalk:
@@ -30,12 +34,18 @@ class AgentTalk:
         answering: Answering,
         recorder: Recorder,
         *,
+        judge: Recorder | None,
         timeout_s: float,
     ) -> None:
-        """`timeout_s`: how long the agent may take with no call open."""
+        """`judge` records the calls to the judge; None: this server holds no fixed version.
+
+        `timeout_s`: how long the agent may take with no call open.
+        """
         self._session = session
         self._answering = answering
         self._recorder = recorder
+        self._judge = judge
+        self._num_judge_calls = 0
         self._timeout_s = timeout_s
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._last_call = 0
@@ -62,12 +72,15 @@ class AgentTalk:
                 self._take(message)
                 waiting = asyncio.ensure_future(self._session.next_call())
         finally:
-            self._recorder.cancel()
+            recorders = [each for each in (self._recorder, self._judge) if each is not None]
+            for recorder in recorders:
+                recorder.cancel()
             open_tasks = [waiting, *self._calls.values()]
             for task in open_tasks:
                 task.cancel()
             await asyncio.wait(open_tasks)
-            await self._recorder.settled()
+            for recorder in recorders:
+                await recorder.settled()
 
     def _late(self) -> EnvironmentFailed:
         return EnvironmentFailed(
@@ -80,16 +93,34 @@ class AgentTalk:
         if message.is_abandoned:
             task = self._calls.get(message.call)
             self._recorder.hang_up(message.call)
+            if self._judge is not None:
+                self._judge.hang_up(message.call)
             if task is not None:
                 task.cancel()
             return
         if message.call <= self._last_call:
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                f"calls of an agent are counted up, got {message.call} behind {self._last_call}",
+            raise _wrong(
+                f"calls of an agent are counted up, got {message.call} behind {self._last_call}"
             )
         self._last_call = message.call
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
+
+    def _recorder_of(self, path: str) -> Recorder:
+        """Returns what records a call to `path`; EnvironmentFailed for a judge that there is not.
+
+        Trying the call again would not help, so the episode ends with the cause.
+        """
+        if not path.startswith(JUDGE_PATH):
+            return self._recorder
+        if self._judge is None:
+            raise _wrong(
+                "endpoint.judge() needs lora.publish = adapters: without adapters a server holds "
+                "the newest version alone; name a judge with an address of its own"
+            )
+        self._num_judge_calls += 1
+        if self._num_judge_calls > MAX_JUDGE_CALLS:
+            raise _wrong(f"an episode may ask its judge {MAX_JUDGE_CALLS} times, it asked again")
+        return self._judge
 
     def _forget_answered(self) -> None:
         """Forgets calls that are over; raises what ended one of them."""
@@ -100,8 +131,10 @@ class AgentTalk:
                     task.result()
 
     async def _answer(self, message: environment_pb2.AgentCall) -> None:
-        http = HttpCall(message.call, message.method, message.path, message.body, message.branch)
-        async with contextlib.aclosing(self._answering.answer(self._recorder, http)) as parts:
+        recorder = self._recorder_of(message.path)
+        path = message.path.removeprefix(JUDGE_PATH)
+        http = HttpCall(message.call, message.method, path, message.body, message.branch)
+        async with contextlib.aclosing(self._answering.answer(recorder, http)) as parts:
             async for part in parts:
                 try:
                     await self._session.reply_part(message.call, part)
@@ -110,3 +143,7 @@ class AgentTalk:
                         raise
                     log.warning("call %d of an agent is not read: %s", message.call, error)
                     return
+
+
+def _wrong(what: str) -> EnvironmentFailed:
+    return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, what)

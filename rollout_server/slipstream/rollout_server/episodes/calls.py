@@ -55,11 +55,12 @@ class Opening:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The result of an agent; `shares` are those of its named branches."""
+    """The result of an agent; `shares` and `rewards` are those of its named branches."""
 
     reward: float
     metrics: dict[str, float]
     shares: dict[str, float]
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 class EnvironmentSession(Protocol):
@@ -226,15 +227,15 @@ class StreamSession:
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
         """See `EnvironmentSession`."""
-        command = environment_pb2.NextCallCommand(episode_key=self._key)
-        message = environment_pb2.WorkerCommand(next_call=command)
+        message = environment_pb2.WorkerCommand(next_call={"episode_key": self._key})
         answer = await self._table.call(message, timeout_s=math.inf)
         if answer.WhichOneof("message") == "agent_call":
             return answer.agent_call
         result = _expected(answer, "agent_result").agent_result
         self._was_judged = True
-        _check_numbers(result.reward, {"metric": result.metrics, "share": result.shares})
-        return AgentEnd(result.reward, dict(result.metrics), dict(result.shares))
+        named = {"metric": result.metrics, "share": result.shares, "reward": result.rewards}
+        _check_numbers(result.reward, named)
+        return AgentEnd(result.reward, *map(dict, named.values()))
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
         """See `EnvironmentSession`."""

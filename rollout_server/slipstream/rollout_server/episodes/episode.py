@@ -30,6 +30,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.rollout_server.agents.limits import judge_sampling
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.chat import TemplateInputs
@@ -177,25 +178,38 @@ class Episode:
         """Answers the agent's calls until it returns; its conversations are recorded at the end."""
         task, recording = self._task, self._recording
         api = await self._ask(self._services.agents.api())
+        engine, values = self._services.engine, read_values(task.template_values)
         most = min(max_reply_tokens or math.inf, task.sampling.max_reply_tokens)
         recorder = Recorder(
-            self._services.engine,
+            engine,
             task.key,
             dataclasses.replace(task.sampling, max_reply_tokens=int(most)),
             as_messages=api.as_messages,
             sampled=self._services.ledger.sampled,
-            template_values=read_values(task.template_values),
+            template_values=values,
         )
-        talk = AgentTalk(session, api.answering, recorder, timeout_s=task.timeout_s)
+        judge = None
+        if engine.keeps_start:
+            judge = Recorder(
+                engine,
+                f"judge/{task.key}",
+                judge_sampling(task.sampling),
+                as_messages=api.as_messages,
+                sampled=recording.judged,
+                template_values=values,
+                is_judge=True,
+            )
+        talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=task.timeout_s)
         shares: dict[str, float] = {}
+        rewards: dict[str, float] = {}
         try:
             end = await self._ask(talk.run())
-            recording.reward, shares = end.reward, end.shares
+            recording.reward, shares, rewards = end.reward, end.shares, end.rewards
             recording.metrics.update(end.metrics)
         finally:
             recording.generation_s = recorder.generation_s
             recording.environment_s = max(0.0, recording.environment_s - recorder.generation_s)
-            recording.take_branches(recorder.conversations, shares)
+            recording.take_branches(recorder.conversations, shares, rewards)
         if not recording.num_sampled:
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,

@@ -13,7 +13,7 @@ class EpochCounters:
     """The counters of one server epoch.
 
     Whenever no token is on its way, the tokens that the engine counted and those of given replies
-    equal those of ended and open episodes together.
+    equal those of ended and open episodes and of judges together.
     """
 
     def __init__(self, use: EngineUse) -> None:
@@ -62,6 +62,7 @@ class EpochCounters:
             generated_tokens=use.generated_tokens
             - self._start.generated_tokens
             + self._given_tokens,
+            judged_tokens=use.judged_tokens - self._start.judged_tokens,
             in_flight_tokens=max(self.recorded_tokens + inside, 0),
             ended_tokens=self.ended_tokens,
             open_episodes=self.open_episodes,

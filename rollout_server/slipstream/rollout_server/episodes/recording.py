@@ -16,6 +16,8 @@ from slipstream.rollout_server.engine_interface import Generation, Sampling
 # Largest number of metrics that a trajectory carries, and of characters in their names.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
+# The metric of an episode that counts the tokens that its judge sampled.
+JUDGE_TOKENS = "judge_tokens"
 
 
 @dataclass
@@ -84,10 +86,15 @@ class Recording:
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
 
-    def take_branches(self, conversations: Conversations, shares: Mapping[str, float]) -> None:
+    def take_branches(
+        self,
+        conversations: Conversations,
+        shares: Mapping[str, float],
+        rewards: Mapping[str, float],
+    ) -> None:
         """Takes the tokens of all conversations of an agent, one branch after the other.
 
-        `shares` are those of named branches.
+        `shares` and `rewards` are those of named branches.
         """
         for branch in conversations.branches:
             self.token_ids += branch.token_ids
@@ -98,9 +105,18 @@ class Recording:
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
         self.ended_branches = tuple(
-            Branch(len(branch.run_lengths), shares.get(branch.name, 1.0), branch.name)
+            Branch(
+                len(branch.run_lengths),
+                shares.get(branch.name, 1.0),
+                branch.name,
+                rewards.get(branch.name),
+            )
             for branch in conversations.branches
         )
+
+    def judged(self, num_tokens: int) -> None:
+        """Notes a reply of the episode's judge; its tokens are no part of the trajectory."""
+        self.metrics[JUDGE_TOKENS] = self.metrics.get(JUDGE_TOKENS, 0.0) + num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
         """Returns how many tokens the conversation may still take, or another one if `is_new`."""

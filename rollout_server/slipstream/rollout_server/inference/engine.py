@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import numpy as np
 import psutil
@@ -21,7 +21,6 @@ from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,
     Generation,
-    GenerationFailed,
     LoadedWeights,
     Sampling,
     TextOptions,
@@ -35,7 +34,9 @@ from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.inference.vllm_requests import (
     ReplyRecord,
     VllmParts,
+    as_ours,
     parameters,
+    scoring_parameters,
     whole_text,
 )
 from slipstream.rollout_server.weights.adapter_slot import REQUEST
@@ -44,12 +45,10 @@ from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls
 from slipstream.v1 import weights_pb2
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _HEALTH_PERIOD_S = 0.5
@@ -88,7 +87,7 @@ class VllmEngine:
         self._updates = WeightUpdate(
             self._workers.call_all, self._pauses.pause_for_update, stage=stage
         )
-        self._returned_tokens = 0
+        self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
         self._open: dict[str, bool] = {}
 
@@ -144,6 +143,11 @@ class VllmEngine:
         return int(self._llm.model_config.get_num_experts())
 
     @property
+    def keeps_start(self) -> bool:
+        """See `Engine`."""
+        return self._adapter is not None
+
+    @property
     def vllm_parts(self) -> VllmParts:
         """See `Engine`."""
         return VllmParts(self._llm.vllm_config, self._llm.renderer)
@@ -156,6 +160,7 @@ class VllmEngine:
             open_requests=len(self._open),
             busy_s=self._clock.busy_s,
             busy_intervals=self._clock.take_intervals(),
+            judged_tokens=self._judged_tokens,
         )
 
     async def generate(
@@ -188,12 +193,14 @@ class VllmEngine:
         experts_from: int = 0,
     ) -> AsyncGenerator[TextPart, None]:
         """See `Engine`."""
+        assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
         asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record = ReplyRecord()
         with_logprobs = options.num_logprobs is not None
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
-                collector = await self._add(request_id, prompt_token_ids, asked)
+                adapter = None if options.by_start else self._adapter
+                collector = await self._add(request_id, prompt_token_ids, asked, adapter)
                 while not (output := await self._next(request_id, collector)).finished:
                     yield record.part(output, with_logprobs=with_logprobs)
         if not is_wanted:
@@ -204,7 +211,10 @@ class VllmEngine:
             tokenizer = self._llm.renderer.get_tokenizer()
             text = whole_text(tokenizer, prompt_token_ids, output, options)
             last = dataclasses.replace(last, text=text)
-        yield dataclasses.replace(last, generation=self._returned(record, output, asked))
+        end = self._returned(record, output, asked)
+        if options.by_start:
+            self._judged_tokens += len(end.token_ids)
+        yield dataclasses.replace(last, generation=end)
 
     async def cancel(self, request_id: str) -> None:
         """See `Engine`."""
@@ -237,19 +247,11 @@ class VllmEngine:
 
     async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
         """See `Engine`."""
-        parameters = SamplingParams(
-            temperature=1.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
+        asked = scoring_parameters()
         await self._pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
-                self._request(f"{PROBE_PREFIX}{n}", sequence, parameters)
+                self._request(f"{PROBE_PREFIX}{n}", sequence, asked)
                 for n, sequence in enumerate(sequences)
             ),
             return_exceptions=True,
@@ -302,25 +304,29 @@ class VllmEngine:
     async def _request(
         self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
     ) -> RequestOutput:
-        collector = await self._add(request_id, prompt_token_ids, asked)
+        collector = await self._add(request_id, prompt_token_ids, asked, self._adapter)
         return await self._next(request_id, collector)
 
     async def _add(
-        self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        asked: SamplingParams,
+        adapter: LoRARequest | None,
     ) -> RequestOutputCollector:
-        with _as_ours():
+        with as_ours():
             collector = await self._llm.add_request(
                 request_id,
                 tokens_input(list(prompt_token_ids), cache_salt=self._pauses.salt),
                 asked,
-                lora_request=self._adapter,
+                lora_request=adapter,
             )
             if self._open.get(request_id):
                 await self._llm.abort(request_id)
             return collector
 
     async def _next(self, request_id: str, collector: RequestOutputCollector) -> RequestOutput:
-        with _as_ours():
+        with as_ours():
             try:
                 return await collector.get()
             except asyncio.CancelledError:
@@ -336,14 +342,3 @@ class VllmEngine:
             # Tokens that vLLM dropped behind a stop text were counted.
             self._counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
         return record.generation(last)
-
-
-@contextlib.contextmanager
-def _as_ours() -> Iterator[None]:
-    """Raises vLLM's errors as ours."""
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineDied(str(error)) from error
-    except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
-        raise GenerationFailed(f"{type(error).__name__}: {error}") from error

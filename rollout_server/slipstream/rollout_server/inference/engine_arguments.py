@@ -77,5 +77,5 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        **lora_arguments(config.lora),
+        **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
     }

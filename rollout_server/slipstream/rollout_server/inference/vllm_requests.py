@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.rollout_server.engine_interface import (
+    EngineDied,
     FinishReason,
     Generation,
     GenerationFailed,
@@ -18,9 +20,11 @@ from slipstream.rollout_server.engine_interface import (
 )
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 # Tokens of the prompt that are decoded with a reply.
 _CONTEXT = 8
@@ -62,6 +66,19 @@ def parameters(
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
         routed_experts_prompt_start=experts_from,
+    )
+
+
+def scoring_parameters() -> SamplingParams:
+    """Returns vLLM's parameters of a request for the log-probabilities of its prompt."""
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
     )
 
 
@@ -151,6 +168,17 @@ class ReplyRecord:
             cached_tokens=last.num_cached_tokens or 0,
             expert_ids=completion.routed_experts,
         )
+
+
+@contextlib.contextmanager
+def as_ours() -> Iterator[None]:
+    """Raises vLLM's errors as ours."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(str(error)) from error
+    except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
+        raise GenerationFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's FlatLogprobs

@@ -27,13 +27,17 @@ _ID = 1
 REQUEST = LoRARequest(lora_name="policy", lora_int_id=_ID, lora_path="/sent by the learner")
 
 
-def lora_arguments(lora: LoraSection) -> dict[str, object]:
-    """Returns vLLM's arguments for the adapters of `lora`; none unless servers get them apart."""
+def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
+    """Returns vLLM's arguments for the adapters of `lora`; none unless servers get them apart.
+
+    vLLM's CPU kernels compute a request without an adapter with the last place for one (index -1),
+    so a second place stays empty there.
+    """
     if not lora.publishes_adapters:
         return {}
     return {
         "enable_lora": True,
-        "max_loras": 1,
+        "max_loras": 2 if on_cpu else 1,
         "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
         # Without this list the other layers would compute with an adapter of zeros.
         "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],

@@ -8,7 +8,9 @@ import copy
 import json
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import psutil
 import pytest
 from slipstream.client.environment import Message, StepResult, TaskSource
 from slipstream.client.frameworks.openenv import OpenEnv
@@ -187,6 +189,96 @@ async def test_a_server_that_does_not_start_is_a_failure_with_its_end() -> None:
         await play(missing, {})
 
 
+# Stands in for Docker: `run` runs the image's program here, and the port inside is the one outside.
+DOCKER = """#!{python}
+import json, os, subprocess, sys
+if sys.argv[1:3] == ["image", "inspect"]:
+    if sys.argv[-1] == "none":
+        sys.exit("Error: No such image: none")
+    program = [] if sys.argv[-1] == "empty" else [sys.executable, "-c", {server!r}]
+    print(json.dumps({{"Entrypoint": None, "Cmd": program}}))
+else:
+    arguments = sys.argv[sys.argv.index("run") + 1 :]
+    place = arguments.index("--entrypoint")
+    with open({asked!r}, "w") as file:
+        json.dump(arguments[: place + 3], file)
+    port = next(a for a in arguments if a.startswith("127.0.0.1:")).split(":")[1]
+    os.execv("/bin/sh", ["sh", *arguments[place + 3 :], port])
+"""
+WITH_HEALTH = SERVER.replace(
+    "int(sys.argv[1]))", "int(sys.argv[1]), process_request=health)"
+).replace(
+    "async def main",
+    """def health(connection, request):
+    return connection.respond(200, "") if request.path == "/health" else None
+
+async def main""",
+)
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program `docker` on the path; the file has what it was asked to run."""
+    asked = tmp_path / "asked.json"
+    program = tmp_path / "docker"
+    program.write_text(DOCKER.format(python=sys.executable, server=WITH_HEALTH, asked=str(asked)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return asked
+
+
+@pytest.mark.process
+async def test_an_image_runs_on_loopback_and_ends_when_its_client_is_killed(docker: Path) -> None:
+    game = OpenEnv(image="game", image_options=["--memory", "1g"], action=SAY)
+    async with asyncio.timeout(LIMIT_S):
+        assert (await play(game, {}, "one"))[0].reward == 1.0
+        assert game._server is not None
+        process, port = game._server._process, game._server._port
+        assert process is not None
+        assert json.loads(docker.read_text()) == [
+            *("--rm", "--init", "--interactive", "--pull", "never"),
+            *("--publish", f"127.0.0.1:{port}:8000", "--memory", "1g"),
+            *("--entrypoint", "/bin/sh", "game"),
+        ]
+        # What is killed cannot end anything: the end of the pipe does.
+        children = psutil.Process(process.pid).children()
+        (server,) = (child for child in children if child.cmdline()[0] == sys.executable)
+        assert process.stdin is not None
+        process.stdin.close()
+        await asyncio.to_thread(server.wait, LIMIT_S)
+        assert await asyncio.to_thread(process.wait, LIMIT_S) != 0
+        # The next episode starts it again.
+        assert (await play(game, {}, "one"))[0].reward == 1.0
+    await game._server.close()
+
+
+@pytest.mark.process
+async def test_an_image_whose_program_ends_is_a_failure_with_its_end(docker: Path) -> None:
+    game = OpenEnv(image="game", action=SAY)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(RuntimeError, match="the OpenEnv server was lost in step: "):
+            await play(game, {}, "die")
+        assert game._server is not None
+        while "docker ended with code 9" not in game._server.ended():
+            await asyncio.sleep(0.005)
+    await game._server.close()
+
+
+@pytest.mark.process
+def test_an_image_that_cannot_run_is_refused_in_one_line(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match="docker shows no image 'none' .*No such image: none.*pulled or"
+    ):
+        OpenEnv(image="none", action=SAY)
+    with pytest.raises(ConfigError, match="image 'empty' starts no program"):
+        OpenEnv(image="empty", action=SAY)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="needs Docker, and the program docker does not start"):
+        OpenEnv(image="game", action=SAY)
+
+
 def test_seeds_are_tasks_and_those_of_two_splits_differ() -> None:
     training = OpenEnv("http://127.0.0.1:1", action=SAY, tasks=3)
     held_out = OpenEnv("http://127.0.0.1:1", action=SAY, tasks=2, first_seed=3)
@@ -199,8 +291,11 @@ def test_seeds_are_tasks_and_those_of_two_splits_differ() -> None:
 @pytest.mark.parametrize(
     ("args", "cause"),
     [
-        ({}, "give base_url or command, one of them"),
+        ({}, "give base_url, command or image, one of them"),
         ({"base_url": "http://h:1", "command": ["x", "{port}"]}, "one of them"),
+        ({"base_url": "http://h:1", "image": "game"}, "one of them"),
+        ({"base_url": "http://h:1", "image_options": ["-m", "1g"]}, "image_options are for image"),
+        ({"image": "game", "image_options": "-m 1g"}, "image_options must be a list of texts"),
         ({"base_url": "127.0.0.1:1"}, "must begin with http:// or https://, got '127.0.0.1:1'"),
         ({"command": "run {port}"}, "command is a list"),
         ({"command": ["run"]}, "one with {port}, got"),

@@ -268,7 +268,28 @@ async def test_a_game_that_is_not_zero_sum_cannot_train_both(
     environment = TextArena("TicTacToe-v0", train="both")
     _, answer = await played(environment, in_turn("[0]", "[1]", "[3]", "[2]", "[6]"))
     assert "is no zero-sum game: it ended with 1.0 and 0.5" in answer.failure.message
-    assert "use train = 'one'" in answer.failure.message
+    assert "use train = 'all'" in answer.failure.message
+
+
+async def test_with_all_trained_each_player_has_its_own_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TextArenaGame, "result", lambda game: ({0: 1.0, 1: 0.5}, {1}))
+    environment = TextArena("TicTacToe-v0", train="all")
+    _, answer = await played(environment, in_turn("[0]", "[1]", "[3]", "[2]", "[6]"), task=1)
+    result = answer.agent_result
+    assert result.reward == 0.75
+    assert dict(result.rewards) == {"player-0": 1.0, "player-1": 0.5}
+    assert not result.shares
+    assert result.metrics == {"turns": 5.0, "unfinished": 0.0, "won": 1.0, "invalid": 1.0}
+
+
+async def test_all_players_of_an_unfinished_game_have_its_reward() -> None:
+    environment = TextArena("TicTacToe-v0", train="all", unfinished_reward=-0.5)
+    _, answer = await played(environment, lambda branch, messages: 400)
+    result = answer.agent_result
+    assert result.reward == -0.5
+    assert dict(result.rewards) == {"player-0": -0.5, "player-1": -0.5}
 
 
 async def test_a_game_of_one_player() -> None:
@@ -326,7 +347,8 @@ def test_what_cannot_work_is_named(agents: str, tmp_path: Path) -> None:
     assert "received 2" in refusal("GuessTheNumber-v0")
     assert "unexpected keyword argument" in refusal("TicTacToe-v0", {"size": 4})
     assert "API key" in refusal("TwentyQuestions-v0", num_players=1)
-    assert refusal("TicTacToe-v0", train="all") == "train must be one of one, both, got 'all'"
+    assert refusal("TicTacToe-v0", train="x") == "train must be one of one, both, all, got 'x'"
+    assert "train = 'all' is for" in refusal("TicTacToe-v0", train="all", opponent="random")
     assert "train = 'both' is for" in refusal("TicTacToe-v0", train="both", opponent="random")
     assert "'self', 'random', an URL or module:class" in refusal("TicTacToe-v0", opponent="strong")
     assert refusal("TicTacToe-v0", opponent=f"{agents}:refuses") == (

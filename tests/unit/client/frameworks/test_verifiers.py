@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import importlib.util
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 from slipstream.client.frameworks.packages import needs
-from slipstream.client.frameworks.verifiers import Serving, Verifiers
+from slipstream.client.frameworks.verifiers import Serving, Verifiers, outcome_of
 from slipstream.protocol.errors import ConfigError
 
 
@@ -57,3 +58,31 @@ def test_what_episodes_share_starts_once_again_after_a_failure_and_ends_with_the
 
     asyncio.run(episodes())
     assert (env.starts, env.ends) == (2, 1)
+
+
+def trace(agent: str, reward: float, *, trained: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(
+        agent=SimpleNamespace(name=agent, trainable=trained),
+        reward=reward,
+        rewards={},
+        metrics={},
+        num_turns=2,
+        is_truncated=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("traces", "reward", "rewards"),
+    [
+        ([trace("buyer", 1.0), trace("seller", 3.0), trace("seller", 5.0)], 3.0,
+         {"buyer": 1.0, "seller": 4.0}),
+        ([trace("agent", 1.0), trace("agent", 2.0)], 1.5, {}),
+        ([trace("agent", 1.0), trace("judge", 9.0, trained=False)], 1.0, {}),
+    ],
+)  # fmt: skip
+def test_several_trained_agents_have_each_its_own_reward(
+    traces: list[SimpleNamespace], reward: float, rewards: dict[str, float]
+) -> None:
+    outcome = outcome_of(traces, keep=None)
+    assert (outcome.reward, outcome.rewards) == (reward, rewards)
+    assert outcome.shares == {t.agent.name: 0.0 for t in traces if not t.agent.trainable}

@@ -105,6 +105,18 @@ def test_the_same_messages_once_more_are_another_sample() -> None:
     assert len(again.prompt) == 1
 
 
+def test_the_turn_that_a_request_names_goes_on_among_equal_ones() -> None:
+    talk = Talk()
+    turns = [talk.talk("u1", reply="r1") for _ in range(2)]
+    keys = [key("user", "u1"), key("assistant", "r1"), key("user", "u2")]
+    for turn in turns:
+        found = talk.all.find(TOOLS, keys, "", previous=turn)
+        assert found is not None
+        assert (found.turn, found.num_messages) == (turn, 2)
+    # What its messages do not continue is no matter.
+    assert talk.all.find(TOOLS, [key("user", "x"), *keys], "", previous=turns[0]) is None
+
+
 def test_a_name_has_branches_of_its_own_which_may_begin_with_tokens_of_others() -> None:
     talk = Talk()
     talk.talk("u1", reply="r1")

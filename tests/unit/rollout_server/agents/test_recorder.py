@@ -55,6 +55,7 @@ class Calls:
         opened.status = 200
         message = {"role": "assistant", "content": text}
         opened.body += json.dumps({"choices": [{"message": message}]}).encode()
+        opened.is_whole = True
         self.recorder.close(opened)
 
 
@@ -83,6 +84,20 @@ async def test_a_reply_that_was_not_answered_with_200_is_not_known() -> None:
     second = calls.open()
     assert await calls.begin(second, "u1", "r1", "u2") == [9, 9, 9]
     assert calls.recorder._unread == []
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_an_answer_that_has_come_by_half_is_not_read(hangs_up: bool) -> None:
+    calls = Calls()
+    first = calls.open()
+    await calls.begin(first, "u1")
+    await calls.sample(first)
+    first.status = 200
+    first.body += b'{"choices": [{"mess'
+    if hangs_up:
+        calls.recorder.close(first)
+    assert await calls.begin(calls.open(), "u1", "r1", "u2") == [9, 9, 9]
+    assert (calls.recorder._unread == [first]) == (not hangs_up)
 
 
 async def test_a_call_waits_for_room_that_another_may_leave() -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
 from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
@@ -21,8 +22,8 @@ END = AgentEnd(1.0, {}, {})
 TIMEOUT = trajectory_pb2.FAILURE_KIND_TIMEOUT
 
 
-def call(number: int, **fields: object) -> environment_pb2.AgentCall:
-    return environment_pb2.AgentCall(call=number, method="POST", path="/v1/x", **fields)
+def call(number: int, path: str = "/v1/x", **fields: object) -> environment_pb2.AgentCall:
+    return environment_pb2.AgentCall(call=number, method="POST", path=path, **fields)
 
 
 class Session:
@@ -56,8 +57,10 @@ class Answering:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.closed: list[int] = []
+        self.asked: list[tuple[Recorder, str]] = []
 
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncIterator[HttpPart]:
+        self.asked.append((recorder, http.path))
         try:
             await self.may_answer.wait()
             yield HttpPart(http.body, False, 200)
@@ -66,14 +69,20 @@ class Answering:
             self.closed.append(http.number)
 
 
+def recorder(key: str) -> Recorder:
+    sampling = Sampling(1.0, 1.0, 0, 10, 20, 30)
+    return Recorder(
+        FakeEngine(), key, sampling, as_messages=lambda _, r: [r], sampled=lambda _: None
+    )
+
+
 class Talk:
-    def __init__(self, timeout_s: float = LIMIT_S) -> None:
+    def __init__(self, timeout_s: float = LIMIT_S, *, has_judge: bool = True) -> None:
         self.session, self.answering = Session(), Answering()
-        sampling = Sampling(1.0, 1.0, 0, 10, 20, 30)
-        self.recorder = Recorder(
-            FakeEngine(), "e", sampling, as_messages=lambda _, r: [r], sampled=lambda _: None
+        self.recorder, self.judge = recorder("e"), recorder("judge/e") if has_judge else None
+        self._talk = AgentTalk(
+            self.session, self.answering, self.recorder, judge=self.judge, timeout_s=timeout_s
         )
-        self._talk = AgentTalk(self.session, self.answering, self.recorder, timeout_s=timeout_s)
 
     def say(self, *messages: object) -> None:
         for message in messages:
@@ -204,3 +213,28 @@ async def test_a_number_that_was_used_ends_the_episode(number: int) -> None:
     with pytest.raises(EnvironmentFailed, match=f"counted up, got {number} behind 2"):
         await talk.run()
     assert sorted(talk.answering.closed) == [1, 2]
+
+
+async def test_the_judge_has_conversations_of_its_own() -> None:
+    talk = Talk()
+    running = asyncio.create_task(talk.run())
+    talk.say(call(1), call(2, "/judge/v1/x"))
+    await until(lambda: len(talk.session.parts) == 4)
+    talk.say(END)
+    assert await running == END
+    assert talk.answering.asked == [(talk.recorder, "/v1/x"), (talk.judge, "/v1/x")]
+
+
+async def test_a_judge_that_the_server_does_not_hold_fails_the_episode() -> None:
+    talk = Talk(has_judge=False)
+    talk.say(call(1, "/judge/v1/x"))
+    with pytest.raises(EnvironmentFailed, match="needs lora.publish = adapters"):
+        await talk.run()
+
+
+async def test_an_episode_asks_its_judge_only_so_often() -> None:
+    talk = Talk()
+    talk.say(*(call(n, "/judge/v1/x") for n in range(1, MAX_JUDGE_CALLS + 2)))
+    with pytest.raises(EnvironmentFailed, match="may ask its judge 64 times, it asked again"):
+        await talk.run()
+    assert len(talk.answering.asked) == MAX_JUDGE_CALLS

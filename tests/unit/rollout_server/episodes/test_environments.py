@@ -517,7 +517,14 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
     own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
     assert [path for path in files.values() if not path.startswith(own)] == []
     known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
-    known |= {"HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "PYTHONHASHSEED"}
+    known |= {
+        "HF_ENDPOINT",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "DOCKER_HOST",
+        "PYTHONHASHSEED",
+    }
     assert set(variables) <= known | {"GRPC_ENABLE_FORK_SUPPORT"}
     # The process's token is gone when the environment is loaded, and was never an argument.
     assert arguments[1::2] == ["--connect", "--record"]

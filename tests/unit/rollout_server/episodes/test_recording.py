@@ -20,19 +20,19 @@ def generation(tokens: list[int], experts: list[int] | None = None) -> Generatio
     )
 
 
-def test_branches_follow_each_other_with_their_shares_and_names() -> None:
+def test_branches_follow_each_other_with_their_shares_rewards_and_names() -> None:
     talks = Conversations()
     turn = talks.finish(talks.begin("", None, [1, 2]), generation([10, 11]))
     talks.finish(talks.begin("", turn, [3]), generation([12]))
     talks.finish(talks.begin("reviewer", turn, [4]), generation([13]))
     recording = Recording()
-    recording.take_branches(talks, {"reviewer": 0.5, "nobody": 3.0})
+    recording.take_branches(talks, {"reviewer": 0.5, "nobody": 3.0}, {"reviewer": 0.0})
     assert recording.token_ids == [1, 2, 10, 11, 3, 12, 1, 2, 10, 11, 4, 13]
     assert recording.run_lengths == [2, 2, 1, 1, 5, 1]
     assert recording.behavior_logprobs.tolist() == [-10, -11, -12, -13]
     assert sum(span.length for span in recording.spans) == recording.num_sampled == 4
     assert (recording.num_turns, recording.prompt_tokens) == (3, 2)
-    assert recording.branches == (Branch(4), Branch(2, 0.5, "reviewer"))
+    assert recording.branches == (Branch(4), Branch(2, 0.5, "reviewer", 0.0))
     assert recording.expert_ids == []
 
 
@@ -44,7 +44,7 @@ def test_experts_of_each_branch_cover_its_tokens_but_the_last() -> None:
     talks.finish(talks.begin("", None, [5]), generation([12]))
     talks.finish(talks.begin("", None, [6]), generation([13], [4]))
     recording = Recording()
-    recording.take_branches(talks, {})
+    recording.take_branches(talks, {}, {})
     experts = RoutedExperts.of_parts(recording.expert_ids, 8, num_tokens=len(recording.token_ids))
     assert experts.expert_ids[:, 0, 0].tolist() == [0, 1, 2, 3, 255, 255, 255, 4, 255]
     assert recording.token_ids == [1, 2, 10, 3, 11, 5, 12, 6, 13]
@@ -52,7 +52,7 @@ def test_experts_of_each_branch_cover_its_tokens_but_the_last() -> None:
 
 def test_an_episode_without_a_reply_is_empty() -> None:
     recording = Recording()
-    recording.take_branches(Conversations(), {})
+    recording.take_branches(Conversations(), {}, {})
     assert (recording.token_ids, recording.branches, recording.prompt_tokens) == ([], (), 0)
 
 

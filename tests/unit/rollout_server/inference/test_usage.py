@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
@@ -73,3 +75,11 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     ledger.ended(0)
     report = ledger.report(use(3, 2, 0), queued_bytes=0, paused_s=0.0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
+
+
+def test_tokens_of_judges_are_generated_and_belong_to_no_episode() -> None:
+    ledger = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
+    now = dataclasses.replace(use(150, 130, 1), judged_tokens=25)
+    report = ledger.report(now, queued_bytes=0, paused_s=0.0)
+    assert (report.generated_tokens, report.judged_tokens) == (50, 15)
+    assert (report.in_flight_tokens, report.ended_tokens) == (20, 0)

@@ -310,9 +310,11 @@ class RunHistory:
         return self.environments.setdefault(name, EnvironmentHistory())
 
     def _servers(self, record: Mapping[str, Any]) -> None:
+        judged = {(name, epoch): tokens for name, epoch, tokens in record.get("judged", ())}
         for name, epoch, generated in record["generated"]:
             count = self.servers.join(ServerKey(name, epoch))
             count.reported = max(count.reported, generated)
+            count.judged = max(count.judged, judged.get((name, epoch), 0))
             if record.get("departed"):
                 self.servers.depart(ServerKey(name, epoch))
 

@@ -12,7 +12,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import TrajectoryId
+from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2, status_pb2
 
 
@@ -42,12 +42,17 @@ class TokenLedger:
         """The entry of one server in `generated_by_server`."""
         return [(key.server_id, key.epoch, self._epochs.count(key).reported)]
 
+    def judged_by(self, name: str, epoch: int) -> int:
+        """Number of tokens that judges replied on one server."""
+        return self._epochs.count(ServerKey(ServerId(name), epoch)).judged
+
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
         count = self._epochs.join(key)
         count.reported = report.generated_tokens
         count.in_flight = report.in_flight_tokens
         count.ended = report.ended_tokens
+        count.judged = report.judged_tokens
 
     def receive(self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int) -> bool:
         """Notes a delivered trajectory; False when it was delivered before."""
@@ -75,18 +80,19 @@ class TokenLedger:
 
     def snapshot(self) -> status_pb2.Ledger:
         """The ledger now; `difference` is 0 when every generated token is accounted for."""
-        generated = received = in_flight = travelling = lost = 0
+        generated = received = in_flight = travelling = lost = judged = 0
         for count in self._epochs.counts():
             generated += count.generated
             received += count.received
+            judged += count.judged
             if count.dead:
-                lost += count.generated - count.received
+                lost += count.generated - count.received - count.judged
             else:
                 in_flight += count.in_flight
                 travelling += count.ended - count.received
         ended = sum(self._ends.values())
         queued = received - ended + travelling
-        difference = generated - in_flight - queued - lost - ended
+        difference = generated - in_flight - queued - lost - ended - judged
         return status_pb2.Ledger(
             generated=generated,
             trained=self._ends[End.TRAINED],
@@ -96,6 +102,7 @@ class TokenLedger:
             quarantined=self._ends[End.QUARANTINED],
             evaluated=self._ends[End.EVALUATED],
             set_aside=self._ends[End.SET_ASIDE],
+            judged=judged,
             queued=max(queued, 0),
             in_flight=in_flight,
             lost=lost,

@@ -63,7 +63,7 @@ _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
     "lease": {"replaces": str},
     "end": {"tokens": int, "end": str, **_SERVER},
     "closed": {"reward": _NUMBER, "solved": bool},
-    "servers": {"departed": bool},
+    "servers": {"departed": bool, "judged": _TOKENS},
 }
 
 

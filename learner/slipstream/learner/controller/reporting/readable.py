@@ -82,6 +82,7 @@ def _branches(trajectory: Trajectory, texts: TokenTexts | None) -> list[JsonValu
         line: dict[str, JsonValue] = {
             "name": part.branch.name,
             "share": part.branch.share,
+            "reward": part.branch.reward,
             "after": after,
             "sampled_tokens": part.sampled.stop - part.sampled.start,
         }

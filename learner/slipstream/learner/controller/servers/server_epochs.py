@@ -25,6 +25,8 @@ class EpochCount:
     reported: int = 0
     in_flight: int = 0
     ended: int = 0
+    # Tokens of judges, which belong to no trajectory.
+    judged: int = 0
     # Tokens of trajectories that the controller has.
     received: int = 0
     # Whether the server was lost: what it has not delivered will hardly come.
@@ -33,7 +35,7 @@ class EpochCount:
     @property
     def generated(self) -> int:
         """Number of generated tokens; a dead server may have delivered more than it reported."""
-        return max(self.reported, self.received) if self.dead else self.reported
+        return max(self.reported, self.received + self.judged) if self.dead else self.reported
 
 
 class ServerEpochs:
@@ -125,6 +127,7 @@ class ServerEpochs:
         count.dead = True
         self._folded.reported += count.generated
         self._folded.received += count.received
+        self._folded.judged += count.judged
         if self._names.get(key.epoch) == key:
             del self._names[key.epoch]
         bisect.insort(self._earlier, key.epoch)

@@ -154,7 +154,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
     report = message.drained if message.HasField("drained") else message.heartbeat
     served_s = session.clock.now_s() - session.joined_s
     most = int(MAX_TOKENS_PER_S * (served_s + 1))
-    for name in ("generated_tokens", "ended_tokens", "in_flight_tokens"):
+    for name in ("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"):
         tokens: int = getattr(report, name)
         if tokens > most:
             raise ProtocolError(

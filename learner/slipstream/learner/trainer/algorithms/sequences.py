@@ -17,9 +17,10 @@ from slipstream.learner.trainer.algorithms.advantages import (
 )
 from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
+from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
-from slipstream.protocol.rewards import is_counted, shaped_reward
+from slipstream.protocol.rewards import is_counted, shaped_rewards
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, Trajectory
 
@@ -44,28 +45,10 @@ def training_sequences(
 
     `estimates` has one entry for each trajectory; None without other models. A trajectory that
     overlong filtering removes has no trained token and is in no statistic of the advantages. The
-    advantages of a branch are those of its episode times its share.
+    advantages of a branch are those of its side of the episode times its share.
     """
     known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
-    rewards = np.array([shaped_reward(t, config) for t in batch.trajectories], dtype=np.float64)
-    if config.algorithm.shuffle_rewards:
-        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
-    counted = [
-        index
-        for index, trajectory in enumerate(batch.trajectories)
-        if is_counted(trajectory, config.algorithm)
-    ]
-    episodes = [
-        Episode(
-            batch.trajectories[index].group_id,
-            float(rewards[index]),
-            _token_costs(batch.trajectories[index], known[index], config),
-            _float64(known[index].values),
-            tuple(part.sampled for part in batch.trajectories[index].sequences()),
-        )
-        for index in counted
-    ]
-    found = dict(zip(counted, token_advantages(episodes, config.algorithm), strict=True))
+    found = _advantages(batch, config, known)
     token_estimates = _token_estimates(batch.trajectories, found, known)
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories, token_estimates, step=batch.step
@@ -76,6 +59,36 @@ def training_sequences(
         sequence if owner in found else _without_loss(sequence)
         for owner, sequence in zip(batch.owners, sequences, strict=True)
     ]
+
+
+def _advantages(
+    batch: Batch, config: Config, known: Sequence[ModelEstimates]
+) -> dict[int, TokenAdvantages]:
+    """Returns the advantages of each episode that counts, by its place in the batch."""
+    shaped = [shaped_rewards(trajectory, config) for trajectory in batch.trajectories]
+    rewards = np.array([one for sides in shaped for one in sides.values()], dtype=np.float64)
+    if config.algorithm.shuffle_rewards:
+        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
+    left = iter(rewards.tolist())
+    episodes: list[Episode] = []
+    owners: list[tuple[int, Side]] = []
+    for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
+        own = {side: next(left) for side in sides}
+        if not is_counted(trajectory, config.algorithm):
+            continue
+        costs = _token_costs(trajectory, known[index], config)
+        values = _float64(known[index].values)
+        for side in sides_of(trajectory):
+            owners.append((index, side))
+            episodes.append(side.episode(trajectory.group_id, own[side.name], costs, values))
+    found: dict[int, list[tuple[Side, TokenAdvantages]]] = {}
+    advantages = token_advantages(episodes, config.algorithm)
+    for (index, side), one in zip(owners, advantages, strict=True):
+        found.setdefault(index, []).append((side, one))
+    return {
+        index: joined(sides, batch.trajectories[index].num_sampled_tokens)
+        for index, sides in found.items()
+    }
 
 
 def weighted(

@@ -78,7 +78,7 @@ def test_branches_are_a_tree_whose_shared_turns_are_said_once(model: Path) -> No
         + " <s> a c"
         + " <s> a b </s> d a </s> b c"
     )
-    branches = (Branch(4), Branch(2, 0.5, "reviewer"), Branch(2), Branch(2, 0.0))
+    branches = (Branch(4), Branch(2, 0.5, "reviewer", 2.0), Branch(2), Branch(2, 0.0))
     tree = dataclasses.replace(episode(words, 2, 2, 1, 2, 5, 2, 2, 1, 8, 1), branches=branches)
     line = readable(0, tree, texts)
     assert "turns" not in line
@@ -90,7 +90,8 @@ def test_branches_are_a_tree_whose_shared_turns_are_said_once(model: Path) -> No
         1.0,
         4,
     )
-    assert (reviewer["name"], reviewer["share"]) == ("reviewer", 0.5)
+    assert (reviewer["name"], reviewer["share"], reviewer["reward"]) == ("reviewer", 0.5, 2.0)
+    assert first["reward"] is None
     assert reviewer["after"] == {"branch": 0, "turns": 1}
     assert reviewer["turns"] == [
         {"context": "d", "context_tokens": 1, "sampled": "a </s>", "sampled_tokens": 2}

@@ -6,6 +6,7 @@ import pytest
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import ServerId, TrajectoryId
@@ -71,17 +72,28 @@ def test_only_connected_servers_are_journaled_at_a_step():
     assert TokenLedger(epochs).generated_by_server() == [("a", 11, 5)]
 
 
+class ListJournal:
+    """Appends records to a list."""
+
+    def __init__(self, records: list[dict]) -> None:
+        self._records = records
+
+    def append(self, kind: str, **fields: object) -> None:
+        self._records.append({"kind": kind, **fields})
+
+
 def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> list[dict]:
     """The journal of a random run with 3,000 servers; `marked` as departures are marked now."""
     draw = random.Random(3)
     records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
-    mark = {"departed": True} if marked else {}
     for epoch in range(1, 3001):
         key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
         # Known by its lease before anything else.
         records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
-        reported = ended + draw.randrange(9)
-        ledger.report(key, fleet_pb2.ServerReport(generated_tokens=reported, ended_tokens=ended))
+        judged = draw.choice((0, 0, 30))
+        report = fleet_pb2.ServerReport(ended_tokens=ended, judged_tokens=judged)
+        report.generated_tokens = ended + judged + draw.randrange(9)
+        ledger.report(key, report)
         late = key_of(max(1, epoch - draw.choice((0, 0, 1, 1500))))
         late = key_of(late.epoch, f"s{late.epoch % 30}")
         name = TrajectoryId(f"g{epoch:06d}.0.0.{late.epoch:x}")
@@ -89,8 +101,9 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         ledger.end(End.FAILED, ended)
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
         records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
-        entries = [list(entry) for entry in ledger.generated_by(key)]
-        records.append({"kind": "servers", "generated": entries, **mark})
+        journal_servers(ListJournal(records), ledger, key)
+        if not marked:
+            del records[-1]["departed"]
         ledger.die(key)
         epochs.depart(key)
     return records
@@ -107,7 +120,8 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
     resumed.restore(history)
     before, after = ledger.snapshot(), resumed.snapshot()
     assert before.difference == after.difference == 0
-    assert (after.failed, after.queued) == (before.failed, 0)
+    assert (after.failed, after.judged, after.queued) == (before.failed, before.judged, 0)
+    assert after.judged > 0
     assert len(list(resumed._epochs.counts())) == 1001
     if marked:
         assert (after.generated, after.lost) == (before.generated, before.lost)

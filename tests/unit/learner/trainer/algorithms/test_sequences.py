@@ -203,3 +203,62 @@ def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
     assert fixed[0].loss_weight == pytest.approx(sum(counts) / (6 * 10))
     fixed = weighted(sequences, [range(6)], config(aggregation="fixed", fixed_tokens=3))
     assert fixed[5].loss_weight == pytest.approx(sum(counts) / (6 * 3))
+
+
+def sided(
+    rewards: tuple[float | None, ...], names: tuple[str, ...], *, reward: float = 0.0
+) -> Trajectory:
+    """A branch of two sampled tokens for each name."""
+    made = tree((2,) * len(names), (1.0,) * len(names), reward)
+    branches = tuple(Branch(2, 1.0, n, r) for n, r in zip(names, rewards, strict=True))
+    return dataclasses.replace(made, branches=branches)
+
+
+def group_of(*members: Trajectory) -> Batch:
+    numbered = [dataclasses.replace(t, member=n) for n, t in enumerate(members)]
+    return Batch(0, "b000000", tuple(numbered))
+
+
+def test_each_side_is_compared_with_the_same_side_of_its_group() -> None:
+    names = ("a", "b", "a", "")
+    one = group_of(
+        sided((3.0, 10.0, 3.0, None), names, reward=1.0),
+        sided((0.0, 30.0, 0.0, None), names, reward=2.0),
+        sided((0.0, 20.0, 0.0, None), names, reward=6.0),
+    )
+    found = training_sequences(one, config(advantage="dr_grpo"))
+    assert advantages(found) == pytest.approx([2, -10, 2, -2, -1, 10, -1, -1, -1, 0, -1, 3])
+    found = training_sequences(one, config(advantage="rloo"))
+    assert advantages(found) == pytest.approx(
+        [3, -15, 3, -3, -1.5, 15, -1.5, -1.5, -1.5, 0, -1.5, 4.5]
+    )
+
+
+def test_a_side_that_only_some_members_have_is_compared_among_these() -> None:
+    one = group_of(
+        sided((1.0, 4.0), ("a", "b")), sided((3.0,), ("a",)), sided((5.0, 8.0), ("a", "b"))
+    )
+    found = training_sequences(one, config(advantage="dr_grpo"))
+    assert advantages(found) == pytest.approx([-2, -2, 0, 2, 2])
+
+
+def test_values_and_returns_of_a_side_are_those_of_its_tokens() -> None:
+    one = group_of(sided((1.0, 5.0, 1.0), ("a", "b", "a")))
+    values = np.array([0, 1, 2, 3, 4, 5], dtype=np.float32)
+    gae = {"gamma": 1.0, "lam": 1.0, "normalize": False}
+    found = training_sequences(
+        one, config(advantage="gae", gae=gae), [ModelEstimates(values=values)]
+    )
+    first, second, third = (each.estimates.advantages[each.loss_mask].tolist() for each in found)
+    assert (first, second, third) == ([1, 0], [3, 2], [-3, -4])
+
+
+def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> None:
+    rewards = [0.3, 0.1, 0.7]
+    plain = group_of(*(sided((None,), ("",), reward=r) for r in rewards))
+    own = group_of(*(sided((r,), ("a",), reward=9.0) for r in rewards))
+    for advantage in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "score"):
+        settings = config(advantage=advantage)
+        first, second = (training_sequences(each, settings) for each in (plain, own))
+        for one, other in zip(first, second, strict=True):
+            assert one.estimates.advantages.tobytes() == other.estimates.advantages.tobytes()
