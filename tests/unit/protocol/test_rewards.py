@@ -7,6 +7,7 @@ from pydantic import JsonValue
 from slipstream.protocol.rewards import has_variance, is_counted, overlong_penalty, shaped_reward
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.sections import EnvironmentSection
 from slipstream.protocol.types import Status, Trajectory
 from support.fakes.fake_trajectories import make_trajectory
 
@@ -23,6 +24,10 @@ def config(**algorithm: JsonValue) -> Config:
     return parse_config(table, source="test.toml")
 
 
+def shaped(trajectory: Trajectory, settings: Config) -> float:
+    return shaped_reward(trajectory, settings.algorithm, limit=settings.sampling.max_reply_tokens)
+
+
 def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Trajectory:
     status = Status.TRUNCATED if truncated else Status.COMPLETED
     return dataclasses.replace(make_trajectory(3, reply), reward=reward, status=status)
@@ -36,14 +41,14 @@ def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penal
 
 
 def test_reward_is_the_environments_without_a_penalty() -> None:
-    assert shaped_reward(trajectory(0.7, reply=10), config()) == 0.7
+    assert shaped(trajectory(0.7, reply=10), config()) == 0.7
 
 
 def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
     settings = config(overlong=PENALTY)
-    assert shaped_reward(trajectory(1.0, reply=8), settings) == 1.0 - 0.5 * 0.5
+    assert shaped(trajectory(1.0, reply=8), settings) == 1.0 - 0.5 * 0.5
     turns = dataclasses.replace(trajectory(1.0, reply=15), run_lengths=(3, 7, 0, 8))
-    assert shaped_reward(turns, settings) == 0.75
+    assert shaped(turns, settings) == 0.75
 
 
 def test_truncated_episodes_count_unless_they_are_filtered() -> None:
@@ -72,3 +77,16 @@ def test_filtered_episodes_give_no_variance() -> None:
     assert has_variance(group, config())
     assert not has_variance(group, config(overlong={"filter": True}))
     assert not has_variance(group[2:], config(overlong={"filter": True}))
+
+
+def test_a_group_is_judged_by_the_settings_of_its_environment() -> None:
+    name = trajectory(0.0).environment
+    alike = [trajectory(1.0, reply=10), trajectory(1.0, reply=1)]
+    settings = config()
+    environment = EnvironmentSection.model_validate(
+        {"name": name, "reference": "m:E", "algorithm": {"overlong": PENALTY}}
+    )
+    own = settings.model_copy(update={"environments": (environment,)})
+    assert has_variance(alike, own)
+    others = [dataclasses.replace(t, environment="another") for t in alike]
+    assert not has_variance(others, own)

@@ -131,7 +131,7 @@ class Controller:
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 self._run.events.add(f"run {self._progress.run_id} listens")
-                if (warning := self._config.algorithm.staleness_warning) is not None:
+                for warning in self._config.algorithms.staleness_warnings:
                     self._run.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),

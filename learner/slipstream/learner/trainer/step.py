@@ -116,7 +116,8 @@ class TrainingStep:
         mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
         check_advantages(batch, sequences)
-        sequences = weighted(sequences, mini_batches, self._config)
+        environments = [batch.trajectories[owner].environment for owner in batch.owners]
+        sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             metrics = self._train_policy(batch, sequences, mini_batches)
         if self._replays:
@@ -184,14 +185,21 @@ class TrainingStep:
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], totals: _Totals
     ) -> tuple[list[TokenLoss], float]:
         """Adds the gradients of `share`; returns this rank's losses and the sum over all ranks."""
-        algorithm, ranks = self._config.algorithm, self._policy.ranks
+        algorithm, *others = self._config.algorithms.distinct
+        ranks = self._policy.ranks
 
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
         ) -> TokenLoss:
             before = old[place] if old else None
             return policy_loss(
-                logprobs, entropy, before, micro_batch, algorithm, group=ranks.cp_group
+                logprobs,
+                entropy,
+                before,
+                micro_batch,
+                algorithm,
+                others=others,
+                group=ranks.cp_group,
             )
 
         started = time.monotonic()
@@ -201,7 +209,7 @@ class TrainingStep:
             share,
             loss,
             temperature=self._temperature,
-            entropy_gradient=algorithm.entropy_coefficient > 0,
+            entropy_gradient=any(one.entropy_coefficient > 0 for one in (algorithm, *others)),
         )
         total = totals.statistics.add([one.statistics for one in losses], ranks)
         totals.forward_backward_s += time.monotonic() - started

@@ -207,11 +207,13 @@ class Intake:
         config, pace = self._run.config, self._run.pace
         if pace is not None and group.leased_s is not None:
             pace.group_done(time.monotonic() - group.leased_s)
-        if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
+        settings = config.algorithm_of(group.environment).dynamic_sampling
+        if settings.enabled and not has_variance(group.in_order(), config):
             self._filter(group, rewards)
 
     def _filter(self, group: Group, rewards: Sequence[float]) -> None:
-        settings, step = self._run.config.algorithm.dynamic_sampling, self._book.step
+        settings = self._run.config.algorithm_of(group.environment).dynamic_sampling
+        step = self._book.step
         if self._filtered_step != step:
             self._filtered.clear()
             self._filtered_step = step

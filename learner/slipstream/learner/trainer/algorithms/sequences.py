@@ -20,6 +20,7 @@ from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
 from slipstream.protocol.rewards import is_counted, shaped_reward
+from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, Trajectory
 
@@ -47,25 +48,31 @@ def training_sequences(
     advantages of a branch are those of its episode times its share.
     """
     known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
-    rewards = np.array([shaped_reward(t, config) for t in batch.trajectories], dtype=np.float64)
+    algorithms, limit = config.algorithms, config.sampling.max_reply_tokens
+    places = [algorithms.place(trajectory.environment) for trajectory in batch.trajectories]
+    own = [algorithms.distinct[place] for place in places]
+    rewards = np.array(
+        [shaped_reward(t, a, limit=limit) for t, a in zip(batch.trajectories, own, strict=True)],
+        dtype=np.float64,
+    )
     if config.algorithm.shuffle_rewards:
         rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
     counted = [
         index
         for index, trajectory in enumerate(batch.trajectories)
-        if is_counted(trajectory, config.algorithm)
+        if is_counted(trajectory, own[index])
     ]
-    episodes = [
-        Episode(
+    episodes = {
+        index: Episode(
             batch.trajectories[index].group_id,
             float(rewards[index]),
-            _token_costs(batch.trajectories[index], known[index], config),
+            _token_costs(batch.trajectories[index], known[index], own[index]),
             _float64(known[index].values),
             tuple(part.sampled for part in batch.trajectories[index].sequences()),
         )
         for index in counted
-    ]
-    found = dict(zip(counted, token_advantages(episodes, config.algorithm), strict=True))
+    }
+    found = _advantages(episodes, own)
     token_estimates = _token_estimates(batch.trajectories, found, known)
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories, token_estimates, step=batch.step
@@ -73,16 +80,22 @@ def training_sequences(
     if config.algorithm.router_replay != "off":
         sequences = _with_experts(sequences, batch.trajectories)
     return [
-        sequence if owner in found else _without_loss(sequence)
+        _marked(sequence, places[owner]) if owner in found else _without_loss(sequence)
         for owner, sequence in zip(batch.owners, sequences, strict=True)
     ]
 
 
 def weighted(
-    sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
+    sequences: Sequence[TrainingSequence],
+    mini_batches: Sequence[Sequence[int]],
+    config: Config,
+    environments: Sequence[str] | None = None,
 ) -> list[TrainingSequence]:
-    """Returns the sequences with the loss weights of their mini-batches."""
-    algorithm = config.algorithm
+    """Returns the sequences with the loss weights of their mini-batches and environments.
+
+    `environments` names that of each sequence; None: no environment has a weight of its own.
+    """
+    algorithm, algorithms = config.algorithm, config.algorithms
     changed = list(sequences)
     for members in mini_batches:
         weights = loss_weights(
@@ -91,13 +104,31 @@ def weighted(
             fixed_tokens=algorithm.fixed_tokens or config.sampling.max_reply_tokens,
         )
         for index, weight in zip(members, weights, strict=True):
+            if environments is not None:
+                weight *= algorithms.loss_weight(environments[index])
             if weight != changed[index].loss_weight:
                 changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
     return changed
 
 
-def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Config) -> FloatArray:
-    kl = config.algorithm.kl
+def _advantages(
+    episodes: Mapping[int, Episode], own: Sequence[AlgorithmSection]
+) -> dict[int, TokenAdvantages]:
+    """Returns the advantages of each episode; those of one kind share the statistics of a batch."""
+    by_kind: dict[AdvantageKind, list[int]] = {}
+    for index in episodes:
+        by_kind.setdefault(own[index].advantage, []).append(index)
+    found: dict[int, TokenAdvantages] = {}
+    for members in by_kind.values():
+        chosen = [episodes[index] for index in members]
+        found |= zip(members, token_advantages(chosen, own[members[0]]), strict=True)
+    return found
+
+
+def _token_costs(
+    trajectory: Trajectory, estimates: ModelEstimates, algorithm: AlgorithmSection
+) -> FloatArray:
+    kl = algorithm.kl
     if not kl.coefficient or kl.placement != "reward" or trajectory.is_given:
         return np.zeros(trajectory.num_sampled_tokens)
     assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
@@ -166,6 +197,10 @@ def _with_experts(
         sequence if known is None else dataclasses.replace(sequence, expert_ids=known)
         for sequence, known in zip(sequences, experts, strict=True)
     ]
+
+
+def _marked(sequence: TrainingSequence, algorithm: int) -> TrainingSequence:
+    return dataclasses.replace(sequence, algorithm=algorithm) if algorithm else sequence
 
 
 def _without_loss(sequence: TrainingSequence) -> TrainingSequence:
