@@ -114,6 +114,29 @@ def test_warnings_about_old_tokens_are_those_of_all_environments() -> None:
     assert "without a correction" in warning
 
 
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [
+        ({"rule": "skip", "floor": 0.1}, "floor has no effect with rule = 'skip'"),
+        ({"rule": "sample", "every_rounds": 2}, "every_rounds has no effect with rule = 'sample'"),
+        ({"rule": "skip", "failed_reward": 1.0}, "failed_reward must be below solved_reward"),
+        ({"rule": "skip", "window": 17}, "less than or equal to 16"),
+        ({}, "environments.0.curriculum.rule is required"),
+    ],
+)
+def test_a_curriculum_without_a_meaning_is_refused(table: Table, rule: str) -> None:
+    environment: Table = {"name": "a", "reference": "m:E", "curriculum": table}
+    whole: dict[str, JsonValue] = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "environments": [environment],
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+    }
+    with pytest.raises(ConfigError, match=rule):
+        parse_config(whole, source="test.toml")
+
+
 def test_settings_of_an_environment_are_read_as_they_were_written(tmp_path) -> None:
     config = config_with(DEMONSTRATIONS | {"kl": {"coefficient": 0.1}})
     path = tmp_path / "config.toml"
