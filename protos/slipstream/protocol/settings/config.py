@@ -299,6 +299,11 @@ def check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
         )
+    etp = config.learner.parallel.etp or tp
+    if rank % etp and config.lora.has_mlp:
+        raise ValueError(
+            f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
+        )
     if rank and config.checkpoint.load is not None:
         raise ValueError(
             f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"

@@ -69,6 +69,11 @@ class LoraSection(Section):
         named = set(self.target_modules)
         return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
 
+    @property
+    def has_mlp(self) -> bool:
+        """Whether matrices of MLPs, dense or of experts, have adapters."""
+        return self.rank > 0 and bool(set(self.modules) & set(_MLP))
+
     @model_validator(mode="after")
     def _whole(self) -> LoraSection:
         if not self.target_modules:
@@ -93,13 +98,13 @@ class LoraSection(Section):
 
         `is_latent` says that it has latent attention, whose matrices have other names.
 
-        Megatron-Bridge gives all experts of a rank one shared adapter, so the trained model would
-        depend on the number of ranks.
+        vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
+        their own.
         """
-        if self.rank and num_experts and set(self.modules) & set(_MLP):
+        if num_experts and self.has_mlp and self.publishes_adapters:
             yield (
-                f"lora.target_modules must leave out {' and '.join(_MLP)} for a mixture of "
-                f"experts, got {', '.join(self.target_modules)}"
+                f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
+                f"leave {' and '.join(_MLP)} out of lora.target_modules"
             )
         if self.rank and is_latent:
             yield f"lora.rank must be 0 for a model with latent attention, got {self.rank}"

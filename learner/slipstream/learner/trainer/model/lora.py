@@ -23,8 +23,20 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
         from megatron.bridge.peft.lora import LoRA
+        from slipstream.learner.trainer.model.expert_adapters import add_adapter
+        from slipstream.learner.trainer.model.experts import GroupedLinear
 
-        lora = LoRA(
+        class OneAdapterForEachExpert(LoRA):  # type: ignore[misc]
+            def transform(
+                self, module: Megatron, name: str | None = None, prefix: str | None = None
+            ) -> Megatron:
+                if not isinstance(module, GroupedLinear):
+                    return super().transform(module, name, prefix)
+                if self.match(module, name, prefix) is not None:
+                    add_adapter(module, rank=self.dim, scale=self.alpha / self.dim)
+                return module
+
+        lora = OneAdapterForEachExpert(
             target_modules=list(config.lora.modules),
             dim=config.lora.rank,
             alpha=config.lora.alpha,
@@ -45,9 +57,12 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
     Megatron's own values would depend on the layers that come before on this pipeline stage.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
+    from slipstream.learner.trainer.model.expert_adapters import ExpertAdapter
 
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
+            if isinstance(module, ExpertAdapter):
+                module.initialise(name, layer.layer_number, seed=seed)
             if not isinstance(module, LoRALinear):
                 continue
             module._register_load_state_dict_pre_hook(_as_wrapped)
