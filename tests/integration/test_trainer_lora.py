@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file
 from support.fakes.parity_models import make_models
 from support.ranks import lora_ranks
-from support.ranks.lora_ranks import ALPHA, EXPERTS, JOBS, MIXTURES, RANK, config_of, jobs_of
+from support.ranks.lora_ranks import (
+    ALPHA,
+    DROPOUT,
+    EXPERTS,
+    JOBS,
+    MIXTURES,
+    RANK,
+    config_of,
+    jobs_of,
+)
 from support.ranks.parity_layouts import STEPS, batches, probe
 from support.ranks.rank_pool import RankPool
 
@@ -52,6 +61,14 @@ def experts(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
         jobs = [job for job, (size, _, _) in EXPERTS.items() if size == world_size]
         rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
     return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in EXPERTS}
+
+
+@pytest.fixture(scope="module")
+def dropout(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    for world_size in (1, 2):
+        jobs = [job for job, (size, _, _) in DROPOUT.items() if size == world_size]
+        rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in DROPOUT}
 
 
 def reference(job: str) -> str:
@@ -307,3 +324,45 @@ def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_
     assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
     for name, tensor in ours["weights"].items():
         assert torch.equal(ours["retrained"][name], tensor), name
+
+
+def test_what_adapters_drop_is_the_same_when_a_run_is_trained_again(
+    dropout: dict[str, dict],
+) -> None:
+    ours, theirs = dropout["dropout-again"]["weights"], dropout["dropout"]["weights"]
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_activations_that_are_computed_again_drop_the_same(dropout: dict[str, dict]) -> None:
+    ours, theirs = dropout["dropout-recompute"]["weights"], dropout["dropout"]["weights"]
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("job", list(DROPOUT))
+def test_a_step_that_drops_is_retrained_from_a_checkpoint_bit_by_bit(
+    job: str, dropout: dict[str, dict]
+) -> None:
+    found = dropout[job]
+    assert any(not torch.equal(found["loaded"][n], t) for n, t in found["weights"].items())
+    assert all(torch.equal(found["retrained"][n], t) for n, t in found["weights"].items())
+
+
+def test_only_training_drops(
+    folder: Path, found: dict[str, dict], dropout: dict[str, dict]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, plain = dropout["dropout"], found["one"]
+    assert torch.equal(ours["base"], plain["base"])
+    # The policy before a step drops nothing: gaps to the behavior policy are those without dropout.
+    gap = pytest.approx(plain["metrics"][0]["logprob_gap_mean"], rel=1e-6)
+    assert ours["metrics"][0]["logprob_gap_mean"] == gap
+    assert ours["metrics"][0]["grad_norm"] != plain["metrics"][0]["grad_norm"]
+    folder = folder / "lora-dropout-merged"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        merged = [
+            target_logprobs(model, ids, 1.0) for ids in probe(config_of("dropout", folder.parent))
+        ]
+    torch.testing.assert_close(torch.cat(merged), ours["logprobs"][-1], rtol=1e-5, atol=1e-5)

@@ -61,7 +61,15 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-dp2-distributed": (2, "moe", {"use_distributed_optimizer": True}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
-ALL = JOBS | MIXTURES | EXPERTS
+# Adapters that drop a share of their inputs.
+DROPOUT: dict[str, tuple[int, str, dict]] = {
+    "dropout": (1, "llama", {}),
+    "dropout-again": (1, "llama", {}),
+    "dropout-recompute": (1, "llama", {"transformer": RECOMPUTE}),
+    "dropout-experts": (1, "moe", {}),
+    "dropout-tp2": (2, "llama", {"parallel": SP}),
+}
+ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
 
 
 def jobs_of(world_size: int) -> list[str]:
@@ -74,6 +82,8 @@ def config_of(name: str, folder: Path) -> Config:
     table["model"] = {"path": str(folder / model), "dtype": "float32"}
     table["learner"] |= learner | {"world_size": world_size}
     table["lora"] = {"rank": RANK, "alpha": ALPHA}
+    if name in DROPOUT:
+        table["lora"]["dropout"] = 0.25
     if name in MIXTURES:
         table["lora"]["target_modules"] = ["linear_qkv", "linear_proj"]
     return parse_config(table, source=name)
@@ -98,7 +108,7 @@ def run_rank(folder: Path, job: str) -> None:
     metrics, logprobs = [], []
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     # Adapters of experts are not sent apart.
-    published = None if job in EXPERTS else see_published(policy, config)
+    published = None if job in EXPERTS | DROPOUT else see_published(policy, config)
     first_identity = b"" if published is None else published.digests().identity
     base = sequence_logprobs(policy, probe(config), max_tokens=64)
     save_adapters(policy, config, folder / f"lora-{job}-first")

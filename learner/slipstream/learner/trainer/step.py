@@ -28,6 +28,7 @@ from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.packing import TrainingSequence
 from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.learning_rate import learning_rate
+from slipstream.learner.trainer.model.lora import dropping
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
@@ -150,7 +151,8 @@ class TrainingStep:
         ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
         epochs = self._config.algorithm.epochs
-        if len(shares) * epochs > 1:
+        # Passes that drop inputs of adapters do not compute the policy's own log-probabilities.
+        if len(shares) * epochs > 1 or self._config.lora.dropout:
             with self.stages.measure("forward"):
                 old_logprobs = [
                     forward_logprobs(self._policy, share, temperature=self._temperature)
@@ -160,7 +162,9 @@ class TrainingStep:
         totals = _Totals(StepStatistics(epochs))
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
-            losses, total = self._add_gradients(share, old, totals)
+            place = (batch.step, len(totals.grad_norms), self._policy.ranks.rank)
+            with dropping(self._policy.chunks, self._config, place):
+                losses, total = self._add_gradients(share, old, totals)
             if not math.isfinite(total):
                 raise self._loss_fault(batch, sequences, members, losses, total=total)
             self._update(rate, totals)

@@ -37,16 +37,17 @@ MAX_SERVED_RANK = 512
 
 
 class LoraSection(Section):
-    """Low-rank adapters are trained in place of the policy's parameters, which stay as they are.
-
-    Dropout is not offered: the policy that is trained must be the one that samples.
-    """
+    """Low-rank adapters are trained in place of the policy's parameters, which stay as they are."""
 
     # Rank of the adapters, a multiple of `learner.parallel.tp`; 0: no adapters, all parameters are
     # trained.
     rank: int = Field(0, ge=0)
     # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: float = Field(32.0, gt=0)
+    # Share of an adapter's inputs that training drops, drawn from `run.seed`, the step, the
+    # mini-batch and the rank. Nothing is dropped where log-probabilities before a step are
+    # computed, or in the rollout: the ratio of the loss then also measures what was dropped.
+    dropout: float = Field(0.0, ge=0, lt=1)
     # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
     # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
     # first factor.

@@ -32,8 +32,9 @@ class ExpertAdapter(torch.nn.Module):
     the second factor that it holds: the other ranks' rows are added where outputs are summed.
     """
 
-    def __init__(self, base: GroupedLinear, rank: int, scale: float) -> None:
+    def __init__(self, base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
         super().__init__()
+        self.dropout = torch.nn.Dropout(dropout)
         self.scale, self.is_enabled = scale, True
         self._group: dist.ProcessGroup = base.groups.expt_tp
         self._by_rows = base.partition_dim == 0
@@ -50,7 +51,7 @@ class ExpertAdapter(torch.nn.Module):
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
         """Returns what the adapter of one expert adds to [tokens, out]; a part of it, if summed."""
         group = self._group
-        inner = self.first(inputs, expert)
+        inner = self.first(self.dropout(inputs), expert)
         if self._by_rows:
             inner = gather_from_tensor_model_parallel_region(inner, group=group)
         else:
@@ -97,10 +98,10 @@ class ExpertAdapter(torch.nn.Module):
         return torch.cat(parts)
 
 
-def add_adapter(base: GroupedLinear, *, rank: int, scale: float) -> None:
+def add_adapter(base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
     """Gives each expert's matrix an adapter and freezes the matrix."""
     base.requires_grad_(False)
-    base.adapter = ExpertAdapter(base, rank, scale)
+    base.adapter = ExpertAdapter(base, rank=rank, scale=scale, dropout=dropout)
 
 
 class _Changed:

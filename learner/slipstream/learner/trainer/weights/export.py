@@ -239,7 +239,7 @@ def _write_adapters(
         "base_model_name_or_path": str(config.model.path),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.lora.dropout,
         "bias": "none",
         "inference_mode": True,
         "target_modules": [part for name in config.lora.modules for part in FUSED[name]],
