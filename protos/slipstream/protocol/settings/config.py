@@ -227,9 +227,10 @@ class Config(Section):
 def check_algorithm(config: Config) -> None:
     """Raises ValueError when the algorithm needs settings that other sections lack."""
     algorithm, sampling = config.algorithm, config.sampling
-    for each in config.environments:
-        if each.algorithm is not None and (refusal := each.algorithm.refusal(algorithm)):
-            raise ValueError(f"algorithm of environment {each.name}: {refusal}")
+    for environment in config.environments:
+        own = environment.algorithm
+        if own is not None and (refusal := own.refusal(algorithm)):
+            raise ValueError(f"algorithm of environment {environment.name}: {refusal}")
     for each in config.algorithms.distinct:
         if each.overlong.cache_tokens > sampling.max_reply_tokens:
             raise ValueError(

@@ -223,7 +223,7 @@ def _algorithm_ids(
 ) -> Tensor | None:
     if not any(part.algorithm for part in parts):
         return None
-    return _tensor(np.repeat(np.array([part.algorithm for part in parts]), lengths))
+    return torch.from_numpy(np.repeat(np.array([part.algorithm for part in parts]), lengths))
 
 
 def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:

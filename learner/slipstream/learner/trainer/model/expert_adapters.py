@@ -57,7 +57,7 @@ class ExpertAdapter(torch.nn.Module):
         else:
             inner = reduce_from_tensor_model_parallel_region(inner, group=group)
         inner = copy_to_tensor_model_parallel_region(inner, group=group)
-        outputs = self.scale * self.second(inner, expert)
+        outputs: Tensor = self.scale * self.second(inner, expert)
         if self._by_rows or group.size() == 1:
             return outputs
         before = group.rank() * outputs.shape[-1]
@@ -164,11 +164,11 @@ def _place(task: Megatron) -> int:
 
 
 def _merging(task: Megatron) -> Callable[[], Tensor]:
-    adapter = task.megatron_module.adapter
+    adapter: ExpertAdapter = task.megatron_module.adapter
 
     def merged() -> Tensor:
         first, second = adapter.factors(_place(task))
-        weight = task.param_weight.detach()
+        weight: Tensor = task.param_weight.detach()
         return (weight.float() + adapter.scale * (second.float() @ first.float())).to(weight.dtype)
 
     return merged
@@ -180,7 +180,7 @@ def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
     A mapping joins the parts of all ranks along the dimension that it splits. A factor that is
     whole on every rank is cut first.
     """
-    adapter = task.megatron_module.adapter
+    adapter: ExpertAdapter = task.megatron_module.adapter
 
     def laid_out() -> Tensor:
         first, second = adapter.factors(_place(task))

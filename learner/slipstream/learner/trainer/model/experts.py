@@ -105,9 +105,9 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
         """Maps [tokens, in] to [tokens, out] by the matrix of one expert."""
         outputs = F.linear(inputs, self.get_parameter(f"weight{expert}"))
-        if self.adapter is None or not self.adapter.is_enabled:
-            return outputs
-        return outputs + self.adapter(inputs, expert)
+        if self.adapter is not None and self.adapter.is_enabled:
+            outputs = outputs + self.adapter(inputs, expert)
+        return outputs
 
     def like(
         self, shape: tuple[int, int], *, partition_dim: int, is_gated: bool = False
