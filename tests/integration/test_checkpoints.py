@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,17 @@ LOADED |= {
     "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),
     "one-from-tp2-deepseek": ("tp2-deepseek", {}),
 }
+# Every shape of the learning rate with several passes and mini-batches, stopped in its middle.
+SCHEDULES = {
+    "none": {"decay": "none"},
+    "linear": {"decay": "linear"},
+    "cosine": {"decay": "cosine", "decay_to": 0.1},
+    "sqrt": {"decay": "sqrt", "decay_steps": 3},
+}
+for shape, settings in SCHEDULES.items():
+    several = settings | {"epochs": 2, "mini_batches": 2}
+    SAVED[f"{shape}-epochs"] = {"learner": {}, "algorithm": several}
+    LOADED[f"{shape}-epochs-again"] = (f"{shape}-epochs", {})
 # Saved with the distributed optimizer and loaded without it, or the other way.
 CONVERTED = {
     "dp2-from-distopt": ("distopt", DP2),
@@ -178,6 +190,15 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(
     if not is_bf16:
         for name, weight in saved["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=2e-6)
+
+
+def test_each_schedule_has_its_own_learning_rate_in_the_step_after_the_load(
+    results: dict[str, dict],
+) -> None:
+    rates = [results[f"{shape}-epochs-again"]["metrics"][0]["learning_rate"] for shape in SCHEDULES]
+    # Step 3 of 4 is the second of three that fall, after one step of warmup.
+    fallen = [0, 1 / 3, 0.9 * (1 - math.cos(math.pi / 3)) / 2, math.sqrt(1 / 3)]
+    assert rates == pytest.approx([1e-3 * (1 - share) for share in fallen])
 
 
 @pytest.mark.parametrize("job", AGAIN)

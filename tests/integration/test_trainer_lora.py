@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file
 from support.fakes.parity_models import make_models
 from support.ranks import lora_ranks
-from support.ranks.lora_ranks import ALPHA, JOBS, MIXTURES, RANK, config_of, jobs_of
+from support.ranks.lora_ranks import (
+    ALPHA,
+    DROPOUT,
+    EXPERTS,
+    JOBS,
+    MIXTURES,
+    RANK,
+    config_of,
+    jobs_of,
+)
 from support.ranks.parity_layouts import STEPS, batches, probe
 from support.ranks.rank_pool import RankPool
 
@@ -44,6 +53,22 @@ def mixtures(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     for job, (world_size, _, _) in MIXTURES.items():
         rank_pool.run(Path(lora_ranks.__file__), [job], world_size=world_size, folder=folder)
     return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in MIXTURES}
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    for world_size in (1, 2, 4):
+        jobs = [job for job, (size, _, _) in EXPERTS.items() if size == world_size]
+        rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in EXPERTS}
+
+
+@pytest.fixture(scope="module")
+def dropout(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    for world_size in (1, 2):
+        jobs = [job for job, (size, _, _) in DROPOUT.items() if size == world_size]
+        rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in DROPOUT}
 
 
 def reference(job: str) -> str:
@@ -230,3 +255,114 @@ def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(
 
 def test_a_frozen_matrix_that_moved_stops_the_run(folder: Path, found: dict[str, dict]) -> None:
     assert "is frozen, but changed during the run" in sent("one", folder)[0]["moved"]
+
+
+@pytest.mark.parametrize("job", [job for job in EXPERTS if job != "experts-one"])
+def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(
+    job: str, folder: Path, experts: dict[str, dict]
+) -> None:
+    ours, theirs = experts[job], experts["experts-one"]
+    for step in range(STEPS):
+        for name in ("loss", "grad_norm", "entropy", "kl"):
+            expected = pytest.approx(theirs["metrics"][step][name], rel=1e-5, abs=2e-6)
+            assert ours["metrics"][step][name] == expected, (step, name)
+        torch.testing.assert_close(
+            ours["logprobs"][step], theirs["logprobs"][step], rtol=1e-5, atol=2e-5
+        )
+    for name, tensor in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], tensor, rtol=1e-6, atol=1e-6)
+    mine, other = (
+        load_file(folder / f"lora-{each}-first" / "adapter_model.safetensors")
+        for each in (job, "experts-one")
+    )
+    assert set(mine) == set(other)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
+
+
+@pytest.mark.parametrize("job", list(EXPERTS))
+def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
+    job: str, folder: Path, experts: dict[str, dict]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    stored = load_file(folder / "moe" / "model.safetensors")
+    found = experts[job]
+    assert all(torch.equal(found["before"][name], stored[name]) for name in stored)
+    tensors = load_file(folder / f"lora-{job}-adapters" / "adapter_model.safetensors")
+    moved = 0
+    for name, base in stored.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = base
+        if f"{prefix}.lora_A.weight" in tensors:
+            b, a = tensors[f"{prefix}.lora_B.weight"], tensors[f"{prefix}.lora_A.weight"]
+            assert (a.shape[0], b.shape[1]) == (RANK, RANK)
+            expected = base + SCALE * b @ a
+            moved += ".experts." in name and not torch.equal(expected, base)
+        torch.testing.assert_close(found["weights"][name], expected, rtol=1e-6, atol=1e-7)
+    # gate, up and down of 4 experts in 4 layers; one that no token chose would stay.
+    assert moved >= 40
+    model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
+    with torch.no_grad():
+        merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
+    torch.testing.assert_close(torch.cat(merged), found["logprobs"][-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", ["experts-one", "experts-tp2-ep2"])
+def test_adapters_of_experts_that_are_switched_off_have_no_effect(
+    job: str, experts: dict[str, dict]
+) -> None:
+    found = experts[job]
+    assert torch.equal(found["switched_off"], found["base"])
+    assert not torch.allclose(found["logprobs"][-1], found["base"], atol=1e-4)
+
+
+@pytest.mark.parametrize("job", list(EXPERTS))
+def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_bit(
+    job: str, experts: dict[str, dict]
+) -> None:
+    ours = experts[job]
+    assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
+    for name, tensor in ours["weights"].items():
+        assert torch.equal(ours["retrained"][name], tensor), name
+
+
+def test_what_adapters_drop_is_the_same_when_a_run_is_trained_again(
+    dropout: dict[str, dict],
+) -> None:
+    ours, theirs = dropout["dropout-again"]["weights"], dropout["dropout"]["weights"]
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_activations_that_are_computed_again_drop_the_same(dropout: dict[str, dict]) -> None:
+    ours, theirs = dropout["dropout-recompute"]["weights"], dropout["dropout"]["weights"]
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("job", list(DROPOUT))
+def test_a_step_that_drops_is_retrained_from_a_checkpoint_bit_by_bit(
+    job: str, dropout: dict[str, dict]
+) -> None:
+    found = dropout[job]
+    assert any(not torch.equal(found["loaded"][n], t) for n, t in found["weights"].items())
+    assert all(torch.equal(found["retrained"][n], t) for n, t in found["weights"].items())
+
+
+def test_only_training_drops(
+    folder: Path, found: dict[str, dict], dropout: dict[str, dict]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, plain = dropout["dropout"], found["one"]
+    assert torch.equal(ours["base"], plain["base"])
+    # The policy before a step drops nothing: gaps to the behavior policy are those without dropout.
+    gap = pytest.approx(plain["metrics"][0]["logprob_gap_mean"], rel=1e-6)
+    assert ours["metrics"][0]["logprob_gap_mean"] == gap
+    assert ours["metrics"][0]["grad_norm"] != plain["metrics"][0]["grad_norm"]
+    folder = folder / "lora-dropout-merged"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        merged = [
+            target_logprobs(model, ids, 1.0) for ids in probe(config_of("dropout", folder.parent))
+        ]
+    torch.testing.assert_close(torch.cat(merged), ours["logprobs"][-1], rtol=1e-5, atol=1e-5)

@@ -82,7 +82,7 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / FINAL_MODEL).is_dir()
     if values.get("state") != "finished" or lacks_model:
         return
-    if values.get("solved") and config.algorithm.dynamic_sampling.enabled:
+    if values.get("solved") and config.algorithms.samples_dynamically:
         raise ConfigError(
             f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
             "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"

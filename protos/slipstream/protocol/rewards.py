@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.config import Config
@@ -28,16 +28,19 @@ def side_of(branch: Branch) -> str:
     return "" if branch.reward is None else branch.name
 
 
-def shaped_rewards(trajectory: Trajectory, config: Config) -> dict[str, float]:
+def shaped_rewards(
+    trajectory: Trajectory, algorithm: AlgorithmSection, *, limit: int
+) -> dict[str, float]:
     """Returns the reward of each side less the penalty for the episode's longest reply.
 
-    The sides are in the order of their first branches; an episode without branches is one side.
+    `limit` is `sampling.max_reply_tokens`. The sides are in the order of their first branches; an
+    episode without branches is one side.
     """
-    overlong, penalty = config.algorithm.overlong, 0.0
+    overlong, penalty = algorithm.overlong, 0.0
     if overlong.penalty:
         penalty = overlong.penalty * overlong_penalty(
             max(trajectory.run_lengths[1::2], default=0),
-            limit=config.sampling.max_reply_tokens,
+            limit=limit,
             cache_tokens=overlong.cache_tokens,
         )
     sides = {side_of(branch): branch.reward for branch in trajectory.branches} or {"": None}
@@ -55,7 +58,7 @@ def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
     return not (algorithm.overlong.filter and trajectory.status is Status.TRUNCATED)
 
 
-def has_variance(group: Iterable[Trajectory], config: Config) -> bool:
+def has_variance(group: Sequence[Trajectory], config: Config) -> bool:
     """Whether two counted episodes of a group have different rewards on one side of theirs.
 
     Penalties are included.
@@ -63,9 +66,13 @@ def has_variance(group: Iterable[Trajectory], config: Config) -> bool:
     Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
     equal rewards.
     """
+    if not group:
+        return False
+    algorithm = config.algorithm_of(group[0].environment)
+    limit = config.sampling.max_reply_tokens
     rewards: dict[str, set[float]] = defaultdict(set)
     for trajectory in group:
-        if is_counted(trajectory, config.algorithm):
-            for side, reward in shaped_rewards(trajectory, config).items():
+        if is_counted(trajectory, algorithm):
+            for side, reward in shaped_rewards(trajectory, algorithm, limit=limit).items():
                 rewards[side].add(reward)
     return any(len(different) > 1 for different in rewards.values())

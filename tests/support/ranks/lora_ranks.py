@@ -51,16 +51,39 @@ MIXTURES: dict[str, tuple[int, str, dict]] = {
 }
 
 
+# Mixtures of experts whose experts have adapters too: their weights travel merged.
+EXPERTS: dict[str, tuple[int, str, dict]] = {
+    "experts-one": (1, "moe", {}),
+    "experts-recompute": (1, "moe", {"transformer": RECOMPUTE}),
+    "experts-ep2": (2, "moe", {"parallel": {"ep": 2}}),
+    "experts-etp2": (2, "moe", {"parallel": SP}),
+    "experts-pp2": (2, "moe", {"parallel": {"pp": 2}}),
+    "experts-dp2-distributed": (2, "moe", {"use_distributed_optimizer": True}),
+    "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
+}
+# Adapters that drop a share of their inputs.
+DROPOUT: dict[str, tuple[int, str, dict]] = {
+    "dropout": (1, "llama", {}),
+    "dropout-again": (1, "llama", {}),
+    "dropout-recompute": (1, "llama", {"transformer": RECOMPUTE}),
+    "dropout-experts": (1, "moe", {}),
+    "dropout-tp2": (2, "llama", {"parallel": SP}),
+}
+ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
+
+
 def jobs_of(world_size: int) -> list[str]:
     return [name for name, (size, _, _) in JOBS.items() if size == world_size]
 
 
 def config_of(name: str, folder: Path) -> Config:
-    world_size, model, learner = (JOBS | MIXTURES)[name]
+    world_size, model, learner = ALL[name]
     table = json.loads(json.dumps(SETTINGS))
     table["model"] = {"path": str(folder / model), "dtype": "float32"}
     table["learner"] |= learner | {"world_size": world_size}
     table["lora"] = {"rank": RANK, "alpha": ALPHA}
+    if name in DROPOUT:
+        table["lora"]["dropout"] = 0.25
     if name in MIXTURES:
         table["lora"]["target_modules"] = ["linear_qkv", "linear_proj"]
     return parse_config(table, source=name)
@@ -75,6 +98,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.policy_without_adapters import without_adapters
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors, save_adapters, save_hf_folder
 
@@ -83,8 +107,10 @@ def run_rank(folder: Path, job: str) -> None:
     step = TrainingStep(policy, config)
     metrics, logprobs = [], []
     before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-    published = see_published(policy, config)
-    first_identity = published.digests().identity
+    # Adapters of experts are not sent apart.
+    published = None if job in EXPERTS | DROPOUT else see_published(policy, config)
+    first_identity = b"" if published is None else published.digests().identity
+    base = sequence_logprobs(policy, probe(config), max_tokens=64)
     save_adapters(policy, config, folder / f"lora-{job}-first")
     disk = DiskWork(folder, policy.ranks)
     stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
@@ -96,7 +122,38 @@ def run_rank(folder: Path, job: str) -> None:
         logprobs.append(torch.from_numpy(np.concatenate(found)))
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
+    with without_adapters(policy.chunks):
+        switched_off = sequence_logprobs(policy, probe(config), max_tokens=64)
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    if published is not None:
+        note_sent(published, policy, job, folder, first_identity)
+    load_models(stored, folder / f"lora-{job}-checkpoint", disk)
+    loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    step.run(batches(config)[-1])
+    retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    state = offload.optimizer_state(policy.optimizer, policy.chunks)
+    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
+    result = {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "before": before,
+        "base": torch.from_numpy(np.concatenate(base)),
+        "switched_off": torch.from_numpy(np.concatenate(switched_off)),
+        "weights": weights,
+        "loaded": loaded,
+        "retrained": retrained,
+        "state_elements": sum(t.numel() for t in state),
+        "trained_elements": sum(p.numel() for p in trained),
+    }
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"lora-{job}.pt")
+    policy.ranks.close()
+
+
+def note_sent(
+    published: Published, policy: Policy, job: str, folder: Path, first_identity: bytes
+) -> None:
+    """Saves what this rank sends."""
     published.fill_ahead()
     sent = {
         "first_identity": first_identity.hex(),
@@ -109,25 +166,6 @@ def run_rank(folder: Path, job: str) -> None:
         "moved": moved_matrix(published, policy),
     }
     torch.save(sent, folder / f"lora-{job}-sent-{policy.ranks.rank}.pt")
-    load_models(stored, folder / f"lora-{job}-checkpoint", disk)
-    loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-    step.run(batches(config)[-1])
-    retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-    state = offload.optimizer_state(policy.optimizer, policy.chunks)
-    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
-    result = {
-        "metrics": metrics,
-        "logprobs": logprobs,
-        "before": before,
-        "weights": weights,
-        "loaded": loaded,
-        "retrained": retrained,
-        "state_elements": sum(t.numel() for t in state),
-        "trained_elements": sum(p.numel() for p in trained),
-    }
-    if policy.ranks.is_main:
-        torch.save(result, folder / f"lora-{job}.pt")
-    policy.ranks.close()
 
 
 def see_published(policy: Policy, config: Config) -> Published:

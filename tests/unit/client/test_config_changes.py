@@ -35,6 +35,7 @@ CHANGED = {
     "weights.wire_dtype": "float32",
     "lora.rank": 16,
     "lora.alpha": 8.0,
+    "lora.dropout": 0.1,
     "lora.target_modules": ["linear_qkv"],
     "lora.publish": "adapters",
 }

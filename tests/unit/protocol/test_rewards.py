@@ -7,6 +7,7 @@ from pydantic import JsonValue
 from slipstream.protocol.rewards import has_variance, is_counted, overlong_penalty, shaped_rewards
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.sections import EnvironmentSection
 from slipstream.protocol.types import Branch, Status, Trajectory
 from support.fakes.fake_trajectories import make_trajectory
 
@@ -23,6 +24,11 @@ def config(**algorithm: JsonValue) -> Config:
     return parse_config(table, source="test.toml")
 
 
+def shaped(trajectory: Trajectory, settings: Config) -> dict[str, float]:
+    limit = settings.sampling.max_reply_tokens
+    return shaped_rewards(trajectory, settings.algorithm, limit=limit)
+
+
 def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Trajectory:
     status = Status.TRUNCATED if truncated else Status.COMPLETED
     return dataclasses.replace(make_trajectory(3, reply), reward=reward, status=status)
@@ -36,14 +42,14 @@ def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penal
 
 
 def test_reward_is_the_environments_without_a_penalty() -> None:
-    assert shaped_rewards(trajectory(0.7, reply=10), config()) == {"": 0.7}
+    assert shaped(trajectory(0.7, reply=10), config()) == {"": 0.7}
 
 
 def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
     settings = config(overlong=PENALTY)
-    assert shaped_rewards(trajectory(1.0, reply=8), settings) == {"": 1.0 - 0.5 * 0.5}
+    assert shaped(trajectory(1.0, reply=8), settings) == {"": 1.0 - 0.5 * 0.5}
     turns = dataclasses.replace(trajectory(1.0, reply=15), run_lengths=(3, 7, 0, 8))
-    assert shaped_rewards(turns, settings) == {"": 0.75}
+    assert shaped(turns, settings) == {"": 0.75}
 
 
 def test_truncated_episodes_count_unless_they_are_filtered() -> None:
@@ -82,10 +88,10 @@ def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
 
 def test_a_name_with_a_reward_of_its_own_is_a_side() -> None:
     episode = played(0.25, -1.0, reward=0.5)
-    assert shaped_rewards(episode, config()) == {"a": 0.25, "": 0.5, "b": -1.0}
+    assert shaped(episode, config()) == {"a": 0.25, "": 0.5, "b": -1.0}
     cut = config(overlong={"penalty": 0.5, "cache_tokens": 10})
     # The longest reply has 2 of 10 tokens.
-    assert shaped_rewards(episode, cut) == pytest.approx({"a": 0.15, "": 0.4, "b": -1.1})
+    assert shaped(episode, cut) == pytest.approx({"a": 0.15, "": 0.4, "b": -1.1})
 
 
 def test_a_group_has_variance_when_one_side_has_it() -> None:
@@ -93,3 +99,16 @@ def test_a_group_has_variance_when_one_side_has_it() -> None:
     assert has_variance([played(1.0, 0.5), played(1.0, 0.0)], config())
     # Two sides are not compared with each other.
     assert not has_variance([played(1.0, 0.5), played(1.0, 0.5)], config())
+
+
+def test_a_group_is_judged_by_the_settings_of_its_environment() -> None:
+    name = trajectory(0.0).environment
+    alike = [trajectory(1.0, reply=10), trajectory(1.0, reply=1)]
+    settings = config()
+    environment = EnvironmentSection.model_validate(
+        {"name": name, "reference": "m:E", "algorithm": {"overlong": PENALTY}}
+    )
+    own = settings.model_copy(update={"environments": (environment,)})
+    assert has_variance(alike, own)
+    others = [dataclasses.replace(t, environment="another") for t in alike]
+    assert not has_variance(others, own)

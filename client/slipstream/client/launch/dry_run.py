@@ -58,9 +58,7 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
         notes += ["", f"The {name} in the same ranks:"]
         notes += own.describe(has_experts=has_experts).splitlines()
     notes += ["", *gpus]
-    if config.algorithm.staleness_warning is not None:
-        notes += ["", f"Warning: {config.algorithm.staleness_warning}"]
-    for warning in model_warnings(config):
+    for warning in (*config.algorithms.staleness_warnings, *model_warnings(config)):
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]

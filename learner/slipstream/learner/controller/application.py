@@ -101,7 +101,9 @@ class Controller:
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
         )
         self._environments = EnvironmentBook(
-            seed=config.run.seed, max_failed_groups=config.controller.max_failed_groups
+            seed=config.run.seed,
+            max_failed_groups=config.controller.max_failed_groups,
+            curricula={e.name: e.curriculum for e in config.environments if e.curriculum},
         )
         self._fleet = Fleet(self._run)
         self._ledger = TokenLedger(self._fleet.epochs)
@@ -131,7 +133,7 @@ class Controller:
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 self._run.events.add(f"run {self._progress.run_id} listens")
-                if (warning := self._config.algorithm.staleness_warning) is not None:
+                for warning in self._config.algorithms.staleness_warnings:
                     self._run.events.add(warning, Severity.WARNING)
                 background = [
                     tasks.create_task(self._intake.consume(), name="intake"),
@@ -269,7 +271,7 @@ class Controller:
                 "filtered_groups": float(self._intake.filtered_groups[batch.step]),
                 "set_aside_batches": float(self._parts.former.num_set_aside),
                 "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
-                "skipped_tasks": float(self._environments.tasks_skipped),
+                **self._environments.gauges(),
                 **self._publisher.totals.gauges(),
                 **self._fleet.gauges(),
                 **self._scheduler.gauges(),

@@ -28,6 +28,7 @@ from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.packing import TrainingSequence
 from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.learning_rate import learning_rate
+from slipstream.learner.trainer.model.lora import dropping
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
@@ -116,7 +117,8 @@ class TrainingStep:
         mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
         check_advantages(batch, sequences)
-        sequences = weighted(sequences, mini_batches, self._config)
+        environments = [batch.trajectories[owner].environment for owner in batch.owners]
+        sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             metrics = self._train_policy(batch, sequences, mini_batches)
         if self._replays:
@@ -149,7 +151,8 @@ class TrainingStep:
         ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
         epochs = self._config.algorithm.epochs
-        if len(shares) * epochs > 1:
+        # Passes that drop inputs of adapters do not compute the policy's own log-probabilities.
+        if len(shares) * epochs > 1 or self._config.lora.dropout:
             with self.stages.measure("forward"):
                 old_logprobs = [
                     forward_logprobs(self._policy, share, temperature=self._temperature)
@@ -159,7 +162,9 @@ class TrainingStep:
         totals = _Totals(StepStatistics(epochs))
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
-            losses, total = self._add_gradients(share, old, totals)
+            place = (batch.step, len(totals.grad_norms), self._policy.ranks.rank)
+            with dropping(self._policy.chunks, self._config, place):
+                losses, total = self._add_gradients(share, old, totals)
             if not math.isfinite(total):
                 raise self._loss_fault(batch, sequences, members, losses, total=total)
             self._update(rate, totals)
@@ -184,14 +189,21 @@ class TrainingStep:
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], totals: _Totals
     ) -> tuple[list[TokenLoss], float]:
         """Adds the gradients of `share`; returns this rank's losses and the sum over all ranks."""
-        algorithm, ranks = self._config.algorithm, self._policy.ranks
+        algorithm, *others = self._config.algorithms.distinct
+        ranks = self._policy.ranks
 
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
         ) -> TokenLoss:
             before = old[place] if old else None
             return policy_loss(
-                logprobs, entropy, before, micro_batch, algorithm, group=ranks.cp_group
+                logprobs,
+                entropy,
+                before,
+                micro_batch,
+                algorithm,
+                others=others,
+                group=ranks.cp_group,
             )
 
         started = time.monotonic()
@@ -201,7 +213,7 @@ class TrainingStep:
             share,
             loss,
             temperature=self._temperature,
-            entropy_gradient=algorithm.entropy_coefficient > 0,
+            entropy_gradient=any(one.entropy_coefficient > 0 for one in (algorithm, *others)),
         )
         total = totals.statistics.add([one.statistics for one in losses], ranks)
         totals.forward_backward_s += time.monotonic() - started

@@ -20,7 +20,7 @@ WeightKind: TypeAlias = Literal["none", "token", "sequence"]
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 
 # Settings that only these losses read; with other losses they must keep their defaults.
-_READ_BY: dict[str, tuple[LossKind, ...]] = {
+READ_BY: dict[str, tuple[LossKind, ...]] = {
     "clip_low": ("ppo", "gspo", "cispo"),
     "clip_high": ("ppo", "gspo", "cispo"),
     "dual_clip": ("ppo",),
@@ -186,12 +186,13 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _has_meaning(self) -> AlgorithmSection:
-        for refusal in self._refusals():
+        for refusal in self.refusals():
             raise ValueError(refusal)
         return self
 
-    def _refusals(self) -> Iterator[str]:
-        for name, losses in _READ_BY.items():
+    def refusals(self) -> Iterator[str]:
+        """Yields one line for each rule between these settings that they break."""
+        for name, losses in READ_BY.items():
             value, default = getattr(self, name), _default(AlgorithmSection, name)
             if self.loss not in losses and value != default:
                 yield f"{name} has no effect with loss = {self.loss!r}, got {value!r}"

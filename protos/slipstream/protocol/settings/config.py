@@ -12,6 +12,7 @@ from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection
 from slipstream.protocol.settings.engine_table import engine_problems
+from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.protocol.settings.lora_section import LoraSection
 from slipstream.protocol.settings.measurement_sections import (
     EvaluationSection,
@@ -140,6 +141,18 @@ class Config(Section):
             )
 
     @property
+    def algorithms(self) -> EnvironmentAlgorithms:
+        """The algorithm of each environment; made anew by each call."""
+        tables = [(each.name, each.algorithm) for each in self.environments]
+        return EnvironmentAlgorithms.of(self.algorithm, tables)
+
+    def algorithm_of(self, environment: str) -> AlgorithmSection:
+        """The algorithm of one environment."""
+        if all(each.algorithm is None for each in self.environments):
+            return self.algorithm
+        return self.algorithms.get(environment)
+
+    @property
     def roles(self) -> dict[str, RoleSection]:
         """The tables of the models beside the policy that the file has, by name."""
         tables = {"reference": self.reference, "critic": self.critic}
@@ -214,11 +227,16 @@ class Config(Section):
 def check_algorithm(config: Config) -> None:
     """Raises ValueError when the algorithm needs settings that other sections lack."""
     algorithm, sampling = config.algorithm, config.sampling
-    if algorithm.overlong.cache_tokens > sampling.max_reply_tokens:
-        raise ValueError(
-            f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
-            f"got {algorithm.overlong.cache_tokens} and {sampling.max_reply_tokens}"
-        )
+    for environment in config.environments:
+        own = environment.algorithm
+        if own is not None and (refusal := own.refusal(algorithm)):
+            raise ValueError(f"algorithm of environment {environment.name}: {refusal}")
+    for each in config.algorithms.distinct:
+        if each.overlong.cache_tokens > sampling.max_reply_tokens:
+            raise ValueError(
+                f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
+                f"got {each.overlong.cache_tokens} and {sampling.max_reply_tokens}"
+            )
     if algorithm.advantage == "gae" and config.critic is None:
         raise ValueError("algorithm.advantage = 'gae' needs the table critic")
     if algorithm.advantage != "gae" and config.critic is not None:
@@ -238,7 +256,7 @@ def check_algorithm(config: Config) -> None:
             f"policy, got {algorithm.warmup_steps} and {algorithm.decay_steps or 1} for "
             f"{config.run.steps - first}"
         )
-    if algorithm.kl.coefficient == 0 and config.reference is not None:
+    if not config.algorithms.measures_divergence and config.reference is not None:
         raise ValueError("the table reference has no effect with algorithm.kl.coefficient = 0")
 
 
@@ -281,6 +299,11 @@ def check_lora(config: Config) -> None:
     if rank % tp:
         raise ValueError(
             f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
+        )
+    etp = config.learner.parallel.etp or tp
+    if rank % etp and config.lora.has_mlp:
+        raise ValueError(
+            f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
         )
     if rank and config.checkpoint.load is not None:
         raise ValueError(

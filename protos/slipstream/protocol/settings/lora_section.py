@@ -37,16 +37,17 @@ MAX_SERVED_RANK = 512
 
 
 class LoraSection(Section):
-    """Low-rank adapters are trained in place of the policy's parameters, which stay as they are.
-
-    Dropout is not offered: the policy that is trained must be the one that samples.
-    """
+    """Low-rank adapters are trained in place of the policy's parameters, which stay as they are."""
 
     # Rank of the adapters, a multiple of `learner.parallel.tp`; 0: no adapters, all parameters are
     # trained.
     rank: int = Field(0, ge=0)
     # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: float = Field(32.0, gt=0)
+    # Share of an adapter's inputs that training drops, drawn from `run.seed`, the step, the
+    # mini-batch and the rank. Nothing is dropped where log-probabilities before a step are
+    # computed, or in the rollout: the ratio of the loss then also measures what was dropped.
+    dropout: float = Field(0.0, ge=0, lt=1)
     # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
     # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
     # first factor.
@@ -68,6 +69,11 @@ class LoraSection(Section):
         """The matrices with adapters, by Megatron's names."""
         named = set(self.target_modules)
         return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether matrices of MLPs, dense or of experts, have adapters."""
+        return self.rank > 0 and bool(set(self.modules) & set(_MLP))
 
     @model_validator(mode="after")
     def _whole(self) -> LoraSection:
@@ -93,13 +99,13 @@ class LoraSection(Section):
 
         `is_latent` says that it has latent attention, whose matrices have other names.
 
-        Megatron-Bridge gives all experts of a rank one shared adapter, so the trained model would
-        depend on the number of ranks.
+        vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
+        their own.
         """
-        if self.rank and num_experts and set(self.modules) & set(_MLP):
+        if num_experts and self.has_mlp and self.publishes_adapters:
             yield (
-                f"lora.target_modules must leave out {' and '.join(_MLP)} for a mixture of "
-                f"experts, got {', '.join(self.target_modules)}"
+                f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
+                f"leave {' and '.join(_MLP)} out of lora.target_modules"
             )
         if self.rank and is_latent:
             yield f"lora.rank must be 0 for a model with latent attention, got {self.rank}"

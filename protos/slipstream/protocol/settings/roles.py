@@ -29,13 +29,17 @@ def reference_is_policy(config: Config) -> bool:
     is_other = config.reference is not None and config.reference != ReferenceSection()
     # Replayed routers follow the policy's own forward pass.
     replays = config.algorithm.router_replay != "off"
-    has_reference = config.algorithm.kl.coefficient > 0
-    return has_reference and config.lora.rank > 0 and not is_other and not replays
+    return (
+        config.algorithms.measures_divergence
+        and config.lora.rank > 0
+        and not is_other
+        and not replays
+    )
 
 
 def reference_config(config: Config) -> Config | None:
     """Returns the settings for loading the reference model; None without one of its own."""
-    if config.algorithm.kl.coefficient == 0 or reference_is_policy(config):
+    if not config.algorithms.measures_divergence or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
     changed = _in_place_of_policy(config, section)

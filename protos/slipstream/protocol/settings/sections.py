@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
+from slipstream.protocol.settings.curriculum_section import CurriculumSection
+from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.protocol.settings.measurement_sections import (
     ProfileSection,
 )
@@ -76,6 +78,10 @@ class EnvironmentSection(Section):
     # Interpreter of the workers, such as that of an environment of `python -m venv` with other
     # versions of packages. None: the rollout server's own.
     python: Path | None = None
+    # A table of its own, below.
+    curriculum: CurriculumSection | None = None
+    # A table of its own, below.
+    algorithm: EnvironmentAlgorithmSection | None = None
 
 
 class ControllerSection(Section):

@@ -27,14 +27,16 @@ def test_no_target_and_an_unknown_one_are_refused() -> None:
         LoraSection(target_modules=("lm_head",))
 
 
-def test_experts_get_no_adapters() -> None:
-    section = LoraSection(rank=8)
+def test_adapters_of_experts_reach_servers_merged() -> None:
+    assert list(LoraSection(rank=8).problems(num_experts=4)) == []
+    section = LoraSection(rank=8, publish="adapters")
     assert list(section.problems(num_experts=0)) == []
     (problem,) = section.problems(num_experts=4)
-    assert problem.startswith("lora.target_modules must leave out linear_fc1 and linear_fc2 for a")
-    attention = LoraSection(rank=8, target_modules=("linear_qkv", "o_proj"))
+    assert problem.startswith(
+        "lora.publish must be merged with adapters on experts, got 'adapters'"
+    )
+    attention = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv", "o_proj"))
     assert list(attention.problems(num_experts=4)) == []
-    assert list(LoraSection().problems(num_experts=4)) == []
 
 
 def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:

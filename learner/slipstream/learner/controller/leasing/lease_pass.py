@@ -216,8 +216,8 @@ class NewLeases:
         return Grant(room.session, group, replaces=old.group_id)
 
     def _lease_new(self, room: Room, turn: EnvironmentEntry) -> Grant:
-        number = turn.next_number
         task_index, seed = self._environments.next_task(turn)
+        number = turn.next_number - 1
         turn.groups_leased += 1
         group = self._book.lease(
             turn.spec.name, task_index, seed, room.session.key, room.served_step

@@ -17,6 +17,7 @@ from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.filtering import FilteredGroups
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
+from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
@@ -69,11 +70,12 @@ class RecordedStep:
 
 @dataclass
 class EnvironmentHistory:
-    """Counts of an environment's groups."""
+    """Counts of an environment's groups, and results of its tasks."""
 
     next_number: int = 0
     accepted: int = 0
     failed: int = 0
+    results: TaskResults = field(default_factory=TaskResults)
 
 
 @dataclass
@@ -152,6 +154,9 @@ class RunHistory:
                 self._lease(record)
             case "evaluation_lease":
                 self.servers.join(ServerKey(record["server"], record["epoch"]))
+            case "result":
+                results = self._environment(record["environment"]).results
+                results.note(GroupId(record["group"]), record["task"], record["reward"])
             case "end":
                 self._end(record)
             case "set_aside" | "closed":

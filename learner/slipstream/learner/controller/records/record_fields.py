@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
         **_SERVER,
     },
     "evaluation_lease": _SERVER,
+    "result": {"group": str, "environment": str, "task": int, "reward": _NUMBER},
     "end": {"id": str},
     "set_aside": {"group": str},
     "closed": {"group": str, "how": str},

@@ -14,7 +14,10 @@ from slipstream.learner.controller.records.history import (
     OpenGroup,
     RunHistory,
 )
+from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.tasks.curriculum import Curriculum
+from slipstream.protocol.settings.curriculum_section import CurriculumSection
 from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -24,6 +27,8 @@ MAX_SHUFFLED_TASKS = 1_000_000
 MAX_TOLD_CAUSES = 3
 # Tasks in a row with too long a prompt that suspend an environment; if it has fewer, all of them.
 MAX_SKIPPED_TASKS = 1000
+# Tasks in a row that a curriculum passes over at most.
+MAX_PASSED_OVER = 1000
 
 
 @dataclass(eq=False)
@@ -54,7 +59,10 @@ class EnvironmentEntry:
     # Smallest share of the other environments when this one was added.
     head_start: float = 0.0
     next_number: int = 0
+    # The order of the tasks in the round of this number.
     order: list[int] = field(default_factory=list)
+    order_round: int = 0
+    curriculum: Curriculum | None = None
     # Newest result, if this is an evaluation.
     newest_round: pb.EvaluationRound | None = None
 
@@ -109,9 +117,17 @@ class EnvironmentEntry:
 class EnvironmentBook:
     """All environments, by name; pure state."""
 
-    def __init__(self, *, seed: int, max_failed_groups: int) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        max_failed_groups: int,
+        curricula: Mapping[str, CurriculumSection] | None = None,
+    ) -> None:
+        """`curricula` has the settings of environments whose tasks are chosen by rewards."""
         self._seed = seed
         self._max_failed_groups = max_failed_groups
+        self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
         # Counts of each environment, and open groups, from the journal of an earlier start.
         self._earlier: dict[str, EnvironmentHistory] = {}
@@ -125,6 +141,9 @@ class EnvironmentBook:
         """Adds an environment, or replaces a suspended one of that name."""
         entry = EnvironmentEntry(spec)
         earlier = self._earlier.pop(spec.name, None)
+        if (settings := self._curricula.get(spec.name)) is not None:
+            results = TaskResults() if earlier is None else earlier.results
+            entry.curriculum = Curriculum(settings, f"{self._seed}/{spec.name}", results)
         if earlier is not None:
             open_groups = self._open_groups.values()
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
@@ -185,18 +204,57 @@ class EnvironmentBook:
         return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Index and seed of the next task: every task once, in a seeded order, then again."""
-        number = entry.next_number
-        entry.next_number += 1
-        name = entry.spec.name
-        seed = random.Random(f"{self._seed}/{name}/{number}").getrandbits(48)
+        """Index and seed of the next task; its number is then `next_number` - 1.
+
+        Without a curriculum every task comes once, in a seeded order, and then again.
+        """
+        number, task_index = self._choose(entry)
+        entry.next_number = number + 1
+        if entry.curriculum is not None:
+            entry.curriculum.chosen(task_index)
+        seed = random.Random(f"{self._seed}/{entry.spec.name}/{number}").getrandbits(48)
+        return task_index, seed
+
+    def _choose(self, entry: EnvironmentEntry) -> tuple[int, int]:
+        """Number and index of the next task."""
+        first, curriculum = entry.next_number, entry.curriculum
+        if curriculum is None:
+            return first, self._in_order(entry, first)
+        if curriculum.settings.rule == "sample":
+            return first, curriculum.draw(entry.num_tasks, first)
+        for number in range(first, first + min(entry.num_tasks, MAX_PASSED_OVER)):
+            task_index = self._in_order(entry, number)
+            if not curriculum.passes_over(task_index, number // entry.num_tasks):
+                return number, task_index
+        # Nothing is left to learn, or nothing can be learnt yet: the tasks come in their order.
+        return first, self._in_order(entry, first)
+
+    def _in_order(self, entry: EnvironmentEntry, number: int) -> int:
         if entry.num_tasks == 0 or entry.num_tasks > MAX_SHUFFLED_TASKS:
-            return number, seed
+            return number
         round_number, place = divmod(number, entry.num_tasks)
-        if place == 0 or not entry.order:
-            entry.order = list(range(entry.num_tasks))
+        if round_number != entry.order_round or not entry.order:
+            entry.order, entry.order_round = list(range(entry.num_tasks)), round_number
+            name = entry.spec.name
             random.Random(f"{self._seed}/{name}/order/{round_number}").shuffle(entry.order)
-        return entry.order[place], seed
+        return entry.order[place]
+
+    def has_result(self, group_id: GroupId, name: str, task_index: int, reward: float) -> bool:
+        """Gives a group's mean reward to its curriculum; False if the environment has none."""
+        entry = self.entries.get(name)
+        if entry is None or entry.curriculum is None:
+            return False
+        entry.curriculum.note(group_id, task_index, reward)
+        return True
+
+    def gauges(self) -> dict[str, float]:
+        """The metrics of the environments and of their choice of tasks."""
+        found = {"skipped_tasks": float(self.tasks_skipped)}
+        for name, entry in self.entries.items():
+            if entry.curriculum is not None:
+                values = entry.curriculum.metrics()
+                found |= {f"{name}/{metric}": value for metric, value in values.items()}
+        return found
 
     def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
         """Notes that a server's worker has loaded it; all servers must agree on `num_tasks`."""

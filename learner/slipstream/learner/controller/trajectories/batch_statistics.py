@@ -84,18 +84,18 @@ class LessonWatch:
     """
 
     def __init__(self, config: Config) -> None:
-        self._compares_groups = config.algorithm.advantage in GROUP_ADVANTAGES
+        self._algorithms = config.algorithms
         # Steps in a row with equal rewards, by environment.
         self._steps: Counter[str] = Counter()
 
     def note(self, row: Mapping[str, float]) -> list[str]:
         """Takes the row of one step; returns a hint for each environment whose count is full."""
-        if not self._compares_groups:
-            return []
         due = []
         for key, fraction in row.items():
             name, slash, metric = key.rpartition("/")
             if not slash or metric != _EQUAL:
+                continue
+            if self._algorithms.get(name).advantage not in GROUP_ADVANTAGES:
                 continue
             self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
             if self._steps[name] == HINT_AFTER_STEPS:

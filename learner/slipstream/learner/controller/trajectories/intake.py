@@ -204,14 +204,28 @@ class Intake:
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
+        self._note_result(group, statistics.fmean(rewards))
         config, pace = self._run.config, self._run.pace
         if pace is not None and group.leased_s is not None:
             pace.group_done(time.monotonic() - group.leased_s)
-        if config.algorithm.dynamic_sampling.enabled and not has_variance(group.in_order(), config):
+        settings = config.algorithm_of(group.environment).dynamic_sampling
+        if settings.enabled and not has_variance(group.in_order(), config):
             self._filter(group, rewards)
 
+    def _note_result(self, group: Group, reward: float) -> None:
+        """Lets the environment's curriculum read a group's mean reward, and journals it for that.
+
+        The record is durable before any lease that depends on it: leases wait for the journal.
+        """
+        name, task_index = group.environment, group.task_index
+        if self._environments.has_result(group.group_id, name, task_index, reward):
+            self._journal.append(
+                "result", group=group.group_id, environment=name, task=task_index, reward=reward
+            )
+
     def _filter(self, group: Group, rewards: Sequence[float]) -> None:
-        settings, step = self._run.config.algorithm.dynamic_sampling, self._book.step
+        settings = self._run.config.algorithm_of(group.environment).dynamic_sampling
+        step = self._book.step
         if self._filtered_step != step:
             self._filtered.clear()
             self._filtered_step = step

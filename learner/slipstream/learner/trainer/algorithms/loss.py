@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.algorithms.correction import correct
+from slipstream.learner.trainer.algorithms.correction import Correction, correct
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.algorithms.objectives import token_losses
+from slipstream.learner.trainer.algorithms.objectives import TokenLosses, token_losses
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from torch import Tensor
+
+Terms = TypeVar("Terms", TokenLosses, Correction)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,16 @@ class TokenLoss:
     token_losses: Tensor
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """The terms of the loss of each token by one algorithm, all [tokens]."""
+
+    losses: Tensor
+    behavior: Tensor
+    parts: TokenLosses
+    correction: Correction
+
+
 def policy_loss(
     policy_logprobs: Tensor,
     entropy: Tensor,
@@ -36,6 +50,7 @@ def policy_loss(
     micro_batch: MicroBatch,
     algorithm: AlgorithmSection,
     *,
+    others: Sequence[AlgorithmSection] = (),
     group: dist.ProcessGroup | None,
 ) -> TokenLoss:
     """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
@@ -47,30 +62,71 @@ def policy_loss(
     `old_logprobs` belong to the policy before the first mini-batch, the proximal policy; None: no
     mini-batch has changed the policy yet. REINFORCE has no proximal policy: its weight leads from
     the behavior policy to the present one. `entropy` carries a gradient if its coefficient is not
-    0. Collective over `group`, the context parallel ranks, unless it is None.
+    0. `others[n - 1]` is the algorithm of a token whose `algorithm_ids` is n > 0. Collective over
+    `group`, the context parallel ranks, unless it is None.
     """
     mask = micro_batch.loss_mask
-    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
-    corrected = policy_logprobs.detach() if algorithm.loss == "reinforce" else proximal
+    logprobs = (policy_logprobs, policy_logprobs.detach() if old_logprobs is None else old_logprobs)
+    sequences = SequenceSums(micro_batch, group)
+    ids = micro_batch.algorithm_ids
+    terms = _terms(logprobs, entropy, micro_batch, algorithm, sequences)
+    for place, other in enumerate(others if ids is not None else (), start=1):
+        found = _terms(logprobs, entropy, micro_batch, other, sequences)
+        assert ids is not None
+        terms = _chosen(ids == place, found, terms)
+    losses = torch.where(mask, micro_batch.loss_weights * terms.losses, 0.0)
+    statistics = token_statistics(
+        losses,
+        terms.parts,
+        terms.correction,
+        logprobs,
+        entropy,
+        dataclasses.replace(micro_batch, behavior_logprobs=terms.behavior),
+    )
+    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
+
+
+def _terms(
+    logprobs: tuple[Tensor, Tensor],
+    entropy: Tensor,
+    micro_batch: MicroBatch,
+    algorithm: AlgorithmSection,
+    sequences: SequenceSums,
+) -> _Terms:
+    """Returns what `algorithm` makes of every token; `logprobs` are the policy's now and before."""
+    policy, proximal = logprobs
+    corrected = policy.detach() if algorithm.loss == "reinforce" else proximal
     behavior = micro_batch.behavior_logprobs
     # A token that no policy sampled needs no correction: its ratio is 1.
     behavior = torch.where(behavior.isnan(), corrected, behavior)
-    micro_batch = dataclasses.replace(micro_batch, behavior_logprobs=behavior)
-    sequences = SequenceSums(micro_batch, group)
     correction = correct(corrected, behavior, algorithm.correction, sequences)
     anchor = behavior if algorithm.ratio == "behavior" else proximal
-    parts = token_losses(policy_logprobs, anchor, micro_batch.advantages, algorithm, sequences)
+    parts = token_losses(policy, anchor, micro_batch.advantages, algorithm, sequences)
     losses = correction.weights * parts.losses
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
         reference = micro_batch.reference_logprobs
         assert reference is not None, "the divergence needs the reference model's log-probabilities"
-        divergence = kl_estimate(policy_logprobs, reference, kl.estimator)
+        divergence = kl_estimate(policy, reference, kl.estimator)
         losses = losses + kl.coefficient * correction.weights * divergence
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
-    losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
-    statistics = token_statistics(
-        losses, parts, correction, (policy_logprobs, proximal), entropy, micro_batch
+    return _Terms(losses, behavior, parts, correction)
+
+
+def _chosen(is_other: Tensor, other: _Terms, terms: _Terms) -> _Terms:
+    """Returns the terms `other` at the tokens of `is_other`, and `terms` at the others."""
+
+    def chosen(one: Terms, two: Terms) -> Terms:
+        values: dict[str, Any] = {
+            name: torch.where(is_other, value, getattr(two, name))
+            for name, value in vars(one).items()
+        }
+        return type(one)(**values)
+
+    return _Terms(
+        torch.where(is_other, other.losses, terms.losses),
+        torch.where(is_other, other.behavior, terms.behavior),
+        chosen(other.parts, terms.parts),
+        chosen(other.correction, terms.correction),
     )
-    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())

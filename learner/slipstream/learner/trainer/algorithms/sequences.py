@@ -21,6 +21,7 @@ from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
 from slipstream.protocol.rewards import is_counted, shaped_rewards
+from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, Trajectory
 
@@ -48,7 +49,9 @@ def training_sequences(
     advantages of a branch are those of its side of the episode times its share.
     """
     known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
-    found = _advantages(batch, config, known)
+    places = [config.algorithms.place(t.environment) for t in batch.trajectories]
+    own = [config.algorithms.distinct[place] for place in places]
+    found = _advantages(batch, config, known, own)
     token_estimates = _token_estimates(batch.trajectories, found, known)
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories, token_estimates, step=batch.step
@@ -56,46 +59,22 @@ def training_sequences(
     if config.algorithm.router_replay != "off":
         sequences = _with_experts(sequences, batch.trajectories)
     return [
-        sequence if owner in found else _without_loss(sequence)
+        _marked(sequence, places[owner]) if owner in found else _without_loss(sequence)
         for owner, sequence in zip(batch.owners, sequences, strict=True)
     ]
 
 
-def _advantages(
-    batch: Batch, config: Config, known: Sequence[ModelEstimates]
-) -> dict[int, TokenAdvantages]:
-    """Returns the advantages of each episode that counts, by its place in the batch."""
-    shaped = [shaped_rewards(trajectory, config) for trajectory in batch.trajectories]
-    rewards = np.array([one for sides in shaped for one in sides.values()], dtype=np.float64)
-    if config.algorithm.shuffle_rewards:
-        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
-    left = iter(rewards.tolist())
-    episodes: list[Episode] = []
-    owners: list[tuple[int, Side]] = []
-    for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
-        own = {side: next(left) for side in sides}
-        if not is_counted(trajectory, config.algorithm):
-            continue
-        costs = _token_costs(trajectory, known[index], config)
-        values = _float64(known[index].values)
-        for side in sides_of(trajectory):
-            owners.append((index, side))
-            episodes.append(side.episode(trajectory.group_id, own[side.name], costs, values))
-    found: dict[int, list[tuple[Side, TokenAdvantages]]] = {}
-    advantages = token_advantages(episodes, config.algorithm)
-    for (index, side), one in zip(owners, advantages, strict=True):
-        found.setdefault(index, []).append((side, one))
-    return {
-        index: joined(sides, batch.trajectories[index].num_sampled_tokens)
-        for index, sides in found.items()
-    }
-
-
 def weighted(
-    sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
+    sequences: Sequence[TrainingSequence],
+    mini_batches: Sequence[Sequence[int]],
+    config: Config,
+    environments: Sequence[str] | None = None,
 ) -> list[TrainingSequence]:
-    """Returns the sequences with the loss weights of their mini-batches."""
-    algorithm = config.algorithm
+    """Returns the sequences with the loss weights of their mini-batches and environments.
+
+    `environments` names that of each sequence; None: no environment has a weight of its own.
+    """
+    algorithm, algorithms = config.algorithm, config.algorithms
     changed = list(sequences)
     for members in mini_batches:
         weights = loss_weights(
@@ -104,13 +83,70 @@ def weighted(
             fixed_tokens=algorithm.fixed_tokens or config.sampling.max_reply_tokens,
         )
         for index, weight in zip(members, weights, strict=True):
+            if environments is not None:
+                weight *= algorithms.loss_weight(environments[index])
             if weight != changed[index].loss_weight:
                 changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
     return changed
 
 
-def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, config: Config) -> FloatArray:
-    kl = config.algorithm.kl
+def _advantages(
+    batch: Batch,
+    config: Config,
+    known: Sequence[ModelEstimates],
+    own: Sequence[AlgorithmSection],
+) -> dict[int, TokenAdvantages]:
+    """Returns the advantages of each episode that counts, by its place in the batch.
+
+    `own` has the algorithm of each.
+    """
+    limit = config.sampling.max_reply_tokens
+    shaped = [
+        shaped_rewards(t, a, limit=limit) for t, a in zip(batch.trajectories, own, strict=True)
+    ]
+    rewards = np.array([one for sides in shaped for one in sides.values()], dtype=np.float64)
+    if config.algorithm.shuffle_rewards:
+        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
+    left = iter(rewards.tolist())
+    episodes: list[Episode] = []
+    owners: list[tuple[int, Side]] = []
+    for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
+        by_side = {side: next(left) for side in sides}
+        if not is_counted(trajectory, own[index]):
+            continue
+        costs = _token_costs(trajectory, known[index], own[index])
+        values = _float64(known[index].values)
+        for side in sides_of(trajectory):
+            owners.append((index, side))
+            episodes.append(side.episode(trajectory.group_id, by_side[side.name], costs, values))
+    found: dict[int, list[tuple[Side, TokenAdvantages]]] = {}
+    estimated = _by_kind(episodes, [own[index] for index, _ in owners])
+    for (index, side), one in zip(owners, estimated, strict=True):
+        found.setdefault(index, []).append((side, one))
+    return {
+        index: joined(sides, batch.trajectories[index].num_sampled_tokens)
+        for index, sides in found.items()
+    }
+
+
+def _by_kind(
+    episodes: Sequence[Episode], algorithms: Sequence[AlgorithmSection]
+) -> list[TokenAdvantages]:
+    """Returns the advantages of each; those of one kind share the statistics of a batch."""
+    by_kind: dict[AdvantageKind, list[int]] = {}
+    for place, algorithm in enumerate(algorithms):
+        by_kind.setdefault(algorithm.advantage, []).append(place)
+    found: dict[int, TokenAdvantages] = {}
+    for members in by_kind.values():
+        chosen = [episodes[place] for place in members]
+        found |= zip(members, token_advantages(chosen, algorithms[members[0]]), strict=True)
+    return [found[place] for place in range(len(episodes))]
+
+
+def _token_costs(
+    trajectory: Trajectory, estimates: ModelEstimates, algorithm: AlgorithmSection
+) -> FloatArray:
+    kl = algorithm.kl
     if not kl.coefficient or kl.placement != "reward" or trajectory.is_given:
         return np.zeros(trajectory.num_sampled_tokens)
     assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
@@ -179,6 +215,10 @@ def _with_experts(
         sequence if known is None else dataclasses.replace(sequence, expert_ids=known)
         for sequence, known in zip(sequences, experts, strict=True)
     ]
+
+
+def _marked(sequence: TrainingSequence, algorithm: int) -> TrainingSequence:
+    return dataclasses.replace(sequence, algorithm=algorithm) if algorithm else sequence
 
 
 def _without_loss(sequence: TrainingSequence) -> TrainingSequence:

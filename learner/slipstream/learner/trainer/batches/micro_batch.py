@@ -83,6 +83,8 @@ class MicroBatch:
     # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
     # it predicts. The largest id of the type means "not known". None: no experts are known.
     expert_ids: Tensor | None = None
+    # int64: for each token the index of its algorithm; None: all have the run's, whose index is 0.
+    algorithm_ids: Tensor | None = None
     # The keys that each sequence sees; None: those of its own tokens.
     paths: Paths | None = None
 

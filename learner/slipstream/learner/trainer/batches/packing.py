@@ -81,6 +81,8 @@ class TrainingSequence:
     estimates: TokenEstimates
     # Weight of its tokens in the loss.
     loss_weight: float = 1.0
+    # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains it.
+    algorithm: int = 0
     # [tokens, layers, experts per token], like `RoutedExperts`; None: no experts are known.
     expert_ids: ExpertArray | None = None
 
@@ -200,6 +202,7 @@ def joined(
         values=_tensor(_joined_or_none([e.values for e in estimates])),
         returns=_tensor(_joined_or_none([e.returns for e in estimates])),
         expert_ids=_expert_ids(parts),
+        algorithm_ids=_algorithm_ids(parts, lengths),
     )
 
 
@@ -213,6 +216,14 @@ def filler_to(
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
     return [_filler(missing, like)] if missing else []
+
+
+def _algorithm_ids(
+    parts: Sequence[TrainingSequence], lengths: npt.NDArray[np.int64]
+) -> Tensor | None:
+    if not any(part.algorithm for part in parts):
+        return None
+    return torch.from_numpy(np.repeat(np.array([part.algorithm for part in parts]), lengths))
 
 
 def _expert_ids(sequences: Sequence[TrainingSequence]) -> Tensor | None:

@@ -87,11 +87,15 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         partition_dim: int,
         config: Megatron,
         groups: Megatron,
+        is_gated: bool = False,
     ) -> None:
+        """`is_gated`: each rank's rows are those of the gate and then as many of the others."""
         super().__init__(config)
-        self.partition_dim = partition_dim
+        self.partition_dim, self.is_gated = partition_dim, is_gated
         self.num_experts = num_experts
-        self._groups = groups
+        self.groups = groups
+        # Low-rank adapters of the matrices; None: there are none.
+        self.adapter: Megatron = None
         device = torch.device("cpu") if config.use_cpu_initialization else None
         for place in range(num_experts):
             # Every weight is loaded later; NaN reveals a weight that was not.
@@ -100,14 +104,30 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
         """Maps [tokens, in] to [tokens, out] by the matrix of one expert."""
-        return F.linear(inputs, self.get_parameter(f"weight{expert}"))
+        outputs = F.linear(inputs, self.get_parameter(f"weight{expert}"))
+        if self.adapter is not None and self.adapter.is_enabled:
+            outputs = outputs + self.adapter(inputs, expert)
+        return outputs
+
+    def like(
+        self, shape: tuple[int, int], *, partition_dim: int, is_gated: bool = False
+    ) -> GroupedLinear:
+        """Makes matrices of another shape for the same experts."""
+        return GroupedLinear(
+            self.num_experts,
+            shape,
+            partition_dim=partition_dim,
+            config=self.config,
+            groups=self.groups,
+            is_gated=is_gated,
+        )
 
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
     ) -> list[Megatron]:
         """Returns this rank's parts of `key`, the checkpoint's one tensor of all experts."""
-        first = self._groups.ep.rank() * self.num_experts
-        total = self._groups.ep.size() * self.num_experts
+        first = self.groups.ep.rank() * self.num_experts
+        total = self.groups.ep.size() * self.num_experts
         found = []
         for place in range(self.num_experts):
             of_expert = (*offsets, (len(offsets), first + place, total))
@@ -116,12 +136,12 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
                 key,
                 {"weight": self.partition_dim},
                 of_expert,
-                tp_group=self._groups.expt_tp,
+                tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )[f"{key}weight"]
             # Copies are on the expert data parallel ranks, fewer than the data parallel ranks.
-            sharded.replica_id = (*sharded.replica_id[:2], self._groups.expt_dp.rank())
-            if self.partition_dim == 0:
+            sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
+            if self.is_gated:
                 sharded = apply_swiglu_sharded_factory(sharded, of_expert)
             found.append(sharded)
         return found
@@ -143,6 +163,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             partition_dim=0,
             config=config,
             groups=pg_collection,
+            is_gated=True,
         )
         self.linear_fc2 = GroupedLinear(
             num_local_experts,
@@ -180,9 +201,15 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         found = {}
         for name in ("linear_fc1", "linear_fc2"):
-            parts = self.get_submodule(name).sharded_tensors(
-                f"{prefix}experts.{name}.", sharded_offsets, metadata
-            )
-            for place, part in enumerate(parts):
-                found[f"{prefix}{name}.weight{place}"] = part
+            matrices = {name: self.get_submodule(name)}
+            if matrices[name].adapter is not None:
+                for factor in ("first", "second"):
+                    path = f"{name}.adapter.{factor}"
+                    matrices[path] = self.get_submodule(path)
+            for path, module in matrices.items():
+                parts = module.sharded_tensors(
+                    f"{prefix}experts.{path}.", sharded_offsets, metadata
+                )
+                for place, part in enumerate(parts):
+                    found[f"{prefix}{path}.weight{place}"] = part
         return found

@@ -6,6 +6,8 @@ Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,19 +25,68 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
         from megatron.bridge.peft.lora import LoRA
+        from slipstream.learner.trainer.model.expert_adapters import add_adapter
+        from slipstream.learner.trainer.model.experts import GroupedLinear
 
-        lora = LoRA(
+        class OneAdapterForEachExpert(LoRA):  # type: ignore[misc]
+            def transform(
+                self, module: Megatron, name: str | None = None, prefix: str | None = None
+            ) -> Megatron:
+                if not isinstance(module, GroupedLinear):
+                    return super().transform(module, name, prefix)
+                if self.match(module, name, prefix) is not None:
+                    scale = self.alpha / self.dim
+                    add_adapter(module, rank=self.dim, scale=scale, dropout=self.dropout)
+                return module
+
+        lora = OneAdapterForEachExpert(
             target_modules=list(config.lora.modules),
             dim=config.lora.rank,
             alpha=config.lora.alpha,
-            dropout=0.0,
+            dropout=config.lora.dropout,
         )
         adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
         for chunk in adapted:
             _initialise(chunk, ranks, seed=config.run.seed)
+        for layer in _dropouts(adapted):
+            layer.eval()
         return adapted
 
     return change
+
+
+@contextmanager
+def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
+    """Gives passes in which adapters drop a share of their inputs, `config.lora.dropout`.
+
+    What they drop follows from `run.seed` and `place` alone, so a step that is trained again drops
+    the same. All other passes drop nothing.
+    """
+    if not config.lora.dropout:
+        yield
+        return
+    layers = _dropouts(chunks)
+    entropy = np.random.SeedSequence([config.run.seed, *place])
+    devices = [torch.cuda.current_device()] if next(chunks[0].parameters()).is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        for layer in layers:
+            layer.train()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.eval()
+
+
+def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
+    """The layers of the adapters that drop inputs."""
+    return [
+        module
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if ".adapter." in name and isinstance(module, torch.nn.Dropout)
+    ]
 
 
 @torch.no_grad()
@@ -45,9 +96,12 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
     Megatron's own values would depend on the layers that come before on this pipeline stage.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
+    from slipstream.learner.trainer.model.expert_adapters import ExpertAdapter
 
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
+            if isinstance(module, ExpertAdapter):
+                module.initialise(name, layer.layer_number, seed=seed)
             if not isinstance(module, LoRALinear):
                 continue
             module._register_load_state_dict_pre_hook(_as_wrapped)

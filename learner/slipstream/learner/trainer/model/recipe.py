@@ -96,6 +96,10 @@ def provider_of(
         from slipstream.learner.trainer.model import experts
 
         values |= experts.mixture_settings(hf_config.to_dict())
+        if config.lora.has_mlp:
+            from slipstream.learner.trainer.model import spec
+
+            values |= {"has_adapted_experts": True, "transformer_layer_spec": spec.layer_spec}
         provider.register_pre_wrap_hook(experts.mark_experts)
     if compat.has_transformer_engine():
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)

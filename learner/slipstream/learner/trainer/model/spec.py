@@ -49,6 +49,9 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
         if not has_te:
             _replace_parts(layer.submodules, config)
+        elif getattr(config, "has_adapted_experts", False):
+            # TransformerEngine's experts are one module, to which Bridge gives one adapter.
+            layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         _place_norms(layer.submodules, config, norm)
     block.layer_norm = norm
     return block

@@ -48,13 +48,19 @@ class PolicyWithoutAdapters:
 def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
     """Gives forward passes in which every adapter of `chunks` is off."""
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from slipstream.learner.trainer.model.expert_adapters import adapters_of
 
     adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
-    assert adapted, "the policy has no adapters to switch off"
+    of_experts = [*adapters_of(list(chunks))]
+    assert adapted or of_experts, "the policy has no adapters to switch off"
     for module in adapted:
         module.disable_adapter_layers()
+    for adapter in of_experts:
+        adapter.is_enabled = False
     try:
         yield
     finally:
         for module in adapted:
             module.enable_adapter_layers()
+        for adapter in of_experts:
+            adapter.is_enabled = True

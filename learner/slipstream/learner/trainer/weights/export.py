@@ -12,6 +12,7 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from slipstream.protocol.settings.config import Config
@@ -35,7 +36,11 @@ def hf_tensors(
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
         for name, weight in policy.bridge.export_hf_weights(
-            policy.chunks, cpu=to_host, show_progress=False, merge_adapter_weights=merge
+            policy.chunks,
+            cpu=to_host,
+            show_progress=False,
+            conversion_tasks=_merged_tasks(policy) if merge else None,
+            merge_adapter_weights=merge,
         ):
             if name in VOCABULARY:
                 # Rows beyond the vocabulary are padding.
@@ -55,6 +60,45 @@ def adapter_tensors(
             policy.chunks, cpu=to_host, show_progress=False
         ):
             yield f"base_model.model.{name}", weight.detach().to(dtype).contiguous()
+        matrices = _adapted_experts(policy)
+        for factor in ("lora_A", "lora_B") if matrices else ():
+            for name, weight in policy.bridge.export_hf_weights(
+                policy.chunks,
+                cpu=to_host,
+                show_progress=False,
+                conversion_tasks=_factor_tasks(policy, factor, matrices),
+                merge_adapter_weights=False,
+            ):
+                name = f"base_model.model.{name.removesuffix('weight')}{factor}.weight"
+                yield name, weight.detach().to(dtype).contiguous()
+
+
+def _adapted_experts(policy: Policy) -> list[str]:
+    """Returns parts of the names of experts' matrices with adapters, on any rank; collective."""
+    if policy.chunks[0].config.num_moe_experts is None:
+        return []
+    from slipstream.learner.trainer.model.expert_adapters import adapted_names
+
+    matrices = [f".mlp.experts.{name}." for name in ("linear_fc1", "linear_fc2")]
+    here = adapted_names(policy.chunks)
+    flags = torch.tensor([float(any(each in name for name in here)) for each in matrices])
+    found = policy.ranks.max(flags).tolist()
+    return [name for name, flag in zip(matrices, found, strict=True) if flag]
+
+
+def _merged_tasks(policy: Policy) -> list[Megatron] | None:
+    """Returns Bridge's tasks with the adapters of experts merged; None if experts have none."""
+    if not _adapted_experts(policy):
+        return None
+    from slipstream.learner.trainer.model.expert_adapters import merged_tasks
+
+    return merged_tasks(policy.bridge.get_conversion_tasks(policy.chunks))
+
+
+def _factor_tasks(policy: Policy, factor: str, matrices: list[str]) -> list[Megatron]:
+    from slipstream.learner.trainer.model.expert_adapters import factor_tasks
+
+    return factor_tasks(policy.bridge.get_conversion_tasks(policy.chunks), factor, matrices)
 
 
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
@@ -195,7 +239,7 @@ def _write_adapters(
         "base_model_name_or_path": str(config.model.path),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.lora.dropout,
         "bias": "none",
         "inference_mode": True,
         "target_modules": [part for name in config.lora.modules for part in FUSED[name]],

@@ -59,9 +59,11 @@ def plan_merged(policy: Policy) -> list[Piece]:
     Raises UnknownMapping for a mapping that this module does not know and for a matrix with an
     adapter: the sum of both is nowhere in memory.
     """
+    from slipstream.learner.trainer.model.expert_adapters import has_adapters
+
     tasks = _tasks_here(policy)
     for task in tasks:
-        if "to_wrap" in task.param_name:
+        if "to_wrap" in task.param_name or has_adapters(task.megatron_module):
             raise UnknownMapping(f"{task.param_name} has an adapter")
     return plan_matrices(policy)
 

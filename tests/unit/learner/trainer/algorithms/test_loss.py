@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -266,3 +267,41 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
     statistics = found.statistics
     for tensor in (found.num_tokens, statistics.sums, statistics.gaps, statistics.maxima):
         assert tensor.device.type == "meta"
+
+
+OTHERS = [
+    algorithm(loss="gspo", clip_high=0.01, correction={"weight": "sequence", "cap": 1.1}),
+    algorithm(loss="reinforce", entropy_coefficient=0.3, kl={"coefficient": 0.7}),
+]
+
+
+def test_each_token_is_trained_by_the_algorithm_of_its_environment() -> None:
+    """A micro batch of three algorithms has the loss of three micro batches, one for each."""
+    policy = torch.linspace(-2.0, -0.5, 9, requires_grad=True)
+    old, entropy = torch.linspace(-1.9, -0.7, 9), torch.linspace(0.5, 2.0, 9)
+    behavior, reference = torch.linspace(-1.5, -1.0, 9), torch.linspace(-1.0, -2.0, 9)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+
+    def part(chosen: Tensor) -> MicroBatch:
+        sequences = ids[chosen] - ids[chosen].min()
+        made = micro_batch(
+            behavior[chosen].tolist(),
+            [1.0 if place % 2 else -2.0 for place in torch.arange(9)[chosen].tolist()],
+            sequence_ids=sequences.tolist(),
+            reference=reference[chosen].tolist(),
+        )
+        return dataclasses.replace(made, algorithm_ids=ids[chosen])
+
+    everything = part(torch.ones(9, dtype=torch.bool))
+    whole = policy_loss(policy, entropy, old, everything, USUAL, others=OTHERS, group=None)
+    gradients = gradient(whole, policy)
+    parts = []
+    for place, settings in enumerate([USUAL, *OTHERS]):
+        chosen = ids == place
+        mine = policy.detach()[chosen].requires_grad_()
+        alone = dataclasses.replace(part(chosen), algorithm_ids=None)
+        found = policy_loss(mine, entropy[chosen], old[chosen], alone, settings, group=None)
+        assert torch.equal(whole.token_losses[chosen], found.token_losses)
+        assert gradients[3 * place : 3 * place + 3] == gradient(found, mine)
+        parts.append(found.statistics.sums)
+    assert torch.allclose(whole.statistics.sums, torch.stack(parts).sum(0))

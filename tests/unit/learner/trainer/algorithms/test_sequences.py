@@ -23,14 +23,18 @@ from slipstream.protocol.types import (
 )
 from support.fakes.fake_controller import make_batch
 
+OTHER = "other"
 
-def config(**algorithm: JsonValue) -> Config:
+
+def config(own: dict[str, JsonValue] | None = None, **algorithm: JsonValue) -> Config:
     table: dict[str, JsonValue] = {
         "run": {"name": "test", "steps": 10},
         "model": {"path": "models/tiny"},
         "algorithm": {"group_size": 3, "groups_per_step": 2, "learning_rate": 1e-3} | algorithm,
         "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
     }
+    if own is not None:
+        table["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
     if algorithm.get("advantage") == "gae":
         table["critic"] = {"learning_rate": 1e-3}
     return parse_config(table, source="test.toml")
@@ -262,3 +266,65 @@ def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> No
         first, second = (training_sequences(each, settings) for each in (plain, own))
         for one, other in zip(first, second, strict=True):
             assert one.estimates.advantages.tobytes() == other.estimates.advantages.tobytes()
+
+
+def mixed(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
+    """A batch whose second group is another environment's."""
+    one = batch(rewards, truncated)
+    second = [dataclasses.replace(t, environment=OTHER) for t in one.trajectories[3:]]
+    return dataclasses.replace(one, trajectories=(*one.trajectories[:3], *second))
+
+
+def test_each_environment_has_its_own_advantages() -> None:
+    settings = config({"advantage": "score", "loss": "reinforce"}, advantage="dr_grpo")
+    found = training_sequences(mixed([0, 1, 2, 5, 5, 8]), settings)
+    assert advantages(found) == pytest.approx([-1, 0, 1, 5, 5, 8])
+    assert [one.algorithm for one in found] == [0, 0, 0, 1, 1, 1]
+
+
+def test_batch_statistics_are_those_of_the_environments_with_the_same_advantage() -> None:
+    rewards: list[float] = [0, 1, 2, 50, 50, 80]
+    found = training_sequences(
+        mixed(rewards), config({"advantage": "score"}, advantage="reinforce_pp")
+    )
+    one = batch(rewards)
+    alone = Batch(0, one.batch_id, one.trajectories[:3])
+    expected = training_sequences(alone, config(advantage="reinforce_pp"))
+    assert advantages(found)[:3] == advantages(expected)
+
+
+def test_an_environment_with_the_runs_advantage_shares_its_statistics() -> None:
+    rewards: list[float] = [0, 1, 2, 50, 50, 80]
+    settings = config({"entropy_coefficient": 0.5}, advantage="reinforce_pp")
+    found = training_sequences(mixed(rewards), settings)
+    plain = training_sequences(batch(rewards), config(advantage="reinforce_pp"))
+    assert advantages(found) == advantages(plain)
+
+
+def test_overlong_episodes_are_judged_by_the_settings_of_their_environment() -> None:
+    settings = config({"overlong": {"filter": True}})
+    found = training_sequences(mixed([0, 1, 2, 5, 5, 8], truncated=(0, 5)), settings)
+    assert [bool(one.loss_mask.any()) for one in found] == [True] * 5 + [False]
+
+
+def test_costs_of_the_divergence_are_those_of_the_environment() -> None:
+    settings = config(
+        {"kl": {"coefficient": 1.0, "placement": "reward", "estimator": "k1"}}, advantage="score"
+    )
+    one = mixed([0, 1, 2, 5, 5, 8])
+    known = [ModelEstimates(t.behavior_logprobs - 1) for t in one.trajectories]
+    lengths = [t.num_sampled_tokens for t in one.trajectories]
+    found = training_sequences(one, settings, known)
+    expected = [0, 1, 2, 5 - lengths[3], 5 - lengths[4], 8 - lengths[5]]
+    assert advantages(found) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_loss_weight_of_an_environment_is_a_factor_of_its_tokens_alone() -> None:
+    one = mixed([0, 1, 2, 5, 5, 8])
+    settings = config({"loss_weight": 0.25}, aggregation="sequence_mean")
+    found = training_sequences(one, settings)
+    names = [one.trajectories[owner].environment for owner in one.owners]
+    plain = weighted(found, one.mini_batches(1), settings)
+    own = weighted(found, one.mini_batches(1), settings, names)
+    factors = [b.loss_weight / a.loss_weight for a, b in zip(plain, own, strict=True)]
+    assert factors == [1.0] * 3 + [0.25] * 3

@@ -1,0 +1,167 @@
+"""The choice of tasks by their recent rewards."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from pydantic import JsonValue
+from slipstream.learner.controller.records.history import RunHistory, read_history
+from slipstream.learner.controller.records.task_results import TaskResults
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.tasks.curriculum import Curriculum
+from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.protocol.settings.curriculum_section import MAX_WINDOW, CurriculumSection
+from slipstream.protocol.types import GroupId, ServerId
+from slipstream.v1 import environment_pb2, trajectory_pb2
+
+KEY = ServerKey(ServerId("a"), 1)
+
+
+def settings(**changes: object) -> CurriculumSection:
+    return CurriculumSection.model_validate({"rule": "skip"} | changes)
+
+
+def book_with(
+    section: CurriculumSection, num_tasks: int, history: RunHistory | None = None
+) -> tuple[EnvironmentBook, EnvironmentEntry]:
+    book = EnvironmentBook(seed=1, max_failed_groups=2, curricula={"e": section})
+    if history is not None:
+        book.restore(history)
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    entry = book.add(environment_pb2.EnvironmentSpec(name="e", weight=1.0, purpose=purpose))
+    book.loaded("e", KEY, num_tasks)
+    return book, entry
+
+
+def note(book: EnvironmentBook, number: int, task_index: int, *rewards: float) -> None:
+    for place, reward in enumerate(rewards):
+        assert book.has_result(GroupId(f"g{number}-{task_index}-{place}"), "e", task_index, reward)
+
+
+def test_tasks_whose_newest_groups_are_solved_or_failed_are_passed_over() -> None:
+    book, entry = book_with(settings(window=2), num_tasks=4)
+    first = [book.next_task(entry)[0] for _ in range(4)]
+    assert sorted(first) == [0, 1, 2, 3]
+    note(book, 0, 0, 1.0, 1.0)
+    note(book, 0, 1, 0.0, 0.0)
+    note(book, 0, 2, 1.0, 0.0)
+    note(book, 0, 3, 1.0)
+    assert {book.next_task(entry)[0] for _ in range(4)} == {2, 3}
+    assert book.gauges()["e/tasks_passed_over"] > 0
+
+
+def test_only_the_newest_groups_count() -> None:
+    book, entry = book_with(settings(window=2), num_tasks=2)
+    [book.next_task(entry) for _ in range(2)]
+    note(book, 0, 0, 0.0, 0.0)
+    note(book, 0, 1, 1.0, 0.0)
+    assert book.next_task(entry)[0] == 1
+    note(book, 1, 0, 0.0, 1.0)
+    assert {book.next_task(entry)[0] for _ in range(4)} == {0, 1}
+
+
+def test_every_few_rounds_no_task_is_passed_over() -> None:
+    book, entry = book_with(settings(window=1, every_rounds=2), num_tasks=3)
+    [book.next_task(entry) for _ in range(3)]
+    note(book, 0, 0, 0.0)
+    # Round 1 has two tasks, round 2 all three.
+    rounds = [book.next_task(entry)[0] for _ in range(5)]
+    assert 0 not in rounds[:2]
+    assert sorted(rounds[2:]) == [0, 1, 2]
+
+
+def test_tasks_come_in_their_order_when_all_are_decided() -> None:
+    book, entry = book_with(settings(window=1, every_rounds=99), num_tasks=3)
+    [book.next_task(entry) for _ in range(3)]
+    for task_index in range(3):
+        note(book, 0, task_index, 1.0)
+    assert sorted(book.next_task(entry)[0] for _ in range(3)) == [0, 1, 2]
+
+
+def test_the_number_of_a_task_says_its_place_whatever_was_passed_over() -> None:
+    book, entry = book_with(settings(window=1, every_rounds=99), num_tasks=5)
+    [book.next_task(entry) for _ in range(5)]
+    for task_index in range(4):
+        note(book, 0, task_index, 1.0)
+    before = entry.next_number
+    assert book.next_task(entry)[0] == 4
+    assert entry.next_number > before
+    assert (entry.next_number - 1) // 5 == 1
+
+
+def test_tasks_are_drawn_in_proportion_to_the_variance_of_their_success() -> None:
+    book, entry = book_with(settings(rule="sample", floor=0.1, window=4), num_tasks=4)
+    note(book, 0, 0, 1.0, 1.0, 1.0, 1.0)
+    note(book, 0, 1, 0.0, 0.0, 0.0, 0.0)
+    note(book, 0, 2, 1.0, 0.0, 1.0, 0.0)
+    note(book, 0, 3, 0.9, 0.9, 0.9, 0.9)
+    drawn = Counter(book.next_task(entry)[0] for _ in range(5_000))
+    worth = {0: 0.1, 1: 0.1, 2: 1.0, 3: 4 * 0.9 * 0.1}
+    for task_index, one in worth.items():
+        assert drawn[task_index] / 5_000 == pytest.approx(one / sum(worth.values()), abs=0.03)
+    assert book.gauges()["e/chosen_success"] == pytest.approx(
+        (0.1 + 0.5 + 0.36 * 0.9) / sum(worth.values()), abs=0.03
+    )
+
+
+def test_a_task_without_a_result_counts_as_the_most_worth() -> None:
+    book, entry = book_with(settings(rule="sample", floor=0.01, window=1), num_tasks=2)
+    note(book, 0, 0, 1.0)
+    drawn = Counter(book.next_task(entry)[0] for _ in range(2_000))
+    assert drawn[1] > 1_900
+
+
+def test_success_runs_from_the_failed_to_the_solved_reward() -> None:
+    section = settings(failed_reward=-1.0, solved_reward=3.0)
+    assert [section.success(reward) for reward in (-2.0, -1.0, 1.0, 3.0, 9.0)] == [0, 0, 0.5, 1, 1]
+
+
+def test_metrics_count_the_tasks_of_each_standing() -> None:
+    curriculum = Curriculum(settings(window=2), "seed", TaskResults())
+    for place, (task_index, reward) in enumerate(
+        [(0, 1.0), (0, 1.0), (1, 0.0), (1, 0.0), (2, 0.5), (0, 0.0), (3, 1.0), (3, 1.0)]
+    ):
+        curriculum.note(GroupId(f"g{place}"), task_index, reward)
+    curriculum.chosen(1)
+    curriculum.chosen(7)
+    assert curriculum.metrics() == {
+        "tasks_learning": 2,
+        "tasks_solved": 1,
+        "tasks_failed": 1,
+        "tasks_passed_over": 0,
+        "chosen_success": 0,
+    }
+    assert "chosen_success" not in curriculum.metrics()
+
+
+def test_a_group_that_is_played_again_counts_once() -> None:
+    results = TaskResults()
+    for reward in (0.0, 1.0):
+        results.note(GroupId("g0"), 3, reward)
+    assert results.newest(3, 2) == [1.0]
+    for place in range(MAX_WINDOW + 3):
+        results.note(GroupId(f"h{place}"), 3, float(place))
+    assert results.newest(3, 99) == [float(place) for place in range(3, MAX_WINDOW + 3)]
+
+
+@pytest.mark.parametrize("section", [settings(window=1), settings(rule="sample", window=3)])
+def test_a_resumed_run_chooses_as_one_that_was_never_stopped(section: CurriculumSection) -> None:
+    """The controller is stopped after every choice; the journal alone has the results."""
+    live, entry = book_with(section, num_tasks=6)
+    records: list[dict[str, JsonValue]] = [
+        {"kind": "start", "format": 1, "run_id": "r-1"},
+    ]
+    for number in range(40):
+        resumed, again = book_with(section, 6, read_history(records))
+        chosen = live.next_task(entry)
+        assert resumed.next_task(again) == chosen
+        assert again.next_number == entry.next_number
+        task_index, seed = chosen
+        group = f"g{number:06d}"
+        shared: dict[str, JsonValue] = {"group": group, "environment": "e", "task": task_index}
+        place: dict[str, JsonValue] = {"number": entry.next_number - 1, "seed": seed, "deadline": 0}
+        records.append({"kind": "lease", "server": "s", "epoch": 1} | shared | place)
+        reward = [0.0, 1.0, number % 2, 0.5, 1.0, 0.0][task_index]
+        records.append({"kind": "result", "reward": reward} | shared)
+        live.has_result(GroupId(group), "e", task_index, reward)
