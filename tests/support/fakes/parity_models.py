@@ -23,6 +23,8 @@ def make_models(folder: Path) -> None:
         Gemma3TextConfig,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Ministral3Config,
@@ -126,6 +128,16 @@ def make_models(folder: Path) -> None:
     latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
     latent_yarn |= {"mscale": 0.7, "mscale_all_dim": 0.7}
     del latent_yarn["llama_4_scaling_beta"]
+    # Frequencies in between, which a rounded range would put elsewhere.
+    gpt_oss_yarn = {
+        "rope_theta": 1000.0,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 3.0,
+        "beta_slow": 0.4,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    }
     torch.manual_seed(0)
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
@@ -180,6 +192,15 @@ def make_models(folder: Path) -> None:
                 **latent | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}, **rope
             )
         ),
+        "gpt-oss": GptOssForCausalLM(
+            GptOssConfig(
+                **sizes,
+                rope_parameters=gpt_oss_yarn,
+                sliding_window=6,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+            )
+        ),
         "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
         "olmoe": OlmoeForCausalLM(
             OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
@@ -188,8 +209,11 @@ def make_models(folder: Path) -> None:
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
+            for place, parameter in model.named_parameters():
+                if place.endswith("experts.gate_up_proj") and name == "gpt-oss":
+                    # Some are beyond the limit of the experts' activation.
+                    parameter.mul_(20.0)
+                elif parameter.dim() > 1 and not place.endswith("_bias"):
                     parameter.mul_(3.0)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))

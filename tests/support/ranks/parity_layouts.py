@@ -146,6 +146,7 @@ LAYOUTS = {
     "one-glm": Layout(1, "glm"),
     "one-deepseek": Layout(1, "deepseek"),
     "one-moonlight": Layout(1, "moonlight"),
+    "one-gpt-oss": Layout(1, "gpt-oss"),
     "one-olmo2": Layout(1, "olmo2"),
     "one-olmoe": Layout(1, "olmoe"),
     "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
@@ -250,6 +251,11 @@ LAYOUTS = {
     "tp2-sp-moonlight": Layout(2, "moonlight", parallel=SP, is_slow=True),
     "pp2-cp2-ep2-deepseek": Layout(
         4, "deepseek", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
+    ),
+    "tp2-sp-etp1-gpt-oss": Layout(2, "gpt-oss", parallel=SP | {"etp": 1}, is_slow=True),
+    "cp2-gpt-oss": Layout(2, "gpt-oss", parallel={"cp": 2}, is_slow=True),
+    "pp2-vpp2-cp2-ep2-gpt-oss": Layout(
+        4, "gpt-oss", parallel=VPP | {"cp": 2, "ep": 2}, is_slow=True
     ),
     "tp2-sp-gemma2": Layout(2, "gemma2", parallel=SP, is_slow=True),
     "pp2-cp2-gemma2": Layout(4, "gemma2", parallel={"pp": 2, "cp": 2}, is_slow=True),

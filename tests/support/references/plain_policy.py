@@ -74,8 +74,11 @@ class PlainPolicy:
             path, dtype=torch.float32, attn_implementation="eager"
         )
         self.forced = ForcedExperts(self.model)
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() == 1]
+        named = dict(self.model.named_parameters())
+        # Biases of all experts together are a matrix.
+        matrices = {n for n, p in named.items() if p.dim() > 1 and not n.endswith("_bias")}
+        decayed = [named[name] for name in named if name in matrices]
+        others = [named[name] for name in named if name not in matrices]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
             lr=1.0,

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from slipstream.protocol.settings.rope_fields import (
     ALTERNATING,
+    GEMMA,
     LAYER_KINDS,
     architecture_of,
     rope_problems,
@@ -81,12 +82,15 @@ HARMLESS = frozenset(
         "embd_pdrop",
         "ep_size",
         "eos_token_id",
+        # gpt-oss says these twice.
+        "experts_per_token",
         "finetuning_task",
         "forced_bos_token_id",
         "forced_eos_token_id",
         "head_dtype",
         "hidden_dropout",
         "id2label",
+        "initial_context_length",
         "initializer_range",
         "is_decoder",
         "is_encoder_decoder",
@@ -168,12 +172,14 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "topk_method": _NONE,
         "moe_layer_freq": _ONE,
         "qk_head_dim": _NONE,
+        "swiglu_alpha": _NONE,
+        "swiglu_limit": _NONE,
     }
 )
 _ANY_BIAS: Values = (None, False, True)
 _DENSE: Mapping[str, Values] = {"num_experts": _ZERO, "num_local_experts": _ZERO}
 _GELU: Values = (None, "gelu_pytorch_tanh")
-_GEMMA: Mapping[str, Values] = {
+_OF_GEMMA: Mapping[str, Values] = {
     **_DENSE,
     "hidden_act": _GELU,
     "hidden_activation": _GELU,
@@ -208,8 +214,17 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         "Ministral3ForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
         "Olmo2ForCausalLM": _DENSE,
         # vLLM never lets the weights of a token's experts add up to 1.
-        "Gemma2ForCausalLM": _GEMMA,
-        "Gemma3ForCausalLM": _GEMMA,
+        "Gemma2ForCausalLM": _OF_GEMMA,
+        "Gemma3ForCausalLM": _OF_GEMMA,
+        # vLLM reads none of these fields, but has these values.
+        "GptOssForCausalLM": {
+            "attention_bias": (None, True),
+            "rms_norm_eps": (None, 1e-5),
+            "swiglu_alpha": (None, 1.702),
+            "swiglu_limit": (None, 7.0),
+            "tie_word_embeddings": _OFF,
+            "norm_topk_prob": (None, True),
+        },
         "Glm4MoeForCausalLM": {**_SIGMOID, "attention_bias": _ANY_BIAS, "use_qk_norm": _ANY_BIAS},
         "DeepseekV3ForCausalLM": {
             **_SIGMOID,
@@ -255,7 +270,7 @@ _READ: Mapping[str, tuple[str, ...]] = {
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Architectures whose embeddings are tied if config.json does not say so.
-_TIED = ALTERNATING
+_TIED = GEMMA
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
@@ -280,6 +295,8 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
     for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
         yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
+    if architecture == "GptOssForCausalLM":
+        yield from _window_problems(values)
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
     if len(counts) > 1:
         yield (
@@ -299,6 +316,17 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 def has_tied_output(values: Mapping[str, Any]) -> bool:
     """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
     return bool(values.get("tie_word_embeddings", architecture_of(values) in _TIED))
+
+
+def _window_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Checks the layers of a gpt-oss: vLLM reads no layer_types."""
+    kinds = values.get("layer_types") or ()
+    wrong = [place for place, kind in enumerate(kinds) if kind != LAYER_KINDS[1 - place % 2]]
+    if wrong:
+        yield (
+            "model.path: layer_types of a GptOssForCausalLM must alternate from sliding_attention "
+            f"on, as rollout servers take it, got {kinds[wrong[0]]!r} for layer {wrong[0]}"
+        )
 
 
 def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:

@@ -117,9 +117,10 @@ class ModelSizes:
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
     """Whether the weights of a token's experts add up to 1, by the table of a config.json.
 
-    Mixtral's weights always do, without a field in its table.
+    Those of Mixtral and gpt-oss always do, without a field in their tables.
     """
-    return bool(values.get("norm_topk_prob", values.get("model_type") == "mixtral"))
+    always = values.get("model_type") in ("mixtral", "gpt_oss")
+    return bool(values.get("norm_topk_prob", always))
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:

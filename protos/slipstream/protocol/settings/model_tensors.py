@@ -20,6 +20,7 @@ OUTPUT = "lm_head.weight"
 _NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
 # Architectures whose norm is over all heads together.
 _NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
+_GPT_OSS = "GptOssForCausalLM"
 _BEFORE = ("input", "post_attention")
 # Architecture -> names of the norms in a layer; the others have `_BEFORE`.
 _AFTER = ("post_attention", "post_feedforward")
@@ -97,6 +98,9 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     )
     if sizes.architecture == "Glm4MoeForCausalLM":
         is_biased = bool(values.get("attention_bias"))
+    if sizes.architecture == _GPT_OSS:
+        is_biased = True
+        found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (sizes.heads,)}
     if is_biased:
         found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
     if sizes.architecture in _NORMED_HEADS or values.get("use_qk_norm"):
@@ -131,6 +135,8 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     hidden = sizes.hidden
     if layer < sizes.dense_layers:
         return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
+    if sizes.architecture == _GPT_OSS:
+        return _fused_experts(sizes)
     prefix, names = _EXPERTS[sizes.architecture]
     found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
     for expert in range(sizes.experts):
@@ -142,6 +148,19 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
         found |= _gated(f"{prefix}shared_expert.", names, hidden, sizes.shared_expert_ffn)
         found[f"{prefix}shared_expert_gate.weight"] = (1, hidden)
     return found
+
+
+def _fused_experts(sizes: ModelSizes) -> dict[str, Shape]:
+    """Returns the tensors of all experts together, in the form in which tokens multiply them."""
+    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+    return {
+        "mlp.router.weight": (experts, hidden),
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj": (experts, hidden, 2 * ffn),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
+        "mlp.experts.down_proj": (experts, ffn, hidden),
+        "mlp.experts.down_proj_bias": (experts, hidden),
+    }
 
 
 def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:

@@ -30,6 +30,7 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
 )
 # Architectures whose windows the learner, transformers and vLLM compute alike.
 WINDOWED = (
@@ -37,6 +38,7 @@ WINDOWED = (
     "Ministral3ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Why a scaling of the rotary embedding is refused.
@@ -249,6 +251,11 @@ def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[s
         )
     if sizes.experts % ep:
         yield f"learner.parallel.ep must divide the model's {sizes.experts} experts, got {ep}"
+    if sizes.architecture == "GptOssForCausalLM" and etp > 1:
+        yield (
+            "learner.parallel.etp (None: tp) must be 1: Megatron does not split experts with "
+            f"biases, got {etp}"
+        )
     if sizes.expert_ffn % etp:
         yield (
             f"learner.parallel.etp (None: tp) must divide the experts' intermediate size of "

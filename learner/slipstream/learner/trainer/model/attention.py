@@ -15,14 +15,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
+from slipstream.learner.trainer.model import sinks
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
+
+    # Bridge reads these marks to learn that the sinks are split like the heads.
+    tensor_model_parallel = True
+    partition_dim = 0
 
     def __init__(
         self,
@@ -45,6 +53,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             self.window = config.window_size[0]
+        # Score of a place beside the tokens, for each head; None: there is no such place.
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = sinks.new_scores(config)
 
     def forward(
         self,
@@ -109,6 +121,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if self.score_cap is not None:
             return self._attend_capped(query, key, value, mask).transpose(1, 2)
+        if self.softmax_offset is not None:
+            scores = self.softmax_offset
+            found = sinks.attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
+            return found.transpose(1, 2)
         attended = F.scaled_dot_product_attention(
             query,
             key,
@@ -133,6 +149,17 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
         return weights.to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints: the sinks of all heads, if it has any."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
 
 
 class GatheredRows(torch.autograd.Function):

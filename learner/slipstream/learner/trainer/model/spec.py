@@ -44,8 +44,8 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
         norm = TENorm
     # Layers of one kind share their spec.
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
-        if getattr(config, "score_cap", None) is not None:
-            # TransformerEngine's attention has no cap.
+        if getattr(config, "score_cap", None) is not None or config.softmax_type != "vanilla":
+            # TransformerEngine's attention has no cap, and no sinks for packed sequences.
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
         if not has_te:
             _replace_parts(layer.submodules, config)
