@@ -261,6 +261,9 @@ FAMILIES = [
     "one-glm",
     "one-deepseek",
     "one-moonlight",
+    "one-deepseek2",
+    "one-deepseek2-lite",
+    "one-qwen3-next",
     "one-gpt-oss",
 ]
 

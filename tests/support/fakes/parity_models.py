@@ -15,6 +15,8 @@ EXPERTS_PER_TOKEN = 2
 
 def make_models(folder: Path) -> None:
     from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
         Gemma2Config,
@@ -45,6 +47,8 @@ def make_models(folder: Path) -> None:
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
 
     sizes = {
@@ -124,6 +128,16 @@ def make_models(folder: Path) -> None:
         "rms_norm_eps": 1e-6,
     }
     del latent["head_dim"]
+    delta_net = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    delta_net["layer_types"] = delta_net["layer_types"][:NUM_LAYERS]
+    softmax = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
     # Sequences are longer than the original length.
     latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
     latent_yarn |= {"mscale": 0.7, "mscale_all_dim": 0.7}
@@ -164,6 +178,13 @@ def make_models(folder: Path) -> None:
         "moe-shared": Qwen2MoeForCausalLM(
             Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
         ),
+        "qwen3-next": Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                **mixture | delta_net | glm_rope,
+                norm_topk_prob=True,
+                shared_expert_intermediate_size=32,
+            )
+        ),
         "mixtral": MixtralForCausalLM(
             MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
         ),
@@ -186,6 +207,16 @@ def make_models(folder: Path) -> None:
             Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
         ),
         "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
+        # A group is as good as its best expert.
+        "deepseek2": DeepseekV2ForCausalLM(
+            DeepseekV2Config(**latent | softmax, rope_parameters=latent_yarn)
+        ),
+        "deepseek2-lite": DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                **latent | softmax | {"q_lora_rank": None, "n_group": 1, "topk_method": "greedy"},
+                **rope,
+            )
+        ),
         # Queries come from no latent vector.
         "moonlight": DeepseekV3ForCausalLM(
             DeepseekV3Config(

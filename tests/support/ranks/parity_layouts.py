@@ -146,6 +146,9 @@ LAYOUTS = {
     "one-glm": Layout(1, "glm"),
     "one-deepseek": Layout(1, "deepseek"),
     "one-moonlight": Layout(1, "moonlight"),
+    "one-deepseek2": Layout(1, "deepseek2"),
+    "one-deepseek2-lite": Layout(1, "deepseek2-lite"),
+    "one-qwen3-next": Layout(1, "qwen3-next"),
     "one-gpt-oss": Layout(1, "gpt-oss"),
     "one-olmo2": Layout(1, "olmo2"),
     "one-olmoe": Layout(1, "olmoe"),
@@ -252,6 +255,15 @@ LAYOUTS = {
     "pp2-cp2-ep2-deepseek": Layout(
         4, "deepseek", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
     ),
+    "tp2-sp-deepseek2": Layout(2, "deepseek2", parallel=SP, is_slow=True),
+    "pp2-cp2-ep2-deepseek2": Layout(
+        4, "deepseek2", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
+    ),
+    "tp2-sp-ep2-etp1-deepseek2-lite": Layout(
+        2, "deepseek2-lite", parallel=SP | {"ep": 2, "etp": 1}, is_slow=True
+    ),
+    "tp2-sp-qwen3-next": Layout(2, "qwen3-next", parallel=SP, is_slow=True),
+    "pp2-vpp2-ep2-qwen3-next": Layout(4, "qwen3-next", parallel=VPP | {"ep": 2}, is_slow=True),
     "tp2-sp-etp1-gpt-oss": Layout(2, "gpt-oss", parallel=SP | {"etp": 1}, is_slow=True),
     "cp2-gpt-oss": Layout(2, "gpt-oss", parallel={"cp": 2}, is_slow=True),
     "pp2-vpp2-cp2-ep2-gpt-oss": Layout(

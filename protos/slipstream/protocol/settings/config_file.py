@@ -123,7 +123,9 @@ def check_sizes(config: Config) -> list[str]:
             f"got {rollout_tp}"
         )
     lora_problems = config.lora.problems(
-        num_experts=sizes.experts, is_latent=bool(sizes.latent_size)
+        num_experts=sizes.experts,
+        is_latent=bool(sizes.latent_size),
+        has_delta_net=bool(sizes.linear_heads),
     )
     for problem in itertools.chain(role_problems(config, sizes), lora_problems):
         raise ConfigError(problem)

@@ -88,10 +88,13 @@ class LoraSection(Section):
                 )
         return self
 
-    def problems(self, *, num_experts: int, is_latent: bool = False) -> Iterator[str]:
+    def problems(
+        self, *, num_experts: int, is_latent: bool = False, has_delta_net: bool = False
+    ) -> Iterator[str]:
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
-        `is_latent` says that it has latent attention, whose matrices have other names.
+        `is_latent` says that it has latent attention, whose matrices have other names, and
+        `has_delta_net` that some layers have none.
 
         Megatron-Bridge gives all experts of a rank one shared adapter, so the trained model would
         depend on the number of ranks.
@@ -103,3 +106,5 @@ class LoraSection(Section):
             )
         if self.rank and is_latent:
             yield f"lora.rank must be 0 for a model with latent attention, got {self.rank}"
+        if self.rank and has_delta_net:
+            yield f"lora.rank must be 0 for a model with delta nets, got {self.rank}"

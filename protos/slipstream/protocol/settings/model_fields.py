@@ -174,6 +174,12 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "qk_head_dim": _NONE,
         "swiglu_alpha": _NONE,
         "swiglu_limit": _NONE,
+        "linear_conv_kernel_dim": _NONE,
+        "linear_key_head_dim": _NONE,
+        "linear_value_head_dim": _NONE,
+        "linear_num_key_heads": _NONE,
+        "linear_num_value_heads": _NONE,
+        "full_attention_interval": _NONE,
     }
 )
 _ANY_BIAS: Values = (None, False, True)
@@ -233,6 +239,12 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
             # transformers norms latent vectors with this one, vLLM with that of config.json.
             "rms_norm_eps": (None, 1e-6, 1e-5),
         },
+        "DeepseekV2ForCausalLM": {
+            # transformers does not read it.
+            "norm_topk_prob": _OFF,
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "rms_norm_eps": (None, 1e-6),
+        },
         "OlmoeForCausalLM": {
             **_UNSHARED,
             "norm_topk_prob": _OFF,
@@ -262,11 +274,20 @@ _LATENT = (
     "qk_head_dim",
     "v_head_dim",
 )
+_LINEAR = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 # Architecture -> fields that config.json must have.
 _WRITTEN: Mapping[str, tuple[str, ...]] = {"DeepseekV3ForCausalLM": ("scoring_func", "topk_method")}
 _READ: Mapping[str, tuple[str, ...]] = {
     "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
+    "DeepseekV2ForCausalLM": (*_OF_SIGMOID, *_LATENT),
     "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
+    "Qwen3NextForCausalLM": (*_LINEAR, "full_attention_interval", "partial_rotary_factor"),
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Architectures whose embeddings are tied if config.json does not say so.
@@ -293,8 +314,12 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 "got none: rollout servers take another value if config.json has none"
             )
     kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
+    if architecture == "Qwen3NextForCausalLM":
+        kinds = (*kinds, "linear_attention")
     for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
         yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
+    if architecture == "DeepseekV2ForCausalLM":
+        yield from _group_problems(values)
     if architecture == "GptOssForCausalLM":
         yield from _window_problems(values)
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
@@ -326,6 +351,21 @@ def _window_problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "model.path: layer_types of a GptOssForCausalLM must alternate from sliding_attention "
             f"on, as rollout servers take it, got {kinds[wrong[0]]!r} for layer {wrong[0]}"
+        )
+
+
+def _group_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Checks the groups of experts of a DeepSeek V2: vLLM reads no topk_method."""
+    groups, chosen = values.get("n_group"), values.get("topk_group")
+    if not (isinstance(groups, int) and isinstance(chosen, int) and 1 <= chosen <= groups):
+        yield (
+            "model.path: n_group and topk_group of a DeepseekV2ForCausalLM must be numbers, as "
+            f"rollout servers need them, got {groups!r} and {chosen!r}"
+        )
+    elif groups > 1 and values.get("topk_method", "greedy") == "greedy":
+        yield (
+            "model.path: n_group of a DeepseekV2ForCausalLM with topk_method greedy must be 1, "
+            f"since rollout servers would choose groups, got {groups}"
         )
 
 

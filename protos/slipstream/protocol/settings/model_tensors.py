@@ -17,7 +17,12 @@ from slipstream.protocol.settings.model_sizes import ModelSizes
 Shape: TypeAlias = tuple[int, ...]
 
 OUTPUT = "lm_head.weight"
-_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+_NORMED_HEADS = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 # Architectures whose norm is over all heads together.
 _NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
 _GPT_OSS = "GptOssForCausalLM"
@@ -36,13 +41,16 @@ _EXPERTS = {
     "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
     "OlmoeForCausalLM": ("mlp.", _PROJECTIONS),
     "Glm4MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "DeepseekV2ForCausalLM": ("mlp.", _PROJECTIONS),
     "DeepseekV3ForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen3NextForCausalLM": ("mlp.", _PROJECTIONS),
     "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
 }
 
 
-# Architectures whose experts have biases that choose them, and are shared ones besides.
+# Architectures whose experts have biases that choose them, and those with shared ones besides.
 _SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+_SHARED = (*_SIGMOID, "DeepseekV2ForCausalLM")
 
 
 def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> Iterator[str]:
@@ -75,7 +83,8 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     sizes = ModelSizes.of(values)
     needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
     for layer in range(sizes.layers):
-        within = {**_attention(sizes, values), **_feed_forward(sizes, layer)}
+        mixer = _delta_net if _has_delta_net(values, layer) else _attention
+        within = {**mixer(sizes, values), **_feed_forward(sizes, layer)}
         needed |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
     needed["model.norm.weight"] = (sizes.hidden,)
     if not sizes.has_tied_output:
@@ -86,12 +95,17 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
 def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
     hidden, head = sizes.hidden, sizes.head_dim
     rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
+    # Each query head has a gate of its output beside it.
+    gates = {"q": rows["q"] if sizes.linear_heads else 0}
     found: dict[str, Shape] = {
         f"{norm}_layernorm.weight": (hidden,) for norm in _NORMS.get(sizes.architecture, _BEFORE)
     }
     if sizes.latent_size:
         return found | _latent_attention(sizes, values)
-    found |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
+    found |= {
+        f"self_attn.{name}_proj.weight": (size + gates.get(name, 0), hidden)
+        for name, size in rows.items()
+    }
     found["self_attn.o_proj.weight"] = (hidden, rows["q"])
     is_biased = sizes.architecture == "Qwen2ForCausalLM" or (
         sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
@@ -108,6 +122,34 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     if sizes.architecture in _NORMED_WHOLE:
         found |= {f"self_attn.{name}_norm.weight": (rows[name],) for name in ("q", "k")}
     return found
+
+
+def _has_delta_net(values: Mapping[str, Any], layer: int) -> bool:
+    if not values.get("linear_num_value_heads"):
+        return False
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return bool((layer + 1) % values.get("full_attention_interval", 4))
+    return bool(kinds[layer] == "linear_attention")
+
+
+def _delta_net(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden = sizes.hidden
+    key_heads, heads = sizes.linear_heads
+    key_dim, value_dim = values["linear_key_head_dim"], values["linear_value_head_dim"]
+    keys, inner = key_heads * key_dim, heads * value_dim
+    found: dict[str, Shape] = {
+        "in_proj_qkvz.weight": (2 * keys + 2 * inner, hidden),
+        "in_proj_ba.weight": (2 * heads, hidden),
+        "conv1d.weight": (2 * keys + inner, 1, values["linear_conv_kernel_dim"]),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "norm.weight": (value_dim,),
+        "out_proj.weight": (hidden, inner),
+    }
+    return {f"{norm}_layernorm.weight": (hidden,) for norm in _BEFORE} | {
+        f"linear_attn.{name}": shape for name, shape in found.items()
+    }
 
 
 def _latent_attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
@@ -143,6 +185,7 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
         found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
     if sizes.architecture in _SIGMOID:
         found[f"{prefix}gate.e_score_correction_bias"] = (sizes.experts,)
+    if sizes.architecture in _SHARED:
         found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
     elif sizes.shared_expert_ffn:
         found |= _gated(f"{prefix}shared_expert.", names, hidden, sizes.shared_expert_ffn)

@@ -15,8 +15,10 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     # vLLM computes no other for it.
     "GptOssForCausalLM": ("yarn",),
 }
+# Architectures with latent attention.
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # Architectures whose positions turn a part of each head.
-_PARTIAL = ("Glm4MoeForCausalLM",)
+_PARTIAL = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _LLAMA3_KEYS = (
     "factor",
@@ -97,7 +99,7 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     for name in (name for name in needed if table.get(name) is None):
         yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
     yield from _yarn_problems(kind, table, values)
-    if architecture_of(values) == "DeepseekV3ForCausalLM" and kind != "default":
+    if architecture_of(values) in LATENT and kind != "default":
         yield from _latent_problems(kind, table)
     if is_partial and kind != "default":
         yield f"model.path: rope_type of a {architecture_of(values)} must be default, got {kind!r}"
