@@ -154,6 +154,9 @@ LAYOUTS = {
     "one-olmoe": Layout(1, "olmoe"),
     "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
     "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
+    "one-replay-glm": Layout(1, "glm", algorithm=REPLAY),
+    "one-replay-deepseek2": Layout(1, "deepseek2", algorithm=REPLAY),
+    "one-replay-gpt-oss": Layout(1, "gpt-oss", algorithm=REPLAY),
     "one-trees": Layout(1, sampling=TREES),
     "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
     "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
@@ -264,6 +267,10 @@ LAYOUTS = {
     ),
     "tp2-sp-qwen3-next": Layout(2, "qwen3-next", parallel=SP, is_slow=True),
     "pp2-vpp2-ep2-qwen3-next": Layout(4, "qwen3-next", parallel=VPP | {"ep": 2}, is_slow=True),
+    "pp2-vpp2-replay-glm": Layout(2, "glm", parallel=VPP, algorithm=REPLAY, is_slow=True),
+    "tp2-sp-recompute-replay-deepseek2": Layout(
+        2, "deepseek2", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
+    ),
     "tp2-sp-etp1-gpt-oss": Layout(2, "gpt-oss", parallel=SP | {"etp": 1}, is_slow=True),
     "cp2-gpt-oss": Layout(2, "gpt-oss", parallel={"cp": 2}, is_slow=True),
     "pp2-vpp2-cp2-ep2-gpt-oss": Layout(

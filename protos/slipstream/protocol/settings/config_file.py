@@ -201,11 +201,6 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
             f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
             f"experts, {config.model.path} holds a dense model"
         )
-    if sizes.dense_layers:
-        raise ConfigError(
-            f"algorithm.router_replay must be off for a {sizes.architecture}, whose first layers "
-            f"have no experts, got {config.algorithm.router_replay!r}"
-        )
     per_token = _routing_bytes(sizes)
     try:
         config.check_trajectory_bytes(config.trajectory_bytes(routing_bytes_per_token=per_token))

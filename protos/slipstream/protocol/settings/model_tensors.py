@@ -136,12 +136,14 @@ def _has_delta_net(values: Mapping[str, Any], layer: int) -> bool:
 def _delta_net(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
     hidden = sizes.hidden
     key_heads, heads = sizes.linear_heads
-    key_dim, value_dim = values["linear_key_head_dim"], values["linear_value_head_dim"]
+    key_dim, value_dim, kernel = (
+        values.get(f"linear_{name}_dim", 0) for name in ("key_head", "value_head", "conv_kernel")
+    )
     keys, inner = key_heads * key_dim, heads * value_dim
     found: dict[str, Shape] = {
         "in_proj_qkvz.weight": (2 * keys + 2 * inner, hidden),
         "in_proj_ba.weight": (2 * heads, hidden),
-        "conv1d.weight": (2 * keys + inner, 1, values["linear_conv_kernel_dim"]),
+        "conv1d.weight": (2 * keys + inner, 1, kernel),
         "dt_bias": (heads,),
         "A_log": (heads,),
         "norm.weight": (value_dim,),

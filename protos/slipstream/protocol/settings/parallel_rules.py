@@ -180,7 +180,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
         return
     if sizes.is_quantized:
-        yield "model.path holds quantized weights, which cannot be trained"
+        yield f"model.path holds quantized weights, which cannot be trained{_conversion(sizes)}"
     if sizes.uses_sliding_window and sizes.architecture not in WINDOWED:
         yield (
             f"model.path holds a {sizes.architecture} with a sliding window, which was tested for "
@@ -212,6 +212,12 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
     if sizes.experts_per_token == 1 and sizes.normalizes_experts:
         yield ("model.path: norm_topk_prob with one expert per token leaves the router no gradient")
+
+
+def _conversion(sizes: ModelSizes) -> str:
+    if sizes.architecture != "GptOssForCausalLM":
+        return ""
+    return ": write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"
 
 
 def layout_problems(

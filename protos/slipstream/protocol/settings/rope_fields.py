@@ -82,7 +82,7 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     is_partial = architecture_of(values) in _PARTIAL
     kind = table.get("rope_type", table.get("type", "default"))
     needed, optional = _NEEDED.get(kind, ()), _OPTIONAL.get(kind, ())
-    if architecture_of(values) == "GptOssForCausalLM":
+    if architecture_of(values) == "GptOssForCausalLM" and kind == "yarn":
         # vLLM has no values of its own for the first two, and reads no other.
         needed, optional = (*needed, "beta_fast", "beta_slow"), ("truncate",)
     kinds = _KINDS.get(architecture_of(values), (kind,))

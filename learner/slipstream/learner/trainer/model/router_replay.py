@@ -145,21 +145,20 @@ class GroupsByBest:
 def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
     """Makes a model's routers choose groups by their best expert."""
     for chunk in chunks:
-        for router in _routers(chunk):
-            router.router_replay = GroupsByBest()
+        for layer in _sparse_layers(chunk):
+            layer.mlp.router.router_replay = GroupsByBest()
     return chunks
 
 
-def _routers(chunk: Megatron) -> Iterator[Megatron]:
-    for layer in chunk.decoder.layers:
-        if hasattr(layer.mlp, "router"):
-            yield layer.mlp.router
+def _sparse_layers(chunk: Megatron) -> list[Megatron]:
+    """Returns the layers of `chunk` with experts: the first ones of some models are dense."""
+    return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
     """Makes a model's routers replay; a router without given experts chooses itself."""
     for chunk in chunks:
-        for layer in chunk.decoder.layers:
+        for layer in _sparse_layers(chunk):
             LayerReplay(layer)
     return chunks
 
