@@ -26,7 +26,6 @@ from slipstream.rollout_server.weights.adapter_slot import Arriving
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut
 from slipstream.rollout_server.weights.copying import Copying
-from slipstream.rollout_server.weights.gpt_oss_loader import load_tensors
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
 from slipstream.rollout_server.weights.plan_recording import log, log_loader, recorded_plan
 from slipstream.rollout_server.weights.staging import Staging
@@ -248,7 +247,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 waiting_s = time.perf_counter()
                 continue
             # The layerwise reload keeps references into the buffer until a layer is complete.
-            loaded = load_tensors(self.model, cut(buffer, incoming.buckets[place]))
+            loaded = vllm_layers.load_tensors(self.model, cut(buffer, incoming.buckets[place]))
             # Some models do not say what they loaded.
             named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
             self._missing -= self._missing if named is None else named
