@@ -116,7 +116,8 @@ def _one_by_one(
             parameter = name.replace(_SINKS, ".attn.sinks")
             target = model.get_parameter(parameter)
             ranks = get_tensor_model_parallel_world_size()
-            target.weight_loader(target, tensor.chunk(ranks)[get_tensor_model_parallel_rank()])
+            own = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
+            target.weight_loader(target, own)  # type: ignore[attr-defined]
             sinks.add(parameter)
         else:
             yield name, tensor

@@ -63,7 +63,7 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         projected = self.in_proj(hidden_states)[0][:, 0]
         heads = self.num_v_heads_local_tp
         sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]
-        mixed, gate, beta, alpha = projected.split(sizes, dim=-1)
+        mixed, gate, beta, alpha = torch.split(projected, sizes, dim=-1)
         # The whole of each sequence is on this rank.
         groups, order = length_groups(bounds, Split(0, 1), None, mixed.device)
         parts = [
@@ -87,9 +87,9 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         mixed = self.act_fn(self.conv1d(mixed.mT)[..., :length]).mT
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         query, key, value = (
-            part.unflatten(-1, (-1, size))
+            part.reshape(*part.shape[:-1], -1, size)
             for part, size in zip(
-                mixed.split([keys, keys, values], dim=-1),
+                torch.split(mixed, [keys, keys, values], dim=-1),
                 (self.key_head_dim, self.key_head_dim, self.value_head_dim),
                 strict=True,
             )

@@ -110,7 +110,8 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
 
     def bias(self, expert: int) -> Tensor:
         """Returns the bias of one expert, [out]."""
-        return self.get_parameter(f"bias{expert}")
+        bias: Tensor = self.get_parameter(f"bias{expert}")
+        return bias
 
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
@@ -203,7 +204,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> Megatron:
         """Returns the state for distributed checkpoints, formed like TransformerEngine's."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found = {}
+        found: dict[str, Megatron] = {}
         for name in ("linear_fc1", "linear_fc2"):
             parts = self.get_submodule(name).sharded_tensors(
                 f"{prefix}experts.{name}.", sharded_offsets, metadata

@@ -129,11 +129,13 @@ class GroupsByBest:
         self,
         scores: Tensor,
         topk: int,
-        num_groups: int,
-        group_topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
         default_compute_topk: _Choice | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids of the chosen experts, both [tokens, top_k]."""
+        assert num_groups is not None
+        assert group_topk is not None
         by_group = scores.view(len(scores), num_groups, -1)
         chosen = by_group.amax(-1).topk(group_topk, dim=-1).indices
         is_chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device)
