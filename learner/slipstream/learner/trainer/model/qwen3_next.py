@@ -54,6 +54,8 @@ class Qwen3NextBridge(FamilyBridge):
         provider.mtp_num_layers = None
         for name in _SIZES:
             setattr(provider, f"linear_{name}", getattr(settings, f"linear_{name}"))
+        # Checkpoints would otherwise join a parameter of all layers, which not all have.
+        provider.hetereogenous_dist_checkpoint = True
         provider.has_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
         place_norms(provider, "before")
         return provider
