@@ -34,7 +34,6 @@ CASES = [
     "deepseek.latent",
     "deepseek2.latent",
     "gpt-oss.gpt-oss",
-    "qwen3-next.glm",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -43,7 +42,6 @@ WIDER_EXPERTS = {
     "glm": {"moe_intermediate_size": 64},
     "deepseek": {"moe_intermediate_size": 64},
     "deepseek2": {"moe_intermediate_size": 64},
-    "qwen3-next": {"moe_intermediate_size": 64},
     "gpt-oss": {"intermediate_size": 64},
 }
 
