@@ -43,14 +43,14 @@ FRESH_LIMIT_S = 300.0
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
-    """Returns the settings: a given model answers sums, a random model gives any replies."""
+    """Returns the settings: a given model answers sums, a random one gives any replies."""
     on_gpu = arguments.device == "cuda"
     environment: dict[str, Any] = {
         "name": "replies",
         "reference": "workloads:LognormalReplies",
         "args": {"median": 16, "sigma": 0.5, "longest": 32},
     }
-    if arguments.model is not None:
+    if arguments.model is not None and not arguments.replies:
         environment = {
             "name": "arithmetic",
             "reference": "slipstream.client.builtin.arithmetic:Arithmetic",
@@ -202,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="default: a tiny random one")
+    parser.add_argument("--replies", action="store_true", help="the given model is a random one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")

@@ -105,7 +105,7 @@ def make_shape(
 
     shape = replace(SHAPES[name], layers=layers) if layers else SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
-    _make_tokenizer(folder, shape.vocab)
+    make_tokenizer(folder, shape.vocab)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -145,7 +145,8 @@ def make_apart(
     return folder
 
 
-def _make_tokenizer(folder: Path, vocab: int) -> None:
+def make_tokenizer(folder: Path, vocab: int) -> None:
+    """Saves a tokenizer of `vocab` words, each of which is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -25,6 +25,7 @@ from support.ranks.rank_pool import RankPool  # noqa: E402
 
 PROGRAM = Path(checkpoint_ranks.__file__)
 TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+ETP1 = {"world_size": 2, "parallel": TP2["parallel"] | {"etp": 1}}
 PP2 = {"world_size": 2, "parallel": {"pp": 2}}
 DP2 = {"world_size": 2}
 VPP2 = {"world_size": 2, "parallel": {"pp": 2, "vpp": 2}}
@@ -43,6 +44,9 @@ SAVED = {
     # A norm that is split over ranks, and latent attention with biases of experts.
     "tp2-olmo2": {"learner": TP2, "model": "olmo2"},
     "tp2-deepseek": {"learner": TP2, "model": "deepseek"},
+    # Experts with biases, sinks, and delta nets, which are all split over ranks.
+    "tp2-gpt-oss": {"learner": ETP1, "model": "gpt-oss"},
+    "tp2-qwen3-next": {"learner": TP2, "model": "qwen3-next"},
 }
 # job -> the run that it loads, and in which layout
 LOADED = {
@@ -73,6 +77,9 @@ LOADED |= {
     "tp2-olmo2-again": ("tp2-olmo2", TP2),
     "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),
     "one-from-tp2-deepseek": ("tp2-deepseek", {}),
+    "one-from-tp2-gpt-oss": ("tp2-gpt-oss", {}),
+    "ep2-from-tp2-gpt-oss": ("tp2-gpt-oss", EP2),
+    "pp2-from-tp2-qwen3-next": ("tp2-qwen3-next", PP2),
 }
 # Every shape of the learning rate with several passes and mini-batches, stopped in its middle.
 SCHEDULES = {

@@ -32,6 +32,8 @@ CASES = [
     "gemma3.gemma3",
     "glm.glm",
     "deepseek.latent",
+    "deepseek2.latent",
+    "gpt-oss.gpt-oss",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -39,6 +41,8 @@ WIDER_EXPERTS = {
     "olmoe": {"intermediate_size": 64},
     "glm": {"moe_intermediate_size": 64},
     "deepseek": {"moe_intermediate_size": 64},
+    "deepseek2": {"moe_intermediate_size": 64},
+    "gpt-oss": {"intermediate_size": 64},
 }
 
 

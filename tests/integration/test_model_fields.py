@@ -38,6 +38,7 @@ OTHER_ROPE: dict[str, dict[str, Any]] = {
     "yarn-factor": {"attention_factor": 1.0},
     "ministral": {"mscale": 2.0},
     "glm": {"partial_rotary_factor": 1.0},
+    "gpt-oss": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
     "latent": {"factor": 2.0, "mscale_all_dim": 1.0},
 }
 OLD_FORM = ["llama.llama3", "qwen3.llama3", "qwen2-moe.default", "llama.yarn"]

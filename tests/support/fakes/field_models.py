@@ -61,6 +61,7 @@ MINISTRAL_ROPE = YARN_ROPE | {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+GPT_OSS_ROPE = YARN_ROPE | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
 GLM_ROPE = DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
 LATENT_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7}
 # No two choices of experts are so close that rounding changes them.
@@ -72,6 +73,16 @@ SIGMOID = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
     "num_mtp_layers": 0,
+}
+# vLLM's kernels for a CPU take these sizes of heads and latent vectors only.
+LATENT = SIGMOID | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
 }
 SIGMOID_CHOICES = {"routed_scaling_factor": 1.0, "num_experts_per_tok": 3}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -150,25 +161,66 @@ FAMILIES = {
         SIGMOID | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True},
         SIGMOID_CHOICES,
     ),
-    # vLLM's kernels for a CPU take these sizes of heads and latent vectors only.
     "deepseek": Family(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
-        SIGMOID
+        LATENT
         | {
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
-            "num_key_value_heads": 4,
             "n_group": 2,
             "topk_group": 1,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "rms_norm_eps": 1e-6,
         },
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2},
+    ),
+    "deepseek2": Family(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+        },
+        SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 3, "topk_method": "greedy"},
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        MIXTURE
+        | {
+            "head_dim": 32,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+        },
+        {"norm_topk_prob": False, "num_experts_per_tok": 2},
+    ),
+    # vLLM reads none of the last three fields of the choices: other values are refused.
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": 100,
+            "rms_norm_eps": 1e-5,
+        },
+        {
+            "num_experts_per_tok": 2,
+            "sliding_window": 101,
+            "rms_norm_eps": 0.02,
+            "swiglu_limit": 6.0,
+            "swiglu_alpha": 1.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
     ),
     "mistral": Family(
         "MistralConfig",
@@ -192,8 +244,19 @@ ROPES = {
     "gemma3": GEMMA3_ROPE,
     "glm": GLM_ROPE,
     "latent": LATENT_ROPE,
+    "gpt-oss": GPT_OSS_ROPE,
 }
-_OTHERS = ("mistral", "ministral3", "gemma2", "gemma3", "glm", "deepseek")
+_OTHERS = (
+    "mistral",
+    "ministral3",
+    "gemma2",
+    "gemma3",
+    "glm",
+    "deepseek",
+    "deepseek2",
+    "gpt-oss",
+    "qwen3-next",
+)
 # What scales only waves of thousands of tokens does not show in a window.
 _ORDINARY = [family for family in FAMILIES if family not in _OTHERS]
 # Each family twice: with scaled positions and a projection of its own, and without both. One family
@@ -209,6 +272,9 @@ CASES = [
     "gemma3.gemma3",
     "glm.glm",
     "deepseek.latent",
+    "deepseek2.latent",
+    "gpt-oss.gpt-oss",
+    "qwen3-next.glm",
 ]
 
 
@@ -227,8 +293,11 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     model = getattr(transformers, known.model)(config)
     # Larger weights than a fresh model's, so that attention and norms matter.
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.gate_up_proj") and family == "gpt-oss":
+                # Some are beyond the limit of the experts' activation.
+                parameter.mul_(20.0)
+            elif parameter.dim() > 1 and not name.endswith("_bias"):
                 parameter.mul_(3.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -15,6 +15,8 @@ EXPERTS_PER_TOKEN = 2
 
 def make_models(folder: Path) -> None:
     from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
         Gemma2Config,
@@ -23,6 +25,8 @@ def make_models(folder: Path) -> None:
         Gemma3TextConfig,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Ministral3Config,
@@ -43,6 +47,8 @@ def make_models(folder: Path) -> None:
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
 
     sizes = {
@@ -122,10 +128,30 @@ def make_models(folder: Path) -> None:
         "rms_norm_eps": 1e-6,
     }
     del latent["head_dim"]
+    delta_net = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    delta_net["layer_types"] = delta_net["layer_types"][:NUM_LAYERS]
+    softmax = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
     # Sequences are longer than the original length.
     latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
     latent_yarn |= {"mscale": 0.7, "mscale_all_dim": 0.7}
     del latent_yarn["llama_4_scaling_beta"]
+    # Frequencies in between, which a rounded range would put elsewhere.
+    gpt_oss_yarn = {
+        "rope_theta": 1000.0,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 3.0,
+        "beta_slow": 0.4,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    }
     torch.manual_seed(0)
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
@@ -152,6 +178,13 @@ def make_models(folder: Path) -> None:
         "moe-shared": Qwen2MoeForCausalLM(
             Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
         ),
+        "qwen3-next": Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                **mixture | delta_net | glm_rope,
+                norm_topk_prob=True,
+                shared_expert_intermediate_size=32,
+            )
+        ),
         "mixtral": MixtralForCausalLM(
             MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
         ),
@@ -174,10 +207,29 @@ def make_models(folder: Path) -> None:
             Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
         ),
         "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
+        # A group is as good as its best expert.
+        "deepseek2": DeepseekV2ForCausalLM(
+            DeepseekV2Config(**latent | softmax, rope_parameters=latent_yarn)
+        ),
+        "deepseek2-lite": DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                **latent | softmax | {"q_lora_rank": None, "n_group": 1, "topk_method": "greedy"},
+                **rope,
+            )
+        ),
         # Queries come from no latent vector.
         "moonlight": DeepseekV3ForCausalLM(
             DeepseekV3Config(
                 **latent | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}, **rope
+            )
+        ),
+        "gpt-oss": GptOssForCausalLM(
+            GptOssConfig(
+                **sizes,
+                rope_parameters=gpt_oss_yarn,
+                sliding_window=6,
+                num_local_experts=4,
+                num_experts_per_tok=2,
             )
         ),
         "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
@@ -188,8 +240,11 @@ def make_models(folder: Path) -> None:
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
+            for place, parameter in model.named_parameters():
+                if place.endswith("experts.gate_up_proj") and name == "gpt-oss":
+                    # Some are beyond the limit of the experts' activation.
+                    parameter.mul_(20.0)
+                elif parameter.dim() > 1 and not place.endswith("_bias"):
                     parameter.mul_(3.0)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))

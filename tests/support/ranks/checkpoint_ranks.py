@@ -63,12 +63,16 @@ def make_models(folder: Path) -> None:
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Olmo2Config,
         Olmo2ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
 
     sizes = {
@@ -90,6 +94,18 @@ def make_models(folder: Path) -> None:
     mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
     mixture.save_pretrained(folder / "moe")
     Olmo2ForCausalLM(Olmo2Config(**sizes)).save_pretrained(folder / "olmo2")
+    # Biases of experts, and sinks.
+    few = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+    GptOssForCausalLM(GptOssConfig(**sizes, **few)).save_pretrained(folder / "gpt-oss")
+    delta_net = {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "shared_expert_intermediate_size": 32,
+    }
+    deltas = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts, **delta_net))
+    deltas.save_pretrained(folder / "qwen3-next")
     del sizes["head_dim"]
     latent = {
         **sizes,

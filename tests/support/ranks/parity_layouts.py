@@ -146,10 +146,17 @@ LAYOUTS = {
     "one-glm": Layout(1, "glm"),
     "one-deepseek": Layout(1, "deepseek"),
     "one-moonlight": Layout(1, "moonlight"),
+    "one-deepseek2": Layout(1, "deepseek2"),
+    "one-deepseek2-lite": Layout(1, "deepseek2-lite"),
+    "one-qwen3-next": Layout(1, "qwen3-next"),
+    "one-gpt-oss": Layout(1, "gpt-oss"),
     "one-olmo2": Layout(1, "olmo2"),
     "one-olmoe": Layout(1, "olmoe"),
     "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
     "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY),
+    "one-replay-glm": Layout(1, "glm", algorithm=REPLAY),
+    "one-replay-deepseek2": Layout(1, "deepseek2", algorithm=REPLAY),
+    "one-replay-gpt-oss": Layout(1, "gpt-oss", algorithm=REPLAY),
     "one-trees": Layout(1, sampling=TREES),
     "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
     "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
@@ -250,6 +257,24 @@ LAYOUTS = {
     "tp2-sp-moonlight": Layout(2, "moonlight", parallel=SP, is_slow=True),
     "pp2-cp2-ep2-deepseek": Layout(
         4, "deepseek", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
+    ),
+    "tp2-sp-deepseek2": Layout(2, "deepseek2", parallel=SP, is_slow=True),
+    "pp2-cp2-ep2-deepseek2": Layout(
+        4, "deepseek2", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
+    ),
+    "tp2-sp-ep2-etp1-deepseek2-lite": Layout(
+        2, "deepseek2-lite", parallel=SP | {"ep": 2, "etp": 1}, is_slow=True
+    ),
+    "tp2-sp-qwen3-next": Layout(2, "qwen3-next", parallel=SP, is_slow=True),
+    "pp2-vpp2-ep2-qwen3-next": Layout(4, "qwen3-next", parallel=VPP | {"ep": 2}, is_slow=True),
+    "pp2-vpp2-replay-glm": Layout(2, "glm", parallel=VPP, algorithm=REPLAY, is_slow=True),
+    "tp2-sp-recompute-replay-deepseek2": Layout(
+        2, "deepseek2", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
+    ),
+    "tp2-sp-etp1-gpt-oss": Layout(2, "gpt-oss", parallel=SP | {"etp": 1}, is_slow=True),
+    "cp2-gpt-oss": Layout(2, "gpt-oss", parallel={"cp": 2}, is_slow=True),
+    "pp2-vpp2-cp2-ep2-gpt-oss": Layout(
+        4, "gpt-oss", parallel=VPP | {"cp": 2, "ep": 2}, is_slow=True
     ),
     "tp2-sp-gemma2": Layout(2, "gemma2", parallel=SP, is_slow=True),
     "pp2-cp2-gemma2": Layout(4, "gemma2", parallel={"pp": 2, "cp": 2}, is_slow=True),

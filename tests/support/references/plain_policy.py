@@ -29,8 +29,9 @@ class ForcedExperts:
         self.expert_ids: np.ndarray | None = None
         self.differing, self.forced = 0, 0
         for place, layer in enumerate(model.model.layers):
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(functools.partial(self._force, place))
+            router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+            if router is not None:
+                router.register_forward_hook(functools.partial(self._force, place))
 
     def _force(
         self, place: int, gate: torch.nn.Module, _: object, outputs: tuple[Tensor, ...]
@@ -45,10 +46,14 @@ class ForcedExperts:
                     self.differing += len(set(wanted) - set(indices[token].tolist()))
                     self.forced += len(wanted)
                 indices[token] = torch.tensor(wanted)
-        weights = logits.softmax(-1).gather(1, indices)
-        if gate.norm_topk_prob:
+        is_sigmoid = hasattr(gate, "e_score_correction_bias")
+        scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+        weights = scores.gather(1, indices)
+        # DeepSeek V2 has no such field, and weights that do not add up to 1; gpt-oss' always do.
+        scale = getattr(gate, "routed_scaling_factor", None)
+        if getattr(gate, "norm_topk_prob", scale is None):
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, indices
+        return logits, weights * (scale or 1.0), indices
 
 
 @dataclass
@@ -74,8 +79,11 @@ class PlainPolicy:
             path, dtype=torch.float32, attn_implementation="eager"
         )
         self.forced = ForcedExperts(self.model)
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() == 1]
+        named = dict(self.model.named_parameters())
+        # Biases of all experts together are a matrix.
+        matrices = {n for n, p in named.items() if p.dim() > 1 and not n.endswith("_bias")}
+        decayed = [named[name] for name in named if name in matrices]
+        others = [named[name] for name in named if name not in matrices]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
             lr=1.0,

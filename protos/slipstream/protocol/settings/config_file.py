@@ -123,7 +123,9 @@ def check_sizes(config: Config) -> list[str]:
             f"got {rollout_tp}"
         )
     lora_problems = config.lora.problems(
-        num_experts=sizes.experts, is_latent=bool(sizes.latent_size)
+        num_experts=sizes.experts,
+        is_latent=bool(sizes.latent_size),
+        has_delta_net=bool(sizes.linear_heads),
     )
     for problem in itertools.chain(role_problems(config, sizes), lora_problems):
         raise ConfigError(problem)
@@ -198,11 +200,6 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
         raise ConfigError(
             f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
             f"experts, {config.model.path} holds a dense model"
-        )
-    if sizes.dense_layers:
-        raise ConfigError(
-            f"algorithm.router_replay must be off for a {sizes.architecture}, whose first layers "
-            f"have no experts, got {config.algorithm.router_replay!r}"
         )
     per_token = _routing_bytes(sizes)
     try:

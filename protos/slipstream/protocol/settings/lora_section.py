@@ -94,10 +94,13 @@ class LoraSection(Section):
                 )
         return self
 
-    def problems(self, *, num_experts: int, is_latent: bool = False) -> Iterator[str]:
+    def problems(
+        self, *, num_experts: int, is_latent: bool = False, has_delta_net: bool = False
+    ) -> Iterator[str]:
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
-        `is_latent` says that it has latent attention, whose matrices have other names.
+        `is_latent` says that it has latent attention, whose matrices have other names, and
+        `has_delta_net` that some layers have none.
 
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.
@@ -109,3 +112,5 @@ class LoraSection(Section):
             )
         if self.rank and is_latent:
             yield f"lora.rank must be 0 for a model with latent attention, got {self.rank}"
+        if self.rank and has_delta_net:
+            yield f"lora.rank must be 0 for a model with delta nets, got {self.rank}"

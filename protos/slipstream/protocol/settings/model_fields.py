@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
+from slipstream.protocol.settings.family_fields import (
+    NO_HEAD_DIM,
+    NONE,
+    OFF,
+    ONE,
+    ONE_VALUE_OF,
+    READ,
+    TIED,
+    WRITTEN,
+    ZERO,
+    Values,
+    family_problems,
+)
 from slipstream.protocol.settings.rope_fields import (
     ALTERNATING,
     LAYER_KINDS,
     architecture_of,
     rope_problems,
 )
-
-Values: TypeAlias = tuple[Any, ...]
 
 # Fields that all three programs use; `model_problems` checks their values.
 HONOURED = frozenset(
@@ -81,12 +92,15 @@ HARMLESS = frozenset(
         "embd_pdrop",
         "ep_size",
         "eos_token_id",
+        # gpt-oss says these twice.
+        "experts_per_token",
         "finetuning_task",
         "forced_bos_token_id",
         "forced_eos_token_id",
         "head_dtype",
         "hidden_dropout",
         "id2label",
+        "initial_context_length",
         "initializer_range",
         "is_decoder",
         "is_encoder_decoder",
@@ -121,148 +135,66 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-_OFF: Values = (None, False)
-_NONE: Values = (None,)
-_ONE: Values = (None, 1)
-_ZERO: Values = (None, 0)
 # Field -> values with which all three programs compute the same, for every architecture.
 ONE_VALUE: Mapping[str, Values] = MappingProxyType(
     {
         "hidden_act": ("silu",),
         "hidden_activation": (None, "silu"),
-        "attention_bias": _OFF,
-        "bias": _OFF,
-        "qkv_bias": _OFF,
-        "mlp_bias": _OFF,
-        "qk_norm": _OFF,
-        "use_qk_norm": _OFF,
+        "attention_bias": OFF,
+        "bias": OFF,
+        "qkv_bias": OFF,
+        "mlp_bias": OFF,
+        "qk_norm": OFF,
+        "use_qk_norm": OFF,
         "is_causal": (None, True),
-        "use_bidirectional_attention": _OFF,
-        "logit_scale": _ONE,
-        "partial_rotary_factor": _ONE,
-        "rotary_pct": _ONE,
-        "rotary_emb_fraction": _ONE,
-        "rotary_emb_base": _NONE,
-        "rope_interleaved": _OFF,
-        "use_mrope": _OFF,
-        "original_max_position_embeddings": _NONE,
-        "mrope_section": _NONE,
-        "xdrope_section": _NONE,
-        "dual_chunk_attention_config": _NONE,
-        "clip_qkv": _NONE,
-        "final_logit_softcapping": _NONE,
-        "attn_logit_softcapping": _NONE,
+        "use_bidirectional_attention": OFF,
+        "logit_scale": ONE,
+        "partial_rotary_factor": ONE,
+        "rotary_pct": ONE,
+        "rotary_emb_fraction": ONE,
+        "rotary_emb_base": NONE,
+        "rope_interleaved": OFF,
+        "use_mrope": OFF,
+        "original_max_position_embeddings": NONE,
+        "mrope_section": NONE,
+        "xdrope_section": NONE,
+        "dual_chunk_attention_config": NONE,
+        "clip_qkv": NONE,
+        "final_logit_softcapping": NONE,
+        "attn_logit_softcapping": NONE,
         "scoring_func": (None, "softmax"),
-        "n_routed_experts": _ZERO,
-        "n_group": _ONE,
-        "topk_group": _ONE,
-        "routed_scaling_factor": _ONE,
-        "q_lora_rank": _NONE,
-        "kv_lora_rank": _NONE,
-        "qk_nope_head_dim": _NONE,
-        "qk_rope_head_dim": _NONE,
-        "v_head_dim": _NONE,
-        "num_nextn_predict_layers": _ZERO,
-        "num_mtp_layers": _ZERO,
+        "n_routed_experts": ZERO,
+        "n_group": ONE,
+        "topk_group": ONE,
+        "routed_scaling_factor": ONE,
+        "q_lora_rank": NONE,
+        "kv_lora_rank": NONE,
+        "qk_nope_head_dim": NONE,
+        "qk_rope_head_dim": NONE,
+        "v_head_dim": NONE,
+        "num_nextn_predict_layers": ZERO,
+        "num_mtp_layers": ZERO,
         "rope_interleave": (None, True),
-        "topk_method": _NONE,
-        "moe_layer_freq": _ONE,
-        "qk_head_dim": _NONE,
+        "topk_method": NONE,
+        "moe_layer_freq": ONE,
+        "qk_head_dim": NONE,
+        "swiglu_alpha": NONE,
+        "swiglu_limit": NONE,
+        "linear_conv_kernel_dim": NONE,
+        "linear_key_head_dim": NONE,
+        "linear_value_head_dim": NONE,
+        "linear_num_key_heads": NONE,
+        "linear_num_value_heads": NONE,
+        "full_attention_interval": NONE,
     }
 )
-_ANY_BIAS: Values = (None, False, True)
-_DENSE: Mapping[str, Values] = {"num_experts": _ZERO, "num_local_experts": _ZERO}
-_GELU: Values = (None, "gelu_pytorch_tanh")
-_GEMMA: Mapping[str, Values] = {
-    **_DENSE,
-    "hidden_act": _GELU,
-    "hidden_activation": _GELU,
-    # vLLM has no projection of its own for Gemma 2.
-    "tie_word_embeddings": (None, True),
-}
-# The weights of a token's experts always add up to routed_scaling_factor.
-_SIGMOID: Mapping[str, Values] = {
-    "norm_topk_prob": (None, True),
-    "scoring_func": (None, "sigmoid"),
-    "topk_method": (None, "noaux_tc"),
-}
-_UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": _ZERO}
-# Exceptions for one architecture. No program reads attention_bias of a Qwen2, which has biases.
-ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": _DENSE,
-        "Qwen2ForCausalLM": {**_DENSE, "attention_bias": _ANY_BIAS},
-        "Qwen3ForCausalLM": _DENSE,
-        "Qwen3MoeForCausalLM": _UNSHARED,
-        # vLLM always has these biases.
-        "Qwen2MoeForCausalLM": {"attention_bias": _ANY_BIAS, "qkv_bias": (None, True)},
-        # The weights of a token's experts always add up to 1.
-        "MixtralForCausalLM": {
-            **_UNSHARED,
-            "norm_topk_prob": (None, True),
-            # transformers reads only this field to decide on a window.
-            "sliding_window": _NONE,
-        },
-        # Both have windows in all layers or in none.
-        "MistralForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
-        "Ministral3ForCausalLM": {**_DENSE, "layer_types": _NONE, "use_sliding_window": _NONE},
-        "Olmo2ForCausalLM": _DENSE,
-        # vLLM never lets the weights of a token's experts add up to 1.
-        "Gemma2ForCausalLM": _GEMMA,
-        "Gemma3ForCausalLM": _GEMMA,
-        "Glm4MoeForCausalLM": {**_SIGMOID, "attention_bias": _ANY_BIAS, "use_qk_norm": _ANY_BIAS},
-        "DeepseekV3ForCausalLM": {
-            **_SIGMOID,
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            # transformers norms latent vectors with this one, vLLM with that of config.json.
-            "rms_norm_eps": (None, 1e-6, 1e-5),
-        },
-        "OlmoeForCausalLM": {
-            **_UNSHARED,
-            "norm_topk_prob": _OFF,
-            # vLLM reads no other, and always has a projection of its own.
-            "rms_norm_eps": (None, 1e-5),
-            "tie_word_embeddings": _OFF,
-        },
-    }
-)
-# Architectures for which vLLM uses hidden_size / num_attention_heads as head_dim.
-_NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM")
-# Architecture -> fields that are read, though other architectures may have one value only.
-_OF_SIGMOID = (
-    "n_routed_experts",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    # The layers that predict further tokens are neither loaded nor sampled from.
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-)
-_LATENT = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
-    "v_head_dim",
-)
-# Architecture -> fields that config.json must have.
-_WRITTEN: Mapping[str, tuple[str, ...]] = {"DeepseekV3ForCausalLM": ("scoring_func", "topk_method")}
-_READ: Mapping[str, tuple[str, ...]] = {
-    "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
-    "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
-    "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
-}
-# Architectures whose embeddings are tied if config.json does not say so.
-_TIED = ALTERNATING
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each field for which the three programs would compute differently."""
     architecture = architecture_of(values)
     allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
-    for name in _READ.get(architecture, ()):
+    for name in READ.get(architecture, ()):
         del allowed[name]
     for name, value in values.items():
         if name in allowed and value not in allowed[name]:
@@ -271,15 +203,18 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 f"got {value!r}: transformers, learner and rollout servers would compute "
                 "different models"
             )
-    for name in _WRITTEN.get(architecture, ()):
+    for name in WRITTEN.get(architecture, ()):
         if name not in values:
             yield (
                 f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
                 "got none: rollout servers take another value if config.json has none"
             )
     kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
+    if architecture == "Qwen3NextForCausalLM":
+        kinds = (*kinds, "linear_attention")
     for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
         yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
+    yield from family_problems(values, architecture)
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
     if len(counts) > 1:
         yield (
@@ -298,13 +233,13 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 
 def has_tied_output(values: Mapping[str, Any]) -> bool:
     """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
-    return bool(values.get("tie_word_embeddings", architecture_of(values) in _TIED))
+    return bool(values.get("tie_word_embeddings", architecture_of(values) in TIED))
 
 
 def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:
     size, heads = values.get("hidden_size"), values.get("num_attention_heads")
     head_dim = values.get("head_dim")
-    if architecture not in _NO_HEAD_DIM or not (size and heads and head_dim):
+    if architecture not in NO_HEAD_DIM or not (size and heads and head_dim):
         return
     if head_dim * heads != size:
         yield (

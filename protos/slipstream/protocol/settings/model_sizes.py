@@ -47,6 +47,8 @@ class ModelSizes:
     # of that for queries; 0: there is none.
     latent_size: int
     query_latent_size: int
+    # Heads of keys and values of delta nets; () without delta nets.
+    linear_heads: tuple[int, ...]
     norm_eps: float
     has_tied_output: bool
     rope_type: str
@@ -103,6 +105,11 @@ class ModelSizes:
             chosen_groups=number("topk_group"),
             latent_size=latent and latent + number("qk_rope_head_dim"),
             query_latent_size=number("q_lora_rank"),
+            linear_heads=tuple(
+                number(name)
+                for name in ("linear_num_key_heads", "linear_num_value_heads")
+                if number(name)
+            ),
             norm_eps=values.get("rms_norm_eps", 0.0),
             has_tied_output=has_tied_output(values),
             rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
@@ -117,9 +124,10 @@ class ModelSizes:
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
     """Whether the weights of a token's experts add up to 1, by the table of a config.json.
 
-    Mixtral's weights always do, without a field in its table.
+    Those of Mixtral and gpt-oss always do, without a field in their tables.
     """
-    return bool(values.get("norm_topk_prob", values.get("model_type") == "mixtral"))
+    always = values.get("model_type") in ("mixtral", "gpt_oss")
+    return bool(values.get("norm_topk_prob", always))
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:

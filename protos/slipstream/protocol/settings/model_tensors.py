@@ -17,9 +17,15 @@ from slipstream.protocol.settings.model_sizes import ModelSizes
 Shape: TypeAlias = tuple[int, ...]
 
 OUTPUT = "lm_head.weight"
-_NORMED_HEADS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+_NORMED_HEADS = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 # Architectures whose norm is over all heads together.
 _NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
+_GPT_OSS = "GptOssForCausalLM"
 _BEFORE = ("input", "post_attention")
 # Architecture -> names of the norms in a layer; the others have `_BEFORE`.
 _AFTER = ("post_attention", "post_feedforward")
@@ -35,13 +41,16 @@ _EXPERTS = {
     "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
     "OlmoeForCausalLM": ("mlp.", _PROJECTIONS),
     "Glm4MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "DeepseekV2ForCausalLM": ("mlp.", _PROJECTIONS),
     "DeepseekV3ForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen3NextForCausalLM": ("mlp.", _PROJECTIONS),
     "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
 }
 
 
-# Architectures whose experts have biases that choose them, and are shared ones besides.
+# Architectures whose experts have biases that choose them, and those with shared ones besides.
 _SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+_SHARED = (*_SIGMOID, "DeepseekV2ForCausalLM")
 
 
 def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> Iterator[str]:
@@ -74,7 +83,8 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     sizes = ModelSizes.of(values)
     needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
     for layer in range(sizes.layers):
-        within = {**_attention(sizes, values), **_feed_forward(sizes, layer)}
+        mixer = _delta_net if _has_delta_net(values, layer) else _attention
+        within = {**mixer(sizes, values), **_feed_forward(sizes, layer)}
         needed |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
     needed["model.norm.weight"] = (sizes.hidden,)
     if not sizes.has_tied_output:
@@ -85,18 +95,26 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
 def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
     hidden, head = sizes.hidden, sizes.head_dim
     rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
+    # Each query head has a gate of its output beside it.
+    gates = {"q": rows["q"] if sizes.linear_heads else 0}
     found: dict[str, Shape] = {
         f"{norm}_layernorm.weight": (hidden,) for norm in _NORMS.get(sizes.architecture, _BEFORE)
     }
     if sizes.latent_size:
         return found | _latent_attention(sizes, values)
-    found |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
+    found |= {
+        f"self_attn.{name}_proj.weight": (size + gates.get(name, 0), hidden)
+        for name, size in rows.items()
+    }
     found["self_attn.o_proj.weight"] = (hidden, rows["q"])
     is_biased = sizes.architecture == "Qwen2ForCausalLM" or (
         sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
     )
     if sizes.architecture == "Glm4MoeForCausalLM":
         is_biased = bool(values.get("attention_bias"))
+    if sizes.architecture == _GPT_OSS:
+        is_biased = True
+        found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (sizes.heads,)}
     if is_biased:
         found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
     if sizes.architecture in _NORMED_HEADS or values.get("use_qk_norm"):
@@ -104,6 +122,36 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     if sizes.architecture in _NORMED_WHOLE:
         found |= {f"self_attn.{name}_norm.weight": (rows[name],) for name in ("q", "k")}
     return found
+
+
+def _has_delta_net(values: Mapping[str, Any], layer: int) -> bool:
+    if not values.get("linear_num_value_heads"):
+        return False
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return bool((layer + 1) % values.get("full_attention_interval", 4))
+    return bool(kinds[layer] == "linear_attention")
+
+
+def _delta_net(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden = sizes.hidden
+    key_heads, heads = sizes.linear_heads
+    key_dim, value_dim, kernel = (
+        values.get(f"linear_{name}_dim", 0) for name in ("key_head", "value_head", "conv_kernel")
+    )
+    keys, inner = key_heads * key_dim, heads * value_dim
+    found: dict[str, Shape] = {
+        "in_proj_qkvz.weight": (2 * keys + 2 * inner, hidden),
+        "in_proj_ba.weight": (2 * heads, hidden),
+        "conv1d.weight": (2 * keys + inner, 1, kernel),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "norm.weight": (value_dim,),
+        "out_proj.weight": (hidden, inner),
+    }
+    return {f"{norm}_layernorm.weight": (hidden,) for norm in _BEFORE} | {
+        f"linear_attn.{name}": shape for name, shape in found.items()
+    }
 
 
 def _latent_attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
@@ -131,17 +179,33 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     hidden = sizes.hidden
     if layer < sizes.dense_layers:
         return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
+    if sizes.architecture == _GPT_OSS:
+        return _fused_experts(sizes)
     prefix, names = _EXPERTS[sizes.architecture]
     found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
     for expert in range(sizes.experts):
         found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
     if sizes.architecture in _SIGMOID:
         found[f"{prefix}gate.e_score_correction_bias"] = (sizes.experts,)
+    if sizes.architecture in _SHARED:
         found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
     elif sizes.shared_expert_ffn:
         found |= _gated(f"{prefix}shared_expert.", names, hidden, sizes.shared_expert_ffn)
         found[f"{prefix}shared_expert_gate.weight"] = (1, hidden)
     return found
+
+
+def _fused_experts(sizes: ModelSizes) -> dict[str, Shape]:
+    """Returns the tensors of all experts together, in the form in which tokens multiply them."""
+    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+    return {
+        "mlp.router.weight": (experts, hidden),
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj": (experts, hidden, 2 * ffn),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
+        "mlp.experts.down_proj": (experts, ffn, hidden),
+        "mlp.experts.down_proj_bias": (experts, hidden),
+    }
 
 
 def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:

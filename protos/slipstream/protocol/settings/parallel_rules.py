@@ -29,7 +29,10 @@ ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 # Architectures whose windows the learner, transformers and vLLM compute alike.
 WINDOWED = (
@@ -37,6 +40,7 @@ WINDOWED = (
     "Ministral3ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Why a scaling of the rotary embedding is refused.
@@ -176,7 +180,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
         return
     if sizes.is_quantized:
-        yield "model.path holds quantized weights, which cannot be trained"
+        yield f"model.path holds quantized weights, which cannot be trained{_conversion(sizes)}"
     if sizes.uses_sliding_window and sizes.architecture not in WINDOWED:
         yield (
             f"model.path holds a {sizes.architecture} with a sliding window, which was tested for "
@@ -199,7 +203,8 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
             f"model.path: num_experts_per_tok must be 1 to the {sizes.experts} experts, "
             f"got {sizes.experts_per_token}"
         )
-    if sizes.expert_groups > 1 and sizes.experts_per_token // sizes.chosen_groups != 2:
+    is_v3 = sizes.architecture == "DeepseekV3ForCausalLM"
+    if is_v3 and sizes.expert_groups > 1 and sizes.experts_per_token // sizes.chosen_groups != 2:
         yield (
             "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
             "group by its best num_experts_per_tok / topk_group experts and transformers by its "
@@ -207,6 +212,12 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
     if sizes.experts_per_token == 1 and sizes.normalizes_experts:
         yield ("model.path: norm_topk_prob with one expert per token leaves the router no gradient")
+
+
+def _conversion(sizes: ModelSizes) -> str:
+    if sizes.architecture != "GptOssForCausalLM":
+        return ""
+    return ": write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"
 
 
 def layout_problems(
@@ -222,8 +233,10 @@ def layout_problems(
             yield f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
     if sizes.dense_layers and sizes.ffn % tp:
         yield f"learner.parallel.tp must divide the intermediate size of {sizes.ffn}, got {tp}"
+    if sizes.linear_heads:
+        yield from _delta_net_problems(sizes, parallel)
     yield from _stage_problems(sizes.layers, parallel, transformer)
-    yield from _expert_problems(sizes, parallel)
+    yield from _expert_problems(sizes, parallel, transformer)
     if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
         yield (
             "learner.parallel.tp must divide q_lora_rank and kv_lora_rank + qk_rope_head_dim, "
@@ -231,7 +244,22 @@ def layout_problems(
         )
 
 
-def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
+def _delta_net_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
+    if parallel.cp > 1:
+        yield (
+            f"learner.parallel.cp must be 1 for a {sizes.architecture}: a delta net reads the "
+            f"tokens of a sequence in turn, got {parallel.cp}"
+        )
+    for number in sizes.linear_heads:
+        if number % parallel.tp:
+            yield (
+                f"learner.parallel.tp must divide the delta nets' {number} heads, got {parallel.tp}"
+            )
+
+
+def _expert_problems(
+    sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
+) -> Iterator[str]:
     ep, etp = parallel.ep, parallel.etp or parallel.tp
     if not sizes.experts:
         if ep > 1:
@@ -249,6 +277,16 @@ def _expert_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[s
         )
     if sizes.experts % ep:
         yield f"learner.parallel.ep must divide the model's {sizes.experts} experts, got {ep}"
+    if sizes.architecture == "DeepseekV2ForCausalLM" and transformer.get("moe_router_fusion"):
+        yield (
+            "learner.transformer.moe_router_fusion must be false for a DeepseekV2ForCausalLM: "
+            "the fused kernel scores groups of experts otherwise"
+        )
+    if sizes.architecture == "GptOssForCausalLM" and etp > 1:
+        yield (
+            "learner.parallel.etp (None: tp) must be 1: Megatron does not split experts with "
+            f"biases, got {etp}"
+        )
     if sizes.expert_ffn % etp:
         yield (
             f"learner.parallel.etp (None: tp) must divide the experts' intermediate size of "

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+GEMMA = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 # Architectures with layers of several kinds: some have windows.
-ALTERNATING = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+ALTERNATING = (*GEMMA, "GptOssForCausalLM")
 LAYER_KINDS = ("full_attention", "sliding_attention")
-_OF_ALTERNATING = ("default", "linear")
+# Architecture -> its kinds of rotary embedding, if they are not all that are known.
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(GEMMA, ("default", "linear")),
+    # vLLM computes no other for it.
+    "GptOssForCausalLM": ("yarn",),
+}
+# Architectures with latent attention.
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # Architectures whose positions turn a part of each head.
-_PARTIAL = ("Glm4MoeForCausalLM",)
+_PARTIAL = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _LLAMA3_KEYS = (
     "factor",
@@ -57,7 +65,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
     table = rope_table(values)
-    if architecture_of(values) in ALTERNATING and set(table) & set(LAYER_KINDS):
+    if architecture_of(values) in GEMMA and set(table) & set(LAYER_KINDS):
         for kind in sorted(table):
             yield from _table_problems(table[kind], values)
         return
@@ -73,13 +81,17 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     """Checks one table of a rotary embedding."""
     is_partial = architecture_of(values) in _PARTIAL
     kind = table.get("rope_type", table.get("type", "default"))
-    needed = _NEEDED.get(kind, ())
-    if architecture_of(values) in ALTERNATING and kind not in _OF_ALTERNATING:
+    needed, optional = _NEEDED.get(kind, ()), _OPTIONAL.get(kind, ())
+    if architecture_of(values) == "GptOssForCausalLM" and kind == "yarn":
+        # vLLM has no values of its own for the first two, and reads no other.
+        needed, optional = (*needed, "beta_fast", "beta_slow"), ("truncate",)
+    kinds = _KINDS.get(architecture_of(values), (kind,))
+    if kind not in kinds:
         yield (
             f"model.path: the rope_type of a {architecture_of(values)} must be one of "
-            f"{', '.join(_OF_ALTERNATING)}, got {kind!r}"
+            f"{', '.join(kinds)}, got {kind!r}"
         )
-    for name in sorted(set(table) - {*_ROPE_KEYS, *needed, *_OPTIONAL.get(kind, ())}):
+    for name in sorted(set(table) - {*_ROPE_KEYS, *needed, *optional}):
         yield (
             f"model.path: {name} in rope_parameters is not computed with for the rope_type "
             f"{kind!r}, got {table[name]!r}"
@@ -87,7 +99,7 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     for name in (name for name in needed if table.get(name) is None):
         yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
     yield from _yarn_problems(kind, table, values)
-    if architecture_of(values) == "DeepseekV3ForCausalLM" and kind != "default":
+    if architecture_of(values) in LATENT and kind != "default":
         yield from _latent_problems(kind, table)
     if is_partial and kind != "default":
         yield f"model.path: rope_type of a {architecture_of(values)} must be default, got {kind!r}"

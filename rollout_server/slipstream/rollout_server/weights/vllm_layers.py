@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from slipstream.rollout_server.weights.copy_plan import NotCopied
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -14,9 +17,22 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.v1.attention.backend import AttentionImplBase
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+
+# Names in files -> names that vLLM's loader takes for one expert.
+_OF_ONE = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(\w+)")
+_SINKS = ".self_attn.sinks"
+
+Named = tuple[str, torch.Tensor]
 
 
 def check_layers(model: torch.nn.Module) -> None:
@@ -71,3 +87,37 @@ def repack_experts(model: torch.nn.Module) -> None:
         if isinstance(module, RoutedExperts):
             kernel = module.quant_method.moe_kernel
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
+    """Hands `tensors` to the loader of `model`; returns what it says that it loaded.
+
+    The loader of gpt-oss copies sinks, and the experts of a layer together, into parameters without
+    their own loaders. During a reload these have no memory: the copy is lost without an error, and
+    the engine keeps its old experts and sinks (0.32.0). Here they go to the loaders one by one.
+    """
+    if not isinstance(model, GptOssForCausalLM):
+        loaded: set[str] | None = model.load_weights(tensors)  # type: ignore[operator]
+        return loaded
+    sinks: set[str] = set()
+    return set(model.load_weights(_one_by_one(model, tensors, sinks))) | sinks
+
+
+def _one_by_one(
+    model: torch.nn.Module, tensors: Iterable[Named], sinks: set[str]
+) -> Iterator[Named]:
+    """Yields each expert by itself; loads sinks, and adds their names to `sinks`."""
+    for name, tensor in tensors:
+        found = _EXPERTS.fullmatch(name)
+        if found is not None:
+            for expert, own in enumerate(tensor):
+                yield f"{found[1]}{expert}.{_OF_ONE[found[2]]}", own
+        elif name.endswith(_SINKS):
+            parameter = name.replace(_SINKS, ".attn.sinks")
+            target = model.get_parameter(parameter)
+            ranks = get_tensor_model_parallel_world_size()
+            own = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
+            target.weight_loader(target, own)  # type: ignore[attr-defined]
+            sinks.add(parameter)
+        else:
+            yield name, tensor

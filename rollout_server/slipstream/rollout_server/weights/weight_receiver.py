@@ -247,7 +247,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
                 waiting_s = time.perf_counter()
                 continue
             # The layerwise reload keeps references into the buffer until a layer is complete.
-            loaded = self.model.load_weights(cut(buffer, incoming.buckets[place]))
+            loaded = vllm_layers.load_tensors(self.model, cut(buffer, incoming.buckets[place]))
             # Some models do not say what they loaded.
             named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
             self._missing -= self._missing if named is None else named

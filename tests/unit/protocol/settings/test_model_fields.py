@@ -22,7 +22,7 @@ from slipstream.protocol.settings.rope_fields import ALTERNATING
 from support.fakes.model_folders import write_loadable_files
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
-GEMMA2, GEMMA3, GLM, DEEPSEEK = LATER
+GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT = LATER
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,7 +38,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 # What a config.json of this class must have.
-WRITTEN = {DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+GPT_OSS_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
+WRITTEN = {
+    DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    DEEPSEEK2: {"n_group": 1, "topk_group": 1},
+    GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
+}
+LIMITED = {"topk_method": "group_limited_greedy"}
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -104,6 +110,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": LATENT_YARN | {"attention_factor": 1.0}},
         "attention_factor, got 1",
     ),
+    (DEEPSEEK2, {"n_group": None}, "n_group and topk_group of a DeepseekV2ForCausalLM must be nu"),
+    (
+        DEEPSEEK2,
+        {"n_group": 4, "topk_method": "greedy"},
+        "with topk_method greedy must be 1, since",
+    ),
+    (DEEPSEEK2, {"n_group": 4}, "since rollout servers would choose groups, got 4"),
+    (DEEPSEEK2, {"norm_topk_prob": True}, "norm_topk_prob of a DeepseekV2ForCausalLM must be"),
+    (DEEPSEEK2, {"topk_method": "noaux_tc"}, "must be 'greedy' or 'group_limited_greedy', got"),
+    (DEEPSEEK2, {"scoring_func": "sigmoid"}, "scoring_func"),
+    (DEEPSEEK2, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    (DEEPSEEK2, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "mscale_all_dim of latent attent"),
+    (GPT_OSS, {"swiglu_limit": 6.0}, "swiglu_limit of a GptOssForCausalLM must be left out or 7.0"),
+    (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+    (GPT_OSS, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    (GPT_OSS, {"attention_bias": False}, "attention_bias"),
+    (GPT_OSS, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (GPT_OSS, {"layer_types": ["full_attention"]}, "must alternate from sliding_attention on, as"),
+    (GPT_OSS, {"layer_types": ["sliding_attention"] * 2}, "got 'sliding_attention' for layer 1"),
+    (GPT_OSS, {"rope_parameters": {"rope_type": "default"}}, "one of yarn, got 'default'"),
+    (GPT_OSS, {"rope_parameters": YARN | {"beta_fast": 32.0}}, "needs beta_slow"),
+    (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"mscale": 1.0}}, "mscale in rope_parameters is"),
+    (QWEN3, {"linear_num_value_heads": 2}, "linear_num_value_heads"),
+    (QWEN3_NEXT, {"attention_bias": True}, "attention_bias"),
+    (QWEN3_NEXT, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
+    (QWEN3_NEXT, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
     (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
     (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
@@ -143,7 +175,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (one, {"rope_parameters": LLAMA3})
         for one in ARCHITECTURES
-        if one not in (*ALTERNATING, GLM, DEEPSEEK)
+        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, QWEN3_NEXT)
     ),
     (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     (GLM, {"partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}),
@@ -152,6 +184,14 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (DEEPSEEK, {"rope_scaling": LATENT_YARN, "q_lora_rank": 1536, "kv_lora_rank": 512}),
     (DEEPSEEK, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}),
     (DEEPSEEK, {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True}),
+    (DEEPSEEK2, {"rope_scaling": LATENT_YARN, "n_group": 8, "topk_group": 3, **LIMITED}),
+    (DEEPSEEK2, {"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 16.0}),
+    (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"truncate": False}, "swiglu_limit": 7.0}),
+    (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
+    (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),
+    (QWEN3_NEXT, {"linear_num_value_heads": 32, "linear_num_key_heads": 16}),
+    (QWEN3_NEXT, {"full_attention_interval": 4, "partial_rotary_factor": 0.25}),
+    (QWEN3_NEXT, {"layer_types": ["linear_attention", "full_attention"]}),
     (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (MISTRAL, {"sliding_window": 4096}),
@@ -250,7 +290,6 @@ THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}
     ("section", "message"),
     [
         ({"lora": {"rank": 8, "target_modules": ["linear_proj"]}}, "lora.rank must be 0 for a"),
-        ({"algorithm": {"router_replay": "rollout"}}, "router_replay must be off for a Deepseek"),
         ({"learner": THREE_RANKS}, "q_lora_rank and kv_lora_rank"),
     ],
 )
@@ -268,6 +307,68 @@ def test_what_latent_attention_lacks_is_refused(
         | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
     )
     model = folder_with(tmp_path, architectures=[DEEPSEEK], **fields)
+    table = settings_of(model)
+    table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
+    with pytest.raises(ConfigError, match=message):
+        check_model(parse_config(table, source="test"))
+
+
+LATENT = {
+    "n_routed_experts": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "section", "message"),
+    [
+        (GPT_OSS, {}, {"learner": GPT_OSS_RANKS}, "etp .* must be 1: Megatron does not split exp"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            {},
+            "cannot be trained: write them anew with python -m slipstream.learner.trainer.dequant",
+        ),
+        (
+            DEEPSEEK2,
+            LATENT,
+            {"learner": {"transformer": {"moe_router_fusion": True}}},
+            "moe_router_fusion must be false for a Deepseek",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
+            "cp must be 1 for a Qwen3Next",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 4},
+            {"learner": GPT_OSS_RANKS},
+            "must divide the delta nets' 1 heads, got 2",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
+            "lora.rank must be 0 for a model with delta nets",
+        ),
+    ],
+)
+def test_what_a_family_lacks_is_refused(
+    tmp_path: Path,
+    architecture: str,
+    fields: dict[str, Any],
+    section: dict[str, Any],
+    message: str,
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+    fields = WRITTEN.get(architecture, {}) | experts | fields
+    model = folder_with(tmp_path, architectures=[architecture], **fields)
     table = settings_of(model)
     table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
     with pytest.raises(ConfigError, match=message):

@@ -15,14 +15,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
+from slipstream.learner.trainer.model import sinks
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
+
+    # Bridge reads these marks to learn that the sinks are split like the heads.
+    tensor_model_parallel = True
+    partition_dim = 0
 
     def __init__(
         self,
@@ -45,6 +53,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             self.window = config.window_size[0]
+        # Score of a place beside the tokens, for each head; None: there is no such place.
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = sinks.new_scores(config)
 
     def forward(
         self,
@@ -80,19 +92,19 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        split = _Split(self.cp_group.rank(), size)
-        groups, order = _length_groups(bounds, split, self.window, query.device)
+        split = Split(self.cp_group.rank(), size)
+        groups, order = length_groups(bounds, split, self.window, query.device)
         return self._by_groups(query, key, value, groups, order)
 
     def _by_groups(
-        self, query: Tensor, key: Tensor, value: Tensor, groups: list[_LengthGroup], order: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
     ) -> Tensor:
         """Attends group by group; returns [tokens, heads * dim]."""
         parts = [
             self._attend(
-                _rows(query, group.queries),
-                _rows(key, group.keys),
-                _rows(value, group.keys),
+                rows(query, group.queries),
+                rows(key, group.keys),
+                rows(value, group.keys),
                 group.mask,
             )[group.is_query]
             for group in groups
@@ -109,6 +121,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if self.score_cap is not None:
             return self._attend_capped(query, key, value, mask).transpose(1, 2)
+        if self.softmax_offset is not None:
+            scores = self.softmax_offset
+            found = sinks.attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
+            return found.transpose(1, 2)
         attended = F.scaled_dot_product_attention(
             query,
             key,
@@ -133,6 +149,17 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
         return weights.to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints: the sinks of all heads, if it has any."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
 
 
 class GatheredRows(torch.autograd.Function):
@@ -159,7 +186,7 @@ class GatheredRows(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """This rank's place among the context parallel ranks."""
 
     rank: int
@@ -167,7 +194,7 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _LengthGroup:
+class LengthGroup:
     """Sequences of similar length, which one call of the kernel handles."""
 
     # [sequences, longest]: places of this rank's tokens, and which of them are no padding.
@@ -178,14 +205,15 @@ class _LengthGroup:
     # [sequences, 1, queries, keys]: which keys a query sees; None: those up to its own place.
     mask: Tensor | None
 
-    def to(self, device: torch.device) -> _LengthGroup:
+    def to(self, device: torch.device) -> LengthGroup:
         """Returns the group with its tensors on `device`."""
         mask = None if self.mask is None else self.mask.to(device)
         queries, is_query = self.queries.to(device), self.is_query.to(device)
-        return _LengthGroup(queries, is_query, self.keys.to(device), mask)
+        return LengthGroup(queries, is_query, self.keys.to(device), mask)
 
 
-def _rows(tokens: Tensor, places: Tensor) -> Tensor:
+def rows(tokens: Tensor, places: Tensor) -> Tensor:
+    """Returns the `tokens` at `places` [sequences, length], [sequences, length, ...]."""
     return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
 
 
@@ -203,9 +231,9 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 
 # Layers with and without a window have groups of their own.
 @functools.lru_cache(maxsize=32)
-def _length_groups(
-    bounds: tuple[int, ...], split: _Split, window: int | None, device: torch.device
-) -> tuple[list[_LengthGroup], Tensor]:
+def length_groups(
+    bounds: tuple[int, ...], split: Split, window: int | None, device: torch.device
+) -> tuple[list[LengthGroup], Tensor]:
     """Groups sequences of similar length, so that few calls with little padding serve all.
 
     Returns the groups, and for each of this rank's tokens its place in the groups' queries when
@@ -222,12 +250,12 @@ def _length_groups(
         if size == 1:
             is_short = window is None or whole.shape[1] <= window + 1
             mask = None if is_short else _seen(whole, whole, is_token, window)
-            group = _LengthGroup(whole, is_token, whole, mask)
+            group = LengthGroup(whole, is_token, whole, mask)
         else:
             own, is_own = _places([(start // size, end // size) for start, end in members])
             mask = _seen(zigzag(bounds, rank, size)[own], whole, is_token, window)
             keys = gathered_places(bounds, size)[whole]
-            group = _LengthGroup(own, is_own, keys, mask)
+            group = LengthGroup(own, is_own, keys, mask)
         found.append(group.queries[group.is_query])
         groups.append(group.to(device))
     return groups, torch.cat(found).argsort().to(device)
@@ -236,10 +264,10 @@ def _length_groups(
 @functools.lru_cache(maxsize=16)
 def _path_groups(
     bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
-) -> tuple[list[_LengthGroup], Tensor]:
+) -> tuple[list[LengthGroup], Tensor]:
     """Groups segments with similar numbers of queries and keys; the last keys are the queries'.
 
-    Returns the same as `_length_groups`.
+    Returns the same as `length_groups`.
     """
     by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     for queries, keys in zip(
@@ -256,7 +284,7 @@ def _path_groups(
         before = (lengths[:, 1] - lengths[:, 0])[:, None, None]
         rows, columns = torch.arange(own.shape[1]), torch.arange(seen.shape[1])
         mask = (columns <= before + rows[:, None]) & is_seen[:, None]
-        group = _LengthGroup(own, is_own, seen, mask[:, None])
+        group = LengthGroup(own, is_own, seen, mask[:, None])
         groups.append(group.to(device))
         found.append(own[is_own])
     return groups, torch.cat(found).argsort().to(device)

@@ -72,6 +72,8 @@ def _keep_bias(router: Megatron) -> None:
 class GroupedLinear(MegatronModule):  # type: ignore[misc]
     """One matrix for each expert of this rank, named as in TransformerEngine: weight0, weight1...
 
+    With biases each expert also has one: bias0, bias1...
+
     Bridge loads and exports parameters of these names only. Each matrix is this rank's part, split
     along `partition_dim` over the expert tensor parallel ranks.
     """
@@ -88,11 +90,13 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         config: Megatron,
         groups: Megatron,
         is_gated: bool = False,
+        has_bias: bool = False,
     ) -> None:
         """`is_gated`: each rank's rows are those of the gate and then as many of the others."""
         super().__init__(config)
         self.partition_dim, self.is_gated = partition_dim, is_gated
         self.num_experts = num_experts
+        self.kinds = ("weight", "bias") if has_bias else ("weight",)
         self.groups = groups
         # Low-rank adapters of the matrices; None: there are none.
         self.adapter: Megatron = None
@@ -101,9 +105,12 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
             # Every weight is loaded later; NaN reveals a weight that was not.
             weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)
             self.register_parameter(f"weight{place}", torch.nn.Parameter(weight))
+            if has_bias:
+                bias = torch.full(shape[:1], torch.nan, dtype=config.params_dtype, device=device)
+                self.register_parameter(f"bias{place}", torch.nn.Parameter(bias))
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """Maps [tokens, in] to [tokens, out] by the matrix of one expert."""
+        """Maps [tokens, in] to [tokens, out] by the matrix of one expert, without its bias."""
         outputs = F.linear(inputs, self.get_parameter(f"weight{expert}"))
         if self.adapter is not None and self.adapter.is_enabled:
             outputs = outputs + self.adapter(inputs, expert)
@@ -112,7 +119,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     def like(
         self, shape: tuple[int, int], *, partition_dim: int, is_gated: bool = False
     ) -> GroupedLinear:
-        """Makes matrices of another shape for the same experts."""
+        """Makes matrices of another shape for the same experts, without biases."""
         return GroupedLinear(
             self.num_experts,
             shape,
@@ -122,28 +129,34 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
             is_gated=is_gated,
         )
 
+    def bias(self, expert: int) -> Tensor:
+        """Returns the bias of one expert, [out]."""
+        bias: Tensor = self.get_parameter(f"bias{expert}")
+        return bias
+
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
-    ) -> list[Megatron]:
-        """Returns this rank's parts of `key`, the checkpoint's one tensor of all experts."""
+    ) -> dict[str, Megatron]:
+        """Returns this rank's parts of `key`, the checkpoint's tensors of all experts."""
         first = self.groups.ep.rank() * self.num_experts
         total = self.groups.ep.size() * self.num_experts
-        found = []
+        found = {}
         for place in range(self.num_experts):
             of_expert = (*offsets, (len(offsets), first + place, total))
-            sharded = make_sharded_tensors_for_checkpoint(
-                {"weight": self.get_parameter(f"weight{place}")},
-                key,
-                {"weight": self.partition_dim},
-                of_expert,
-                tp_group=self.groups.expt_tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )[f"{key}weight"]
-            # Copies are on the expert data parallel ranks, fewer than the data parallel ranks.
-            sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
-            if self.is_gated:
-                sharded = apply_swiglu_sharded_factory(sharded, of_expert)
-            found.append(sharded)
+            for kind in self.kinds:
+                sharded = make_sharded_tensors_for_checkpoint(
+                    {kind: self.get_parameter(f"{kind}{place}")},
+                    key,
+                    {"weight": self.partition_dim},
+                    of_expert,
+                    tp_group=self.groups.expt_tp,
+                    dp_cp_group=metadata["dp_cp_group"],
+                )[f"{key}{kind}"]
+                # Copies are on the expert data parallel ranks, fewer than the data parallel ranks.
+                sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
+                if self.is_gated:
+                    sharded = apply_swiglu_sharded_factory(sharded, of_expert)
+                found[f"{kind}{place}"] = sharded
         return found
 
 
@@ -155,7 +168,6 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config)
         assert config.gated_linear_unit
-        assert not config.add_bias_linear
         inner = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
         self.linear_fc1 = GroupedLinear(
             num_local_experts,
@@ -164,6 +176,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             config=config,
             groups=pg_collection,
             is_gated=True,
+            has_bias=config.add_bias_linear,
         )
         self.linear_fc2 = GroupedLinear(
             num_local_experts,
@@ -171,6 +184,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             partition_dim=1,
             config=config,
             groups=pg_collection,
+            has_bias=config.add_bias_linear,
         )
 
     def forward(
@@ -185,11 +199,26 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         outputs = []
         parts = zip(torch.split(hidden_states, sizes), torch.split(probs, sizes), strict=True)
         for expert, (tokens, weights) in enumerate(parts):
-            gate, up = self.linear_fc1(tokens, expert).chunk(2, dim=-1)
-            inner = self.config.activation_func(gate) * up
-            inner = (inner * weights[:, None]).to(inner.dtype)
-            outputs.append(self.linear_fc2(inner, expert))
+            weights = weights[:, None]
+            inner = self.linear_fc1(tokens, expert)
+            if self.config.add_bias_linear:
+                inner = inner + self.linear_fc1.bias(expert)
+            inner = self._activated(inner)
+            inner = (inner * weights).to(inner.dtype)
+            output = self.linear_fc2(inner, expert)
+            if self.config.add_bias_linear:
+                output = (output + self.linear_fc2.bias(expert) * weights).to(output.dtype)
+            outputs.append(output)
         return torch.cat(outputs), None
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        """Returns the gated MLPs' activation of [tokens, gate and up]."""
+        gate, up = inner.chunk(2, dim=-1)
+        limit: float | None = self.config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        activated: Tensor = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
+        return activated
 
     def sharded_state_dict(
         self,
@@ -199,7 +228,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> Megatron:
         """Returns the state for distributed checkpoints, formed like TransformerEngine's."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found = {}
+        found: dict[str, Megatron] = {}
         for name in ("linear_fc1", "linear_fc2"):
             matrices = {name: self.get_submodule(name)}
             if matrices[name].adapter is not None:
@@ -210,6 +239,5 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
                 parts = module.sharded_tensors(
                     f"{prefix}experts.{path}.", sharded_offsets, metadata
                 )
-                for place, part in enumerate(parts):
-                    found[f"{prefix}{path}.weight{place}"] = part
+                found |= {f"{prefix}{path}.{own}": part for own, part in parts.items()}
         return found

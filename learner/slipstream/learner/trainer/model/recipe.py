@@ -103,6 +103,8 @@ def provider_of(
         provider.register_pre_wrap_hook(experts.mark_experts)
     if compat.has_transformer_engine():
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        # Megatron's experts with biases refuse it.
+        values["bias_dropout_fusion"] = not provider.add_bias_linear
         # Megatron's fused positions of latent attention are those of YaRN only.
         values["apply_rope_fusion"] = not provider.multi_latent_attention
         # Megatron fuses no other activation of a gated MLP.

@@ -47,6 +47,8 @@ class LayerReplay:
         # recomputed in the backward pass; in the order of the forward pass.
         self._again: deque[Tensor | None] = deque()
         self._counts: Tensor | None = None
+        # The family's own choice, where it differs from Megatron's; see `GroupsByBest`.
+        self._family: GroupsByBest | None = layer.mlp.router.router_replay
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave)
@@ -65,9 +67,8 @@ class LayerReplay:
         different experts.
         """
         assert default_compute_topk is not None
-        values, own = default_compute_topk(
-            scores, topk, num_groups=num_groups, group_topk=group_topk
-        )
+        choose = default_compute_topk if self._family is None else self._family.get_replay_topk
+        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         expert_ids = self._now()
         if expert_ids is None:
             return values, own
@@ -121,10 +122,45 @@ def _are_different(ids: Tensor) -> Tensor:
     return (ordered[:, 1:] != ordered[:, :-1]).all(-1)
 
 
+class GroupsByBest:
+    """Chooses groups of experts by their best expert; it has the one method that routers call."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: _Choice | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns scores and ids of the chosen experts, both [tokens, top_k]."""
+        assert num_groups is not None
+        assert group_topk is not None
+        by_group = scores.view(len(scores), num_groups, -1)
+        chosen = by_group.amax(-1).topk(group_topk, dim=-1).indices
+        is_chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device)
+        is_chosen = is_chosen.scatter(1, chosen, True)[:, :, None]
+        found = by_group.masked_fill(~is_chosen, -torch.inf).flatten(1).topk(topk, dim=-1)
+        return found.values, found.indices
+
+
+def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes a model's routers choose groups by their best expert."""
+    for chunk in chunks:
+        for layer in _sparse_layers(chunk):
+            layer.mlp.router.router_replay = GroupsByBest()
+    return chunks
+
+
+def _sparse_layers(chunk: Megatron) -> list[Megatron]:
+    """Returns the layers of `chunk` with experts: the first ones of some models are dense."""
+    return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+
+
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
     """Makes a model's routers replay; a router without given experts chooses itself."""
     for chunk in chunks:
-        for layer in chunk.decoder.layers:
+        for layer in _sparse_layers(chunk):
             LayerReplay(layer)
     return chunks
 

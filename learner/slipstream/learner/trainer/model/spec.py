@@ -6,6 +6,7 @@ Importing it imports classes that inherit from Megatron's, so do it only after `
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -13,10 +14,16 @@ from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
 from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
 from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from slipstream.learner.trainer.model.attention import CoreAttention
+from slipstream.learner.trainer.model.delta_net import PackedDeltaNet, PlainNorm
 from slipstream.learner.trainer.model.experts import GroupedExperts
 from slipstream.learner.trainer.model.norms import (
     NormedResidual,
@@ -44,8 +51,8 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
         norm = TENorm
     # Layers of one kind share their spec.
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
-        if getattr(config, "score_cap", None) is not None:
-            # TransformerEngine's attention has no cap.
+        if getattr(config, "score_cap", None) is not None or config.softmax_type != "vanilla":
+            # TransformerEngine's attention has no cap, and no sinks for packed sequences.
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
         if not has_te:
             _replace_parts(layer.submodules, config)
@@ -53,8 +60,39 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             # TransformerEngine's experts are one module, to which Bridge gives one adapter.
             layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         _place_norms(layer.submodules, config, norm)
+    if getattr(config, "has_delta_net", None) is not None:
+        block.layer_specs = [
+            _with_delta_net(layer, norm) if config.has_delta_net[place] else layer
+            for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True)
+        ]
     block.layer_norm = norm
     return block
+
+
+def _places(config: Megatron, vp_stage: int | None) -> list[int]:
+    """Returns the places of this stage's layers among all layers."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        found: list[int] = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        return found
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def _with_delta_net(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns a layer with a gated delta net in place of the attention of `layer`."""
+    linear_in, linear_out = ColumnParallelLinear, RowParallelLinear
+    if compat.has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        linear_in, linear_out = TEColumnParallelLinear, TERowParallelLinear
+    parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
+    attention = ModuleSpec(module=PackedDeltaNet, submodules=parts)
+    changed = replace(layer.submodules, self_attention=attention, input_layernorm=norm)
+    return replace(layer, submodules=changed)
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:

@@ -26,6 +26,7 @@ _MODEL_FAMILIES = (
     "qwen.qwen2_bridge",
     "qwen.qwen3_bridge",
     "qwen.qwen3_moe_bridge",
+    "gpt_oss.gpt_oss_bridge",
 )
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _TE_STUBS = (
@@ -67,7 +68,7 @@ def install() -> Megatron:
         auto_bridge = _import_bridge()
         _cure_names()
     # These imports register recipes that Bridge lacks.
-    for name in ("families", "sigmoid_families"):
+    for name in ("families", "gpt_oss", "mixture_families", "qwen3_next"):
         importlib.import_module(f"slipstream.learner.trainer.model.{name}")
     _cure_padded_vocabulary()
     _cure_tied_embeddings()

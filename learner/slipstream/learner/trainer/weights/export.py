@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
@@ -20,6 +23,7 @@ from slipstream.protocol.settings.lora_section import FUSED
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -120,8 +124,16 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
                 disk.together(lambda: writer.flush() if writer is not None else None)
             if writer is not None:
                 writer.add(name, tensor)
+    # Each rank waits here while the main rank copies.
+    disk.together(lambda: writer.copy_untrained(source) if writer is not None else None)
     dtype = str(policy.dtype).removeprefix("torch.")
     disk.together(lambda: writer.finish(dtype, target) if writer is not None else None)
+
+
+def _is_untrained(name: str, *, layers: int) -> bool:
+    """Whether a tensor of a folder belongs to a layer that predicts further tokens."""
+    place = _LAYER.match(name)
+    return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
 
 
 class HfFolderWriter:
@@ -144,6 +156,7 @@ class HfFolderWriter:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._shards: list[list[str]] = []
+        self._forgotten = {"torch_dtype"}
         self._total_bytes = 0
 
     def begin(self, source: Path) -> None:
@@ -151,6 +164,10 @@ class HfFolderWriter:
         if self._folder.exists():
             shutil.rmtree(self._folder)
         shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+
+    def forget(self, field: str) -> None:
+        """Takes a field out of config.json."""
+        self._forgotten.add(field)
 
     def has_room(self, tensor: Tensor) -> bool:
         """Whether the file that is being filled has room for this tensor too."""
@@ -161,6 +178,17 @@ class HfFolderWriter:
         """Keeps a tensor for the next file."""
         self._waiting[name] = tensor
         self._waiting_bytes += tensor.nbytes
+
+    def copy_untrained(self, source: Path) -> None:
+        """Copies the layers of `source` that predict further tokens, which are not trained."""
+        layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+        for path in sorted(source.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in filter(functools.partial(_is_untrained, layers=layers), file.keys()):
+                    tensor = file.get_tensor(name)
+                    if not self.has_room(tensor):
+                        self.flush()
+                    self.add(name, tensor)
 
     def finish(self, dtype: str, target: Path) -> None:
         """Writes the last file and the index, and sets the element type in config.json.
@@ -187,7 +215,7 @@ class HfFolderWriter:
             path.write_text(json.dumps(index, indent=2))
         settings = self._folder / "config.json"
         values = json.loads(settings.read_text())
-        values.pop("torch_dtype", None)
+        values = {name: value for name, value in values.items() if name not in self._forgotten}
         values["dtype"] = dtype
         settings.write_text(json.dumps(values, indent=2))
         if target.exists():

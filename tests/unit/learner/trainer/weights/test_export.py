@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from slipstream.learner.trainer.weights.export import HfFolderWriter
 
 
@@ -69,3 +69,26 @@ def test_large_model_is_several_files_with_an_index(tmp_path: Path) -> None:
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(folder / file)[name], tensors[name])
     assert len(list(folder.glob("*.safetensors"))) == 3
+
+
+def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Path) -> None:
+    source, folder = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    names = ["model.layers.1.a", "model.layers.2.a", "model.layers.10.eh_proj.weight", "mtp.fc"]
+    kept = {name: torch.full((4,), float(place)) for place, name in enumerate(names)}
+    save_file({name: kept[name] for name in names[:2]}, source / "one.safetensors")
+    save_file({name: kept[name] for name in names[2:]}, source / "two.safetensors")
+    trained = torch.ones(4)
+    # A file for each tensor.
+    writer = HfFolderWriter(tmp_path / "out.partial", lambda _: None, max_shard_bytes=16)
+    writer.begin(source)
+    writer.add("model.layers.1.a", trained)
+    writer.copy_untrained(source)
+    writer.finish("float32", folder)
+    paths = list(folder.glob("*.safetensors"))
+    assert len(paths) == 4
+    found = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    assert set(found) == set(names)
+    assert torch.equal(found["model.layers.1.a"], trained)
+    assert all(torch.equal(found[name], kept[name]) for name in names[1:])

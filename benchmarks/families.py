@@ -1,0 +1,126 @@
+r"""Takes every family of models through three steps, and compares learner and server in bfloat16.
+
+Each family is a random model of its own: at true width with few layers on a GPU, tiny on a CPU.
+`logprob_gap.py` trains it in processes of its own, with a time limit; a family that fails leaves a
+row that says so, and its logs.
+
+    python benchmarks/families.py --device cuda
+    python benchmarks/families.py --families qwen3,gpt-oss
+
+On a GPU machine learner and server share one GPU. Prints one table at the end, with Qwen3 first;
+benchmarks/results/families.json is written after each family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from family_shapes import FAMILIES
+from measure import RESULTS, progress, table, write_result
+from rig import HERE
+
+COLUMNS = {
+    "kl_k3": "KL (k3)",
+    "gap_mean": "gap, mean",
+    "gap_max": "gap, max",
+    "gap_mean_at_start": "gap before updates",
+    "fresh_gap_max": "exported folder",
+}
+
+
+def run(command: list[str], log: Path, limit_s: float) -> str:
+    """Runs a program and all that it starts; returns "" or in a few words how it failed."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"not done after {limit_s:g} s"
+    return f"exit code {code}" if code else ""
+
+
+def measure_family(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of one family, or how it failed."""
+    started_s = time.monotonic()
+    log, out = folder / "log.txt", folder / "result.json"
+    folder.mkdir()
+    tiny = [] if arguments.device == "cuda" else ["--tiny"]
+    make = [str(HERE / "family_shapes.py"), name, str(folder / "made"), *tiny]
+    gap = [str(HERE / "logprob_gap.py"), "--device", arguments.device, "--replies"]
+    gap += ["--model", str(folder / "made"), "--steps", str(arguments.steps), "--out", str(out)]
+    failure = run([sys.executable, *make], log, arguments.limit_s)
+    failure = failure or run([sys.executable, *gap], log, arguments.limit_s)
+    found = json.loads(out.read_text()) if out.exists() else {}
+    if failure:
+        print(f"--- {name}\n{log.read_text(errors='replace')[-6000:]}", flush=True)
+    figures = found.get("figures", {})
+    return {"figures": figures, "failure": failure, "seconds": time.monotonic() - started_s}
+
+
+def lines_of(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns the table; a figure of a family stands beside its ratio to that of Qwen3."""
+    first = rows.get("qwen3", {}).get("figures", {})
+
+    def cell(figures: dict[str, float], key: str) -> str:
+        if key not in figures:
+            return "-"
+        has_ratio = key == "gap_mean" and first.get(key)
+        return f"{figures[key]:.2g}" + (
+            f" ({figures[key] / first[key]:.1f} x Qwen3)" if has_ratio else ""
+        )
+
+    body = [
+        [
+            name,
+            *(cell(row["figures"], key) for key in COLUMNS),
+            f"{row['seconds']:.0f}",
+            row["failure"] or "done",
+        ]
+        for name, row in rows.items()
+    ]
+    return table(["family", *COLUMNS.values(), "seconds", ""], body)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="names with commas between")
+    parser.add_argument("--steps", type=int, default=3, help="updates before the measurement")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for each family")
+    parser.add_argument("--out", type=Path, default=RESULTS / "families.json")
+    arguments = parser.parse_args()
+    names = arguments.families.split(",")
+    unknown = sorted(set(names) - FAMILIES.keys())
+    if unknown:
+        parser.error(f"--families must be of {', '.join(FAMILIES)}, got {unknown[0]}")
+    rows: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            rows[name] = measure_family(name, Path(folder) / "family", arguments)
+        lines = lines_of(rows)
+        write_result("families", {"rows": rows, "table": lines}, arguments.out)
+        progress(f"{name}: {rows[name]['failure'] or 'done'} ({rows[name]['seconds']:.0f} s)")
+    print("\n".join(lines), flush=True)
+    return int(any(row["failure"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

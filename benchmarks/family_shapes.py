@@ -1,0 +1,265 @@
+"""Makes a random model of each family that is trained, at true width with few layers, or tiny.
+
+    python benchmarks/family_shapes.py gpt-oss FOLDER
+    python benchmarks/family_shapes.py gpt-oss FOLDER --tiny
+
+Widths are those of a published model; the vocabulary is smaller, and the largest mixtures have
+fewer experts, so that one GPU of 141 GB holds the model, its gradients and an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shapes import make_tokenizer
+
+VOCAB, TINY_VOCAB = 32768, 256
+# Episodes are longer than the windows.
+WINDOW = 32
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e5,
+    "factor": 16.0,
+    "original_max_position_embeddings": 256,
+}
+LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
+# Sizes that kernels of vLLM for a CPU take; latent attention keeps its true sizes of heads.
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "q_lora_rank": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers, and what its config.json says beside the common fields."""
+
+    name: str
+    values: dict[str, Any]
+    layers: int = 4
+
+    def settings(self, *, tiny: bool) -> dict[str, Any]:
+        """Returns the fields of the configuration."""
+        values = dict(self.values)
+        if tiny:
+            values |= {key: TINY[key] for key, value in values.items() if key in TINY and value}
+            if values.get("n_group") and self.values["n_group"] == 1:
+                values |= {"n_group": 1, "topk_group": 1}
+            if "kv_lora_rank" in values:
+                values["num_key_value_heads"] = values["num_attention_heads"]
+        common = {
+            "vocab_size": TINY_VOCAB if tiny else VOCAB,
+            "num_hidden_layers": self.layers,
+            "max_position_embeddings": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": None,
+        }
+        return {**common, "rope_parameters": ROPE, **values}
+
+
+def _heads(hidden: int, inner: int, heads: int, groups: int, size: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": size,
+    }
+
+
+def _latent(hidden: int, inner: int, heads: int, queries: int | None) -> dict[str, Any]:
+    found = _heads(hidden, inner, heads, heads, 0)
+    del found["head_dim"]
+    return found | {
+        "q_lora_rank": queries,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "first_k_dense_replace": 1,
+    }
+
+
+def _routed(experts: int, chosen: int, inner: int, shared: int) -> dict[str, Any]:
+    return {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        "n_shared_experts": shared,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _groups(groups: int, chosen: int, method: str, scoring: str, factor: float) -> dict[str, Any]:
+    return {
+        "n_group": groups,
+        "topk_group": chosen,
+        "topk_method": method,
+        "scoring_func": scoring,
+        "routed_scaling_factor": factor,
+    }
+
+
+_GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+_SIGMOID = ("noaux_tc", "sigmoid", 2.5)
+_NEXT = {
+    "num_experts": 64,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+}
+FAMILIES = {
+    "qwen3": Family("Qwen3", _heads(4096, 12288, 32, 8, 128)),
+    "llama": Family("Llama", _heads(4096, 14336, 32, 8, 128)),
+    "qwen2": Family("Qwen2", _heads(3584, 18944, 28, 4, 128) | {"head_dim": None}),
+    "mistral": Family("Mistral", _heads(4096, 14336, 32, 8, 128) | {"sliding_window": WINDOW}),
+    "ministral3": Family(
+        "Ministral3",
+        _heads(4096, 14336, 32, 8, 128)
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "olmo2": Family("Olmo2", _heads(4096, 11008, 32, 32, 128)),
+    "gemma2": Family(
+        "Gemma2",
+        _heads(3584, 14336, 16, 8, 256)
+        | _GEMMA
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": Family(
+        "Gemma3Text",
+        _heads(3840, 15360, 16, 8, 256)
+        | _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": ROPE | {"rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "qwen3-moe": Family(
+        "Qwen3Moe",
+        _heads(2048, 6144, 32, 4, 128)
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        _heads(2048, 5632, 16, 16, 128)
+        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+        | {"shared_expert_intermediate_size": 5632, "head_dim": None},
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        _heads(4096, 14336, 32, 8, 128)
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        layers=2,
+    ),
+    "olmoe": Family(
+        "Olmoe",
+        _heads(2048, 1024, 16, 16, 128)
+        | {"num_experts": 64, "num_experts_per_tok": 8, "head_dim": None},
+    ),
+    "glm-4.5": Family(
+        "Glm4Moe",
+        _heads(4096, 10944, 96, 8, 128)
+        | _routed(32, 8, 1408, 1)
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+        | {"attention_bias": True, "routed_scaling_factor": 1.0}
+        | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        layers=3,
+    ),
+    "deepseek-v2-lite": Family(
+        "DeepseekV2",
+        _latent(2048, 10944, 16, None)
+        | _routed(64, 6, 1408, 2)
+        | _groups(1, 1, "greedy", "softmax", 1.0),
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2",
+        _latent(5120, 12288, 128, 1536)
+        | _routed(32, 6, 1536, 2)
+        | _groups(8, 3, "group_limited_greedy", "softmax", 16.0)
+        | {"rope_parameters": LATENT_YARN},
+        layers=3,
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3",
+        _latent(7168, 18432, 128, 1536)
+        | _routed(32, 8, 2048, 1)
+        | _groups(8, 4, *_SIGMOID)
+        | {"rope_parameters": LATENT_YARN},
+        layers=3,
+    ),
+    "gpt-oss": Family(
+        "GptOss",
+        _heads(2880, 2880, 64, 8, 64)
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": WINDOW}
+        | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
+    ),
+    "qwen3-next": Family("Qwen3Next", _heads(2048, 5120, 16, 2, 256) | _NEXT),
+}
+
+
+def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
+    """Writes a random model of the family `name` in bfloat16, with a tokenizer."""
+    import torch
+    import transformers
+
+    family = FAMILIES[name]
+    settings = family.settings(tiny=tiny)
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder, settings["vocab_size"])
+    config = getattr(transformers, f"{family.name}Config")(**settings)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device), torch.no_grad():
+        config.dtype = torch.bfloat16
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # A fresh model's biases, sinks and norms are all alike: one in the wrong place would not
+        # show.
+        for place, parameter in model.named_parameters():
+            if parameter.dim() == 1 or place.endswith("_bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for place, buffer in model.named_buffers():
+            if place.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
+    model.save_pretrained(folder, max_shard_size="4GB")
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("family", choices=tuple(FAMILIES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
+    arguments = parser.parse_args()
+    make_family(arguments.folder, arguments.family, tiny=arguments.tiny)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

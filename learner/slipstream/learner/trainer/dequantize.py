@@ -1,0 +1,87 @@
+"""Writes a folder with MXFP4 experts, as gpt-oss is published, anew in bfloat16.
+
+Run it once before training: `python -m slipstream.learner.trainer.dequantize SOURCE TARGET`. The
+new folder takes four times the disk of the old one; learner and rollout servers load it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from slipstream.learner.trainer.weights.export import HfFolderWriter
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.exit_codes import USAGE_ERROR
+from slipstream.protocol.settings.model_files import read_header
+from slipstream.protocol.settings.model_sizes import read_model_table
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def main() -> int:
+    """Converts; returns 0 when the folder is written, 2 when `SOURCE` cannot be converted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, help="a folder whose experts are MXFP4")
+    parser.add_argument("target", type=Path, help="the folder to write")
+    arguments = parser.parse_args()
+    try:
+        dequantize(arguments.source, arguments.target)
+    except (ConfigError, OSError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def dequantize(source: Path, target: Path) -> None:
+    """Writes `target`; an existing one is replaced. ConfigError for a folder of another kind."""
+    values = read_model_table(source)
+    method = values.get("quantization_config", {}).get("quant_method")
+    if method != "mxfp4":
+        raise ConfigError(f"quant_method of {source / 'config.json'} must be mxfp4, got {method!r}")
+    writer = HfFolderWriter(target.with_name(f"{target.name}.partial"), lambda _: None)
+    writer.begin(source)
+    for name, tensor in _tensors(source):
+        if not writer.has_room(tensor):
+            writer.flush()
+        writer.add(name, tensor)
+    writer.forget("quantization_config")
+    writer.finish("bfloat16", target)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and bfloat16 tensor of every weight."""
+    places = {
+        name: path for path in sorted(folder.glob("*.safetensors")) for name in read_header(path)
+    }
+    for name in sorted(places):
+        if name.endswith(_BLOCKS):
+            whole = name.removesuffix(_BLOCKS)
+            packed = (_read(places, f"{whole}{kind}") for kind in (_BLOCKS, _SCALES))
+            yield whole, _unpacked(*packed)
+        elif not name.endswith(_SCALES):
+            yield name, _read(places, name).bfloat16()
+
+
+def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns the matrices of all experts, one expert at a time: the routine needs much memory."""
+    found = [
+        convert_moe_packed_tensors(blocks[place : place + 1], scales[place : place + 1])
+        for place in range(len(blocks))
+    ]
+    return torch.cat(found)
+
+
+def _read(places: dict[str, Path], name: str) -> Tensor:
+    with safe_open(places[name], framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+if __name__ == "__main__":
+    sys.exit(main())
