@@ -1,7 +1,7 @@
-"""A run in simulated time: the controller's own lease book and lease pass, engines that only count.
+"""A run in simulated time: the controller's own lease book and lease pass, and counted engines.
 
-Consumes: the lengths of all replies, the speeds of both fleets, a schedule. Produces: the seconds of
-each step. Pure: no clock, no I/O.
+Consumes: the lengths of all replies, the speeds of both fleets, a schedule. Produces: the seconds
+of a step. Pure: no clock, no I/O.
 
 An engine's step takes `step_s + request_s * n` with n running replies, and gives each one token.
 Two H200s were so: benchmarks/results/schedules.md compares.
@@ -16,9 +16,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
+from slipstream.learner.controller.lease_freshness import Freshness
 from slipstream.learner.controller.leasing.groups import Fate
 from slipstream.learner.controller.leasing.lease_pass import Grant, NewLeases, rooms
 from slipstream.learner.controller.leasing.lease_waits import LeaseWait
@@ -101,8 +102,8 @@ class Schedule:
 
     # Most episodes of a server at one time; None: its places.
     max_episodes: int | None = None
-    # Nothing is leased while a newer version is made: it would be a version older.
-    fresh: bool = False
+    # Whether nothing is leased while a newer version is made; "measured" is the controller's rule.
+    fresh: Literal["never", "always", "measured"] = "measured"
     # While a batch waits for groups that are due, only their replies get tokens.
     due_first: bool = False
     # Share of the groups that count as long. They start together, in the first `pulse` of every
@@ -120,20 +121,20 @@ def ceiling_s(machines: Machines, work: Work) -> float:
 
 
 def bound_s(machines: Machines, work: Work) -> float:
-    """Returns seconds of a step that no schedule without dropping undercuts, if tasks keep turns.
+    """Returns seconds of a step that no schedule undercuts which drops nothing and keeps turns.
 
-    The groups that the environment gives for batch j start with version j - max_staleness at the
-    earliest, and are trained by step j + max_staleness at the latest: their longest reply has
-    2 * max_staleness + 1 steps for its tokens. Each token of it is a step of an engine, and steps of
-    engines cost `step_s` beside `request_s` for each token of all replies.
+    Groups of batch j start with version j - max_staleness at the earliest, and are trained by step
+    j + max_staleness at the latest. In these 2 * max_staleness + 1 steps some engine makes as many
+    steps as the longest reply of the batch has tokens. Batches so far apart share no step, and each
+    engine's step costs `step_s`, beside `request_s` for each token of all replies.
     """
     span = 2 * work.max_staleness + 1
-    longest = [
-        max(itertools.chain(*work.groups[first : first + work.groups_per_step]))
-        for first in range(0, len(work.groups), work.groups_per_step)
-    ]
-    blocks = [max(longest[first : first + span]) for first in range(0, len(longest), span)]
-    engine_steps = sum(blocks) / (span * len(blocks))
+    # The most engine steps that batches `span` apart need, by number of batches.
+    most = [0]
+    for first in range(0, len(work.groups), work.groups_per_step):
+        longest = max(itertools.chain(*work.groups[first : first + work.groups_per_step]))
+        most.append(max(most[-1], most[max(len(most) - span, 0)] + longest))
+    engine_steps = most[-1] / (len(most) - 1)
     busy_s = machines.request_s * _tokens_a_step(work) + machines.step_s * engine_steps
     return max(ceiling_s(machines, work), busy_s / machines.num_servers)
 
@@ -209,6 +210,8 @@ class Result:
     held_up_share: float
     open_episodes: float
     tokens_per_s: float
+    # Largest lag of a trained group: its step less the version under which it was leased.
+    longest_wait_steps: int
 
 
 class Simulation:
@@ -227,6 +230,7 @@ class Simulation:
         self._engines = [_Engine() for _ in range(machines.num_servers)]
         places = schedule.max_episodes or machines.max_episodes
         self._sessions = [_session(server, places) for server in range(machines.num_servers)]
+        self._freshness = Freshness()
         self._now_s = self._paused_until_s = 0.0
         # The end of what the trainer does; infinite while it waits for a batch.
         self._until_s, self._trains = math.inf, False
@@ -235,7 +239,7 @@ class Simulation:
         self._may_form = self._may_lease = True
         self._ends: list[tuple[float, float, float, int]] = []
         self._held_up_s = self._episode_s = 0.0
-        self._trained_tokens = 0
+        self._trained_tokens = self._longest_wait_steps = 0
 
     def run(self, num_steps: int | None = None) -> Result:
         """Simulates the steps for which there is work, at most `num_steps`."""
@@ -251,12 +255,27 @@ class Simulation:
         step_s = wall_s / (len(self._ends) - 1 - WARMUP_STEPS)
         busy_s = self._machines.training_s + self._machines.publish_s
         return Result(
-            step_s, 1 - busy_s / step_s, held_up_s / wall_s, episode_s / wall_s, tokens / wall_s
+            step_s=step_s,
+            waiting_share=1 - busy_s / step_s,
+            held_up_share=held_up_s / wall_s,
+            open_episodes=episode_s / wall_s,
+            tokens_per_s=tokens / wall_s,
+            longest_wait_steps=self._longest_wait_steps,
         )
 
     @property
     def _is_busy(self) -> bool:
         return self._until_s < math.inf
+
+    @property
+    def _waits_for_version(self) -> bool:
+        if self._schedule.fresh != "measured":
+            return self._is_busy and self._schedule.fresh == "always"
+        return self._freshness.waits(
+            max_staleness=self._work.max_staleness,
+            taken=sum(len(engine.remaining) for engine in self._engines),
+            places=sum(session.hello.max_episodes for session in self._sessions),
+        )
 
     @property
     def _has_room(self) -> bool:
@@ -266,18 +285,23 @@ class Simulation:
 
     def _form(self) -> None:
         self._may_form = False
+        self._freshness.trainer_asks(self._now_s)
         batch = self._book.take_batch()
         if batch is None:
             is_held_up = self._book.has_whole_batch
             self._due = frozenset(g.group_id for g in self._book.due()) if is_held_up else _NONE
             return
         self._due = _NONE
+        for group in batch:
+            lag = self._book.step - 1 - (group.deadline_step - self._work.max_staleness)
+            self._longest_wait_steps = max(self._longest_wait_steps, lag)
+        self._freshness.batch_given(self._now_s)
         self._may_lease = True
         self._trained_tokens += sum(sum(self._work.groups[group.task_index]) for group in batch)
         self._until_s, self._trains = self._now_s + self._machines.training_s, True
 
     def _lease(self) -> None:
-        if self._schedule.fresh and self._is_busy:
+        if self._waits_for_version:
             return
         leases = NewLeases(
             self._book,
