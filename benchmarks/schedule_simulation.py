@@ -37,6 +37,7 @@ from slipstream.protocol.types import (
     VersionSpan,
 )
 from slipstream.v1 import environment_pb2, trajectory_pb2
+from workloads import reply_length
 
 # Steps before the first one that counts; a run needs as many as a group may wait.
 WARMUP_STEPS = 24
@@ -410,3 +411,17 @@ def lognormal(
         expected.append(seen[task])
         seen[task] = max(groups[-1])
     return groups, expected
+
+
+def stratified(
+    num_groups: int,
+    *,
+    group_size: int = 16,
+    median: float = 96.0,
+    sigma: float = 0.8326,
+    longest: int = 1024,
+) -> list[list[int]]:
+    """Returns the lengths of groups in which each has its share of the long tail."""
+    places = [reply_length(place, median, sigma, longest) for place in range(4096)]
+    replies = itertools.cycle(places)
+    return [list(itertools.islice(replies, group_size)) for _ in range(num_groups)]

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from measure import RESULTS, Spread, progress, settings_of, table, write_result
+from measure import RESULTS, Spread, note, progress, settings_of, table, write_result
 from schedule_simulation import (
     Machines,
     Schedule,
@@ -24,6 +24,7 @@ from schedule_simulation import (
     bound_s,
     ceiling_s,
     lognormal,
+    stratified,
 )
 
 LONG_SHARES = (0.08, 0.15)
@@ -43,11 +44,8 @@ Row = dict[str, float]
 
 def best_known(machines: Machines, work: Work, steps: int) -> Row:
     """Returns the row of the fastest schedule of the search; ours without lengths is among them."""
-    shapes = itertools.product(LONG_SHARES, PULSES, ("never", "measured"))
-    tried = [
-        Schedule(long_share=share, pulse=pulse, fresh=fresh)  # type: ignore[arg-type]
-        for share, pulse, fresh in shapes
-    ]
+    shapes = itertools.product(LONG_SHARES, PULSES)
+    tried = [Schedule(long_share=share, pulse=pulse) for share, pulse in shapes]
     rows = [row_of(machines, work, schedule, steps) for schedule in (Schedule(), *tried)]
     return min(rows, key=lambda row: row["step_s"])
 
@@ -67,11 +65,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
     """Returns the rows of all seeds, by bound and schedule."""
     machines = Machines(num_servers=arguments.servers)
     found: dict[str, dict[str, list[Row]]] = {}
-    for bound, seed in itertools.product(arguments.staleness, arguments.seeds):
+    for seed, bound in itertools.product(arguments.seeds, arguments.staleness):
         size = arguments.groups_per_step * arguments.servers
         # A reserve beside the steps: groups that are leased ahead, or held back.
         num_groups = size * (arguments.steps + 4 * (bound + 1))
-        groups, expected = lognormal(num_groups, seed, by_task=arguments.by_task)
+        if arguments.lengths == "stratified":
+            groups = stratified(num_groups)
+            expected = [max(group) for group in groups]
+        else:
+            groups, expected = lognormal(num_groups, seed, by_task=arguments.by_task)
         work = Work(groups, expected, size, bound)
         rows = {
             name: row_of(machines, work, schedule, arguments.steps)
@@ -83,6 +85,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
         for name, row in rows.items():
             found.setdefault(str(bound), {}).setdefault(name, []).append(row)
         shown = {name: round(row["step_s"], 3) for name, row in rows.items()}
+        note("schedules", {"max_staleness": bound, "seed": seed, **rows})
         progress(f"max_staleness {bound}, seed {seed}: {shown}")
     return found
 
@@ -114,9 +117,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=124)
+    parser.add_argument("--steps", type=int, default=84)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--groups-per-step", type=int, default=8, help="for each server")
+    parser.add_argument(
+        "--lengths",
+        choices=("lognormal", "stratified"),
+        default="lognormal",
+        help="stratified: those of benchmarks/asynchrony.py",
+    )
     parser.add_argument(
         "--by-task", type=float, default=0.5, help="share of the variance that tasks explain"
     )
