@@ -43,3 +43,8 @@ class Run:
             run_id, num_steps=config.run.steps, events=events, signal=signal, clock=clock
         )
         return cls(config, events, signal, clock, progress, pace, freshness)
+
+    @property
+    def lease_rules(self) -> list[JustInTime | Freshness]:
+        """The rules of the leases that measure the trainer's waits and steps."""
+        return [rule for rule in (self.pace, self.freshness) if rule is not None]
