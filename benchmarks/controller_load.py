@@ -75,6 +75,8 @@ class Seen:
     # Trajectories, steps, bytes and processor seconds of the controller, again and again.
     samples: list[tuple[float, int, int, int, float]] = field(default_factory=list)
     lost: int = 0
+    # Times at which the trainer reported its steps.
+    ends_s: list[float] = field(default_factory=list)
 
 
 def template(tokens: tuple[int, int], name: str, epoch: int) -> trajectory_pb2.Trajectory:
@@ -107,6 +109,8 @@ def template(tokens: tuple[int, int], name: str, epoch: int) -> trajectory_pb2.T
 
 class Server:
     """A rollout server without an engine."""
+
+    max_episodes = 64
 
     def __init__(
         self, address: str, number: int, *, protocol: int, tokens: tuple[int, int], seen: Seen
@@ -147,7 +151,7 @@ class Server:
             server_id=self._name,
             server_epoch=self._epoch,
             protocol_version=self._protocol,
-            max_episodes=64,
+            max_episodes=self.max_episodes,
             engine_workers=1,
             max_model_len=1 << 20,
             queue_bytes=QUEUE_BYTES,
@@ -216,22 +220,30 @@ class Server:
         span = message.version_spans[0]
         span.version.incarnation, span.version.step = self._version
         for member in lease.members:
-            message.member = member
-            name = f"{lease.group_id}.{member}.{lease.first_attempt}.{self._epoch:x}"
-            message.reward = (member * 7919 + lease.task_index) % 100 / 100
-            data = message.SerializeToString()
-            sealed = seal(self._key, name, data) if self._key else data  # type: ignore[arg-type]
-            self._trajectories.put_nowait(
-                trajectory_pb2.DeliverRequest(trajectory=sealed, trajectory_id=name)
-            )
-            self._generated += self._tokens
-            self._seen.delivered += 1
-        report = fleet_pb2.LeaseReport(group_id=lease.group_id, closed=True)
+            self._deliver(message, member, lease.first_attempt)
+        self._close(lease.group_id)
+
+    def _deliver(self, message: trajectory_pb2.Trajectory, member: int, attempt: int) -> None:
+        message.member = member
+        name = f"{message.group_id}.{member}.{attempt}.{self._epoch:x}"
+        message.reward = (member * 7919 + message.task_index) % 100 / 100
+        data = message.SerializeToString()
+        sealed = seal(self._key, name, data) if self._key else data  # type: ignore[arg-type]
+        self._trajectories.put_nowait(
+            trajectory_pb2.DeliverRequest(trajectory=sealed, trajectory_id=name)
+        )
+        self._generated += self._tokens
+        self._seen.delivered += 1
+
+    def _close(self, group_id: str) -> None:
+        report = fleet_pb2.LeaseReport(group_id=group_id, closed=True)
         self._out.put_nowait(fleet_pb2.ServerMessage(lease=report))
 
 
-async def train(address: str, seen: Seen, *, protocol: int) -> None:
-    """A trainer that makes every version at once, until it is told to stop."""
+async def train(
+    address: str, seen: Seen, *, protocol: int, training_s: float = 0.0, publish_s: float = 0.0
+) -> None:
+    """A trainer that makes and sends every version in these times, until it is told to stop."""
     async with open_channel(address, OPEN) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         hello = trainer_pb2.TrainerHello(world_size=1, layout_description="on 1 rank")
@@ -251,6 +263,7 @@ async def train(address: str, seen: Seen, *, protocol: int) -> None:
             match orders[0].WhichOneof("directive"):
                 case "batch":
                     batch = orders[0].batch
+                    await asyncio.sleep(training_s)
                     version = batch.step + 1
                     report = trainer_pb2.StepReport(
                         step=batch.step,
@@ -263,6 +276,7 @@ async def train(address: str, seen: Seen, *, protocol: int) -> None:
                     await stub.ReportStep(report, metadata=epoch)
                     seen.first_step_s = seen.first_step_s or time.monotonic()
                     seen.steps += 1
+                    seen.ends_s.append(time.monotonic())
                 case "publish":
                     order = orders[0].publish
                     if not order.begun:
@@ -278,6 +292,7 @@ async def train(address: str, seen: Seen, *, protocol: int) -> None:
                         expected_logprobs=np.full(3, -2.0, "<f4").tobytes(),
                         tolerance=1e-3,
                     )
+                    await asyncio.sleep(publish_s)
                     result = trainer_pb2.PublishResult(
                         publish_id=order.publish_id,
                         bucket_digests=DIGESTS,

@@ -26,7 +26,8 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "stopwatch", "lease_pace", "own_log", "progress", "run"),
+    *("events", "loop_clock", "stopwatch", "lease_freshness", "lease_pace"),
+    *("own_log", "progress", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
     *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration"),
     *("application", "__main__"),

@@ -17,6 +17,7 @@ class LeaseWait(IntEnum):
     ENVIRONMENT = 4
     QUEUE = 5
     PACE = 6
+    VERSION = 7
 
 
 WORDS = {
@@ -27,6 +28,7 @@ WORDS = {
     LeaseWait.ENVIRONMENT: "an environment that is ready and has room for a group",
     LeaseWait.QUEUE: "room in the queue (queue.max_bytes)",
     LeaseWait.PACE: "the trainer: enough groups are leased to keep it busy (lease_policy)",
+    LeaseWait.VERSION: "the version that the trainer makes: groups of it may wait a step longer",
 }
 
 

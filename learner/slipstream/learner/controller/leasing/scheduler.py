@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
     Grant,
     NewLeases,
+    Room,
     abandon_stranded,
     place_orphans,
     rooms,
@@ -55,7 +56,7 @@ class Scheduler:
         # Abandoned groups whose tasks are leased again, before new tasks.
         self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
-        self._queue_waits = Stopwatch()
+        self._queue_waits, self._version_waits = Stopwatch(), Stopwatch()
         # Number of episodes that an evaluation is about to start on each server; no training
         # lease takes their slots.
         self.reserved: dict[ServerKey, int] = {}
@@ -137,10 +138,14 @@ class Scheduler:
 
     def _lease_new(self, limit: int) -> list[Grant]:
         """Leases at most `limit` new groups; notes what the next lease waits for."""
+        by_room = rooms(self._fleet.serving(), self._book, self.reserved)
+        if self._waits_for_version(by_room):
+            self._note(LeaseWait.VERSION)
+            return []
         leases = NewLeases(
             self._book,
             self._environments,
-            rooms(self._fleet.serving(), self._book, self.reserved),
+            by_room,
             self._again,
             num_groups=self._groups_in_time(),
             num_episodes=self._free_bytes() // self._largest_bytes - self._evaluated_soon(),
@@ -219,6 +224,7 @@ class Scheduler:
         return {
             "reserved_bytes": float(self.reserved_bytes),
             "lease_queue_wait_s": self._queue_waits.total_s(time.monotonic()),
+            "lease_version_wait_s": self._version_waits.total_s(time.monotonic()),
         }
 
     def _free_bytes(self) -> int:
@@ -231,7 +237,9 @@ class Scheduler:
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait
-        self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
+        now_s = time.monotonic()
+        self._queue_waits.note(now_s, running=wait is LeaseWait.QUEUE)
+        self._version_waits.note(now_s, running=wait is LeaseWait.VERSION)
 
     def _evaluated_soon(self) -> int:
         """Number of evaluation episodes that would start now if the queue had room."""
@@ -240,6 +248,15 @@ class Scheduler:
             for key, waiting in self.reserved.items()
             if (session := self._fleet.find(key)) is not None
         )
+
+    def _waits_for_version(self, by_room: Sequence[Room]) -> bool:
+        """Whether groups start with the next version; tasks that start afresh never wait."""
+        freshness = self._run.freshness
+        if freshness is None or self._again:
+            return False
+        places = sum(room.session.hello.max_episodes for room in by_room)
+        taken = places - sum(room.episodes for room in by_room)
+        return freshness.waits(max_staleness=self._book.max_staleness, taken=taken, places=places)
 
     def _groups_in_time(self) -> float:
         """Number of groups that the pace of the run allows to lease now."""

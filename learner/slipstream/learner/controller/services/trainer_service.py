@@ -93,8 +93,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
-        if self._run.pace is not None:
-            self._run.pace.trainer_lost()
+        for rule in self._run.lease_rules:
+            rule.trainer_lost()
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
         self._trainer_version = self._former.identify(version, request.weight_digest.hex())
@@ -306,7 +306,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _possible_order(
         self, request: trainer_pb2.NextRequest
     ) -> trainer_pb2.Directive | FormedBatch | None:
-        progress, pace = self._progress, self._run.pace
+        progress, rules = self._progress, self._run.lease_rules
         is_behind = self._trainer_version.step < self._book.step
         if is_behind and (not progress.is_over or self._is_stopping):
             # The trainer restarted from a checkpoint, or an answer was lost.
@@ -319,13 +319,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return trainer_pb2.Directive(publish=publish)
         if not progress.all_steps_done:
             asked_s = time.monotonic()
-            if pace is not None:
-                pace.trainer_asks(asked_s)
+            for rule in rules:
+                rule.trainer_asks(asked_s)
             batch = await self._former.form()
             if batch is not None:
-                if pace is not None:
+                for rule in rules:
                     # The groups were complete when it asked: the write is no wait for groups.
-                    pace.batch_given(asked_s)
+                    rule.batch_given(asked_s)
                 progress.waits_for(f"the trainer to make version {batch.version}")
                 self.batch_started_s = time.time()
                 progress.moved()
