@@ -347,4 +347,5 @@ def _stages(loaded: LoadedWeights, *, prepare_s: float) -> fleet_pb2.PublishStag
         load_s=loaded.load_s,
         copied=loaded.by_plan,
         wire_s=loaded.wire_s,
+        takes_deltas=loaded.takes_deltas,
     )

@@ -36,6 +36,7 @@ def result(
         "receive_s": receive_s,
         "load_s": 0.25,
         "wire_s": wire_s,
+        "shares": [],
     }
 
 
