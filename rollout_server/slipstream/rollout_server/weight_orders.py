@@ -165,9 +165,7 @@ class WeightOrders:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
         self._answer(
-            publish.publish_id,
-            fleet_pb2.PUBLISH_PHASE_LOADED,
-            bucket_digests=publish.digests,
+            publish.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED, bucket_digests=publish.digests
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:

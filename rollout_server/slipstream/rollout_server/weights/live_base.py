@@ -56,7 +56,8 @@ class LiveBase:
             == sum(span.tensor.num_bytes for span in bucket.spans)
             for bucket, of_bucket in zip(plan.buckets, views, strict=True)
         ]
-        # For each bucket, 8 bytes in hex for each tensor: equal where workers hold the same share.
+        # Names of a bucket's shares, 8 bytes in hex for each tensor: workers that hold the same share
+        # have the same name.
         self._names = ["".join(map(_name_of, of_bucket)) for of_bucket in views]
         self._digests = open_digests(plan.buckets, device)
         self._room: Tensor | None = None
