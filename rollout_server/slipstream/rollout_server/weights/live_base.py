@@ -56,8 +56,8 @@ class LiveBase:
             == sum(span.tensor.num_bytes for span in bucket.spans)
             for bucket, of_bucket in zip(plan.buckets, views, strict=True)
         ]
-        # Names of a bucket's shares, 8 bytes in hex for each tensor: workers that hold the same share
-        # have the same name.
+        # Names of a bucket's shares, 8 bytes in hex for each tensor: equal where workers hold the
+        # same share.
         self._names = ["".join(map(_name_of, of_bucket)) for of_bucket in views]
         self._digests = open_digests(plan.buckets, device)
         self._room: Tensor | None = None
@@ -83,7 +83,8 @@ class LiveBase:
             room.copy_(payload)
         else:
             self._collect(place)
-            put_changes(payload, bucket, changed, self._elements(place))
+            # Over gloo it lies in main memory.
+            put_changes(payload.to(self._device), bucket, changed, self._elements(place))
         self._replay.run(place, room)
         if not self._holds_all[place]:
             # Elements of other workers' shares were put there too.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.weights.share_digests import Share, whole_digests
 from slipstream.v1 import weights_pb2
+
+log = logging.getLogger(__name__)
 
 # Seconds that an update may take beside its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
@@ -199,6 +202,8 @@ class WeightUpdate:
         if received and not results[0]["by_plan"]:
             # The loader's work is done: can deltas follow?
             self._adds_up = received == whole
+            if whole and not self._adds_up:
+                log.info("every update is sent whole: the workers' shares do not add up")
         return received or whole
 
     async def _paused(self, update_limit_s: float) -> float:

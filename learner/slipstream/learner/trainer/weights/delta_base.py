@@ -56,12 +56,12 @@ class DeltaBase:
         # Name of the base's content, b"" before the first pass that sends, and what changed since.
         self._name, self._changed = b"", tuple[int, ...]()
         self._gaps = {place: _gaps(buckets[place], device) for place in self._kept}
-        total = sum(kept.numel() for kept in self._kept.values())
-        logger.info(
-            "weights.delta keeps %.2f GB of published weights %s",
-            total / 1e9,
-            "in main memory" if where.type == "cpu" else "on the GPU",
-        )
+        if self._kept:
+            logger.info(
+                "weights.delta keeps %.2f GB of published weights %s",
+                sum(kept.numel() for kept in self._kept.values()) / 1e9,
+                "in main memory" if where.type == "cpu" else "on the GPU",
+            )
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
