@@ -75,15 +75,18 @@ class BucketReceiver(Protocol):
 
 
 class NoDigests:
-    """The digests of payloads: none, but `read` waits for the stream as others do."""
+    """The digests of payloads: none, but `read` waits for the current stream as others do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def add(self, place: int, pointer: int, stream: int) -> None:
         """See `BucketDigests`."""
 
     def read(self, stream: int) -> list[list[bytes]]:
-        """See `BucketDigests`; 0 is no stream."""
-        if stream:
-            torch.cuda.ExternalStream(stream).synchronize()  # type: ignore[no-untyped-call]
+        """See `BucketDigests`."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         return []
 
 
@@ -92,7 +95,7 @@ def open_digests(
 ) -> BucketDigests:
     """Returns digests that are computed where the buckets lie; of no bucket unless `digested`."""
     if not digested:
-        return NoDigests()
+        return NoDigests(device)
     if device.type != "cuda":
         return HostDigests(buckets)
     from slipstream.protocol.weights.cuda_digests import CudaDigests

@@ -59,7 +59,9 @@ class NcclReceiver:
         self._backend.use()
         kind = incoming.buckets, incoming.digested
         if self._digested != kind:
-            self._digests = CudaDigests(incoming.buckets) if incoming.digested else NoDigests()
+            self._digests = (
+                CudaDigests(incoming.buckets) if incoming.digested else NoDigests(self._device)
+            )
             self._digested = kind
         if incoming.own_buffers:
             self._buffers = []
