@@ -362,6 +362,9 @@ def main() -> None:
     set_nccl_environment(os.environ)
     pipe = Pipe()
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        # All ends share the processor: threads of one would wait for those of another.
+        torch.set_num_threads(1)
     shape = SHAPES[arguments.shape]
     end: Any
     if arguments.role == "sender":
