@@ -293,7 +293,8 @@ class WeightsSection(Section):
     stage_on_server: bool = False
     # Send only the elements that changed since the last publish, bucket by bucket where that is at
     # most half as long. The trainer keeps the published weights for it, gpu: beside its own
-    # weights; host: in main memory, which takes longer. Servers take as much memory as one bucket.
+    # weights, with an eighth more; host: in main memory, which takes longer. An engine's worker
+    # takes memory for one bucket.
     delta: DeltaSetting = "off"
     # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
     # loads.

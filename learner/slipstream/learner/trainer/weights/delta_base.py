@@ -27,18 +27,32 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _ELEMENT = torch.int16
+# Largest payload, as a share of its bucket, that is encoded before it is ordered: it bounds the
+# memory of payloads.
+_EARLY_SHARE = 0.125
 
 
 class DeltaBase:
     """The bytes of a rank's own buckets as they were published last: as much memory again.
 
     In a pass `count` each bucket, or `encode` or `keep` it if it is sent; then `counts`, `settle`.
+    Small payloads are encoded by `count` already, so that a publish can begin with them:
+    `take_early` has them.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], own: Sequence[bool], device: torch.device, *, on_host: bool
+        self,
+        buckets: Sequence[Bucket],
+        own: Sequence[bool],
+        device: torch.device,
+        *,
+        on_host: bool,
+        encodes_early: bool = False,
     ) -> None:
         """Allocates the memory of the `own` buckets, in main memory or on the device."""
+        self._encodes_early = encodes_early
+        # They are kept until the next pass, while they travel too.
+        self._early: dict[int, Tensor] = {}
         self._buckets = buckets
         self._on_host = on_host and device.type == "cuda"
         where = torch.device("cpu") if self._on_host else device
@@ -82,16 +96,45 @@ class DeltaBase:
 
     def count(self, place: int, data: Tensor) -> None:
         """Counts the elements of bucket `place` that differ from the base."""
+        self._early.pop(place, None)
         if not self._name:
             return
         self._clear_gaps(place, data)
         differ = data.view(_ELEMENT) != self._base(place).view(_ELEMENT)
-        self._counts[place] = torch.count_nonzero(differ)
+        if not self._encodes_early:
+            self._counts[place] = torch.count_nonzero(differ)
+            return
+        where = differ.nonzero().flatten()
+        self._counts[place] = len(where)
+        if self._is_small(place, len(where)):
+            _, _, end = payload_parts(self._buckets[place], len(where))
+            payload = torch.empty(end, dtype=torch.uint8, device=data.device)
+            self._write(place, data, where, payload)
+            self._early[place] = payload
 
     def counts(self) -> list[int]:
         """Returns the number of changed elements of each bucket; 0 for other ranks' buckets."""
         found: list[int] = self._counts.tolist()
         return found
+
+    def has_early(self, place: int) -> bool:
+        """Whether the last pass encoded the change of bucket `place`; the same on every rank."""
+        return self._encodes_early and self._is_small(place, self._changed[place])
+
+    def take_early(self, place: int) -> Tensor:
+        """Returns the payload of an own bucket, and takes what it makes of the base as new base.
+
+        The payload stays valid until the next pass.
+        """
+        payload, changed = self._early[place], self._changed[place]
+        first, second, _ = payload_parts(self._buckets[place], changed)
+        per_block = payload[:first].view(_ELEMENT).to(torch.int64)
+        blocks = torch.arange(len(per_block), device=payload.device)
+        blocks = torch.repeat_interleave(blocks, per_block, output_size=changed)
+        places = blocks * BLOCK_ELEMENTS + payload[second : second + changed]
+        self._kept[place].view(_ELEMENT)[places] = payload[first:second].view(_ELEMENT)
+        self._counts[place] = 0
+        return payload
 
     def keep(self, place: int, data: Tensor) -> None:
         """Takes bucket `place` as the new base."""
@@ -114,17 +157,25 @@ class DeltaBase:
                 "the weights changed between a step and its publish"
             )
         self._kept[place].copy_(data, non_blocking=True)
-        values = elements[where]
-        bucket = self._buckets[place]
-        blocks = num_blocks(bucket)
-        bounds = torch.arange(blocks + 1, device=data.device) * BLOCK_ELEMENTS
+        self._write(place, data, where, data)
+        self._counts[place] = 0
+
+    def _write(self, place: int, data: Tensor, where: Tensor, payload: Tensor) -> None:
+        """Writes the elements of `data` at `where` as a payload, which may lie in `data`."""
+        bucket, changed = self._buckets[place], len(where)
+        values = data.view(_ELEMENT)[where]
+        bounds = torch.arange(num_blocks(bucket) + 1, device=data.device) * BLOCK_ELEMENTS
         per_block = torch.searchsorted(where, bounds).diff().to(_ELEMENT)
         first, second, end = payload_parts(bucket, changed)
-        data[:first].view(_ELEMENT).copy_(per_block)
-        data[first:second].view(_ELEMENT).copy_(values)
-        data[second : second + changed].copy_((where % BLOCK_ELEMENTS).to(torch.uint8))
-        data[second + changed : end].zero_()
-        self._counts[place] = 0
+        payload[:first].view(_ELEMENT).copy_(per_block)
+        payload[first:second].view(_ELEMENT).copy_(values)
+        payload[second : second + changed].copy_((where % BLOCK_ELEMENTS).to(torch.uint8))
+        payload[second + changed : end].zero_()
+
+    def _is_small(self, place: int, changed: int) -> bool:
+        """Whether a payload may take memory of its own until the next pass."""
+        bucket = self._buckets[place]
+        return payload_parts(bucket, changed)[2] <= bucket.num_bytes * _EARLY_SHARE
 
     def _base(self, place: int) -> Tensor:
         kept = self._kept[place]

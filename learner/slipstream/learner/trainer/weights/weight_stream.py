@@ -19,24 +19,24 @@ from slipstream.learner.trainer.weights.bucket_fill import (
     BridgeFilling,
     Filling,
     Kind,
-    exported,
     open_filling,
 )
 from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.pass_clock import PassClock
+from slipstream.learner.trainer.weights.stream_digests import (
+    bridge_digests,
+    difference,
+    open_digests,
+)
 from slipstream.protocol.settings.config import Config, WeightsSection
 from slipstream.protocol.settings.sections import DeltaSetting
 from slipstream.protocol.weights.buckets import (
-    ALIGNMENT_BYTES,
     Bucket,
-    Span,
     TensorSpec,
     plan_buckets,
 )
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import (
-    BucketDigests,
-    HostDigests,
     bucket_digest,
     weight_digest,
 )
@@ -97,7 +97,13 @@ class WeightStream:
         self._stream = _new_stream(device)
         self._base: DeltaBase | None = None
         if delta != "off":
-            self._base = DeltaBase(self.buckets, self._own, device, on_host=delta == "host")
+            self._base = DeltaBase(
+                self.buckets,
+                self._own,
+                device,
+                on_host=delta == "host",
+                encodes_early=filling.fills_any and delta == "gpu",
+            )
         with policy.memory.resident(Part.PARAMETERS):
             filling.prepare(self.buckets, self._lanes)
 
@@ -188,16 +194,18 @@ class WeightStream:
                     release = releases[lane]
                     if release is not None:
                         release()
-                    if place >= ahead:
+                    # The last pass has digested and encoded it.
+                    is_early = delta is not None and self._has_early(place)
+                    if place >= ahead and not is_early:
                         with clock.measure():
                             self._filling.fill(place)
                     buffer, wire = self._lanes[lane][: bucket.num_bytes], wires[place]
+                    data = buffer[: wire.num_bytes]
                     is_payload = self._own[place] and wire.num_bytes < bucket.num_bytes
                     if is_payload:
-                        # The payload takes the bucket's place in the lane.
-                        self._note(place, buffer, is_sent=True, as_payload=True)
+                        data = self._payload(place, buffer, is_early=is_early)[: wire.num_bytes]
                     if send is not None and self.sender is not None:
-                        releases[lane] = send(place, wire, buffer[: wire.num_bytes])
+                        releases[lane] = send(place, wire, data)
                     # The digest is taken while the bucket travels; the lane is refilled later on
                     # the same stream.
                     if self._own[place] and not is_payload:
@@ -208,17 +216,23 @@ class WeightStream:
             self._base.settle(digests.changed, sent=digests.buckets if send is not None else ())
         return digests
 
-    def _note(self, place: int, buffer: Tensor, *, is_sent: bool, as_payload: bool = False) -> None:
+    def _has_early(self, place: int) -> bool:
+        return self._base is not None and self._base.has_early(place)
+
+    def _payload(self, place: int, buffer: Tensor, *, is_early: bool) -> Tensor:
+        """Returns the payload of an own bucket, in its `buffer` unless the last pass encoded it."""
+        assert self._base is not None
+        if is_early:
+            return self._base.take_early(place)
+        self._digests.add(place, buffer.data_ptr(), self._handle)
+        self._base.encode(place, buffer)
+        return buffer
+
+    def _note(self, place: int, buffer: Tensor, *, is_sent: bool) -> None:
         """Takes the digest of an own bucket, and compares it with the base or keeps it as such."""
         self._digests.add(place, buffer.data_ptr(), self._handle)
-        if self._base is None:
-            return
-        if as_payload:
-            self._base.encode(place, buffer)
-        elif is_sent:
-            self._base.keep(place, buffer)
-        else:
-            self._base.count(place, buffer)
+        if self._base is not None:
+            (self._base.keep if is_sent else self._base.count)(place, buffer)
 
     @property
     def _handle(self) -> int:
@@ -282,7 +296,7 @@ def open_stream(
         stream = WeightStream(policy, filling, bucket_bytes=size, delta=delta)
         if isinstance(filling, BridgeFilling):
             return stream
-        problem = _difference(stream.run(), bridge_digests(policy, dtype, kind))
+        problem = difference(stream.run().by_name, bridge_digests(policy, dtype, kind))
         # All ranks have all digests, but only rank 0 surely has all of Bridge's tensors.
         data = problem.encode() if policy.ranks.is_main else None
         problem = policy.ranks.broadcast_bytes(data).decode()
@@ -305,43 +319,8 @@ def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
 
 
-def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
-    """Returns the digest by name of every tensor that Bridge exports. Collective."""
-    found = {}
-    for name, tensor in exported(policy, getattr(torch, dtype), kind):
-        kind_of_element = str(tensor.dtype).removeprefix("torch.")
-        spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
-        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
-        digests = open_digests((bucket,), tensor.device)
-        handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
-        # A view into a parameter may begin anywhere.
-        aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
-        digests.add(0, aligned.data_ptr(), handle)
-        found[name] = digests.read(handle)[0][0]
-    return found
-
-
-def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Returns digests that are computed where the buckets lie."""
-    if device.type != "cuda":
-        return HostDigests(buckets)
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
-
-    with torch.cuda.device(device):
-        return CudaDigests(buckets)
-
-
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
-
-
-def _difference(planned: WeightDigests, exported: dict[str, bytes]) -> str:
-    """Describes the first difference; "" when both are the same weights."""
-    ours = planned.by_name
-    if missing := sorted(set(exported) ^ set(ours)):
-        return f"{missing[0]} is in only one of the plan and Bridge's export"
-    wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
-    return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""

@@ -10,6 +10,7 @@ import torch
 from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream
 from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.settings.sections import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import content_name, on_the_wire, travels_whole
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
@@ -61,7 +62,11 @@ class Receiver:
 
 
 def follow(
-    weights: Weights, steps: Iterator[None], *, bucket_bytes: int = 3000, delta: str = "host"
+    weights: Weights,
+    steps: Iterator[None],
+    *,
+    bucket_bytes: int = 3000,
+    delta: DeltaSetting = "host",
 ) -> list[int]:
     """Publishes before and after each step; returns the payloads in each of these publishes.
 
@@ -113,11 +118,12 @@ def random_weights(specs: list[TensorSpec]) -> Weights:
     return {s: (0.02 * torch.randn(s.shape)).to(getattr(torch, s.dtype)) for s in specs}
 
 
+@pytest.mark.parametrize("delta", ["host", "gpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_steps_of_adamw_arrive_bit_for_bit(dtype: str) -> None:
+def test_steps_of_adamw_arrive_bit_for_bit(dtype: str, delta: DeltaSetting) -> None:
     # Sizes that leave gaps between tensors, and blocks that are not full.
     weights = random_weights(specs_of(dtype, 1000, 3, 500, 2000, 7))
-    payloads = follow(weights, adamw(weights, 10, learning_rate=1e-6))
+    payloads = follow(weights, adamw(weights, 10, learning_rate=1e-6), delta=delta)
     assert payloads[0] == 0
     if dtype == "bfloat16":
         assert min(payloads[1:]) >= 2
@@ -130,7 +136,8 @@ def changes(weights: Weights, *each: Callable[[Tensor], None]) -> Iterator[None]
         yield None
 
 
-def test_whatever_changed_arrives_bit_for_bit() -> None:
+@pytest.mark.parametrize("delta", ["host", "gpu"])
+def test_whatever_changed_arrives_bit_for_bit(delta: DeltaSetting) -> None:
     def set_bits(bits: int) -> Callable[[Tensor], None]:
         def change(data: Tensor) -> None:
             data.view(torch.int16)[::50] = bits
@@ -150,9 +157,12 @@ def test_whatever_changed_arrives_bit_for_bit() -> None:
             set_bits(0x7FC1),
             lambda data: data.view(torch.int16).bitwise_xor_(1),
             set_bits(1),
+            # Of one tensor nothing, of the other too much to be encoded before it is ordered.
+            lambda data: data.view(torch.int16)[: len(data) // 2000 * 400].bitwise_xor_(1),
         ),
+        delta=delta,
     )
-    assert payloads == [0, 2, 2, 2, 2, 2, 0, 2]
+    assert payloads == [0, 2, 2, 2, 2, 2, 0, 2, 2]
 
 
 def test_half_of_a_float32_travels_where_only_that_half_changed() -> None:
@@ -187,13 +197,39 @@ def test_weights_that_changed_after_they_were_counted_end_the_run() -> None:
 
     def on_rank(ranks: ThreadRanks) -> None:
         stream = WeightStream(
-            PlainModel(ranks), PlainFilling(weights, ranks), bucket_bytes=3000, delta="gpu"
+            PlainModel(ranks), PlainFilling(weights, ranks), bucket_bytes=3000, delta="host"
         )
         stream.run(lambda *_: lambda: None)
         stream.run()
         next(iter(weights.values()))[3] += 1
         with pytest.raises(RunFailed, match="bucket 0 has 1 changed elements where 0 were counted"):
             stream.run(lambda *_: lambda: None, delta=stream.offer)
+
+    run_ranks(1, on_rank)
+
+
+def test_what_was_encoded_by_the_last_pass_is_sent_without_filling_anything() -> None:
+    weights = random_weights(specs_of("bfloat16", 1000, 1000))
+    filled: list[int] = []
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        filling = PlainFilling(weights, ranks, on_fill=filled.append)
+        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=3000, delta="gpu")
+        receiver = Receiver(stream.buckets)
+        stream.run(receiver.send)
+        first, second = weights.values()
+        first.view(torch.int16)[::100].bitwise_xor_(1)
+        second.view(torch.int16)[::5].bitwise_xor_(1)
+        digests = stream.run()
+        del filled[:]
+        assert stream.run(receiver.send, delta=stream.offer).by_name == digests.by_name
+        # Of the second bucket too much has changed to be kept.
+        assert filled == [1]
+        assert receiver.payloads == 2
+        assert receiver.digests == digests.buckets
+        # A whole publish after it is right as well, and so is a delta on that.
+        first.view(torch.int16)[::50].bitwise_xor_(1)
+        assert stream.run().buckets == stream.run(receiver.send).buckets == receiver.digests
 
     run_ranks(1, on_rank)
 

@@ -14,6 +14,7 @@ from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.sections import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
@@ -86,9 +87,10 @@ class Server:
         ]
 
 
+@pytest.mark.parametrize("delta", ["gpu", "host"])
 @pytest.mark.parametrize(("transport", "num_senders"), [("gloo", 2), ("gloo", 1), ("ipc", 1)])
 def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
-    transport: str, num_senders: int
+    transport: str, num_senders: int, delta: DeltaSetting
 ) -> None:
     scene = Scene(transport, num_senders)
     servers: list[Server] = []
@@ -116,7 +118,7 @@ def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
 
         def on_rank(ranks: ThreadRanks) -> None:
             filling = PlainFilling(scene.tensors, ranks)
-            stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=20_000, delta="host")
+            stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=20_000, delta=delta)
             size = stream.largest_bucket
             senders = BucketSenders(weights, torch.device("cpu"), largest_bucket=size)
             publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=client)
