@@ -145,7 +145,9 @@ class Sender:
         if not self._optimizers:
             for part in self._tensors.values():
                 master = torch.nn.Parameter(part.float())
-                self._optimizers.append((master, torch.optim.AdamW([master], lr=message["lr"])))
+                # Unfused it takes several times the memory of the largest matrix.
+                optimizer = torch.optim.AdamW([master], lr=message["lr"], fused=True)
+                self._optimizers.append((master, optimizer))
         for part, (master, optimizer) in zip(self._tensors.values(), self._optimizers, strict=True):
             # One gradient at a time: all would take as much memory as the masters.
             master.grad = torch.randn_like(master)
