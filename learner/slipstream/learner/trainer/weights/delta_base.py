@@ -51,8 +51,10 @@ class DeltaBase:
     ) -> None:
         """Allocates the memory of the `own` buckets, in main memory or on the device."""
         self._encodes_early = encodes_early
-        # They are kept until the next pass, while they travel too.
+        # Payloads of the last pass that counted, kept while they travel too; whether no pass that
+        # sent came after it.
         self._early: dict[int, Tensor] = {}
+        self._is_counted = False
         self._buckets = buckets
         self._on_host = on_host and device.type == "cuda"
         where = torch.device("cpu") if self._on_host else device
@@ -91,7 +93,7 @@ class DeltaBase:
 
     def settle(self, changed: Sequence[int], sent: Sequence[bytes] = ()) -> None:
         """Ends a pass: what `changed` on any rank; `sent` has the digests of a pass that sent."""
-        self._changed = tuple(changed)
+        self._changed, self._is_counted = tuple(changed), not sent
         self._name = content_name(sent) or self._name
 
     def count(self, place: int, data: Tensor) -> None:
@@ -119,7 +121,8 @@ class DeltaBase:
 
     def has_early(self, place: int) -> bool:
         """Whether the last pass encoded the change of bucket `place`; the same on every rank."""
-        return self._encodes_early and self._is_small(place, self._changed[place])
+        is_small = self._is_small(place, self._changed[place])
+        return self._encodes_early and self._is_counted and is_small
 
     def take_early(self, place: int) -> Tensor:
         """Returns the payload of an own bucket, and takes what it makes of the base as new base.

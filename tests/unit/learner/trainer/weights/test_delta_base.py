@@ -227,6 +227,9 @@ def test_what_was_encoded_by_the_last_pass_is_sent_without_filling_anything() ->
         assert filled == [1]
         assert receiver.payloads == 2
         assert receiver.digests == digests.buckets
+        # The same weights once more: nothing changed since.
+        assert list(stream.offer.changed) == [0, 0]
+        assert stream.run(receiver.send, delta=stream.offer).buckets == receiver.digests
         # A whole publish after it is right as well, and so is a delta on that.
         first.view(torch.int16)[::50].bitwise_xor_(1)
         assert stream.run().buckets == stream.run(receiver.send).buckets == receiver.digests
