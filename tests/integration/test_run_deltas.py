@@ -20,7 +20,11 @@ from support.rigs.run_processes import (  # noqa: E402
     summary_of,
 )
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("nothing_survives")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("nothing_survives"),
+]
 STEPS = 5
 
 
