@@ -157,7 +157,7 @@ def test_whatever_changed_arrives_bit_for_bit(delta: DeltaSetting) -> None:
             set_bits(0x7FC1),
             lambda data: data.view(torch.int16).bitwise_xor_(1),
             set_bits(1),
-            # Of one tensor nothing, of the other too much to be encoded before it is ordered.
+            # Nothing of one tensor, and too much of the other to be encoded before it is ordered.
             lambda data: data.view(torch.int16)[: len(data) // 2000 * 400].bitwise_xor_(1),
         ),
         delta=delta,
@@ -223,7 +223,7 @@ def test_what_was_encoded_by_the_last_pass_is_sent_without_filling_anything() ->
         digests = stream.run()
         del filled[:]
         assert stream.run(receiver.send, delta=stream.offer).by_name == digests.by_name
-        # Of the second bucket too much has changed to be kept.
+        # Too much of the second bucket has changed to be kept.
         assert filled == [1]
         assert receiver.payloads == 2
         assert receiver.digests == digests.buckets
