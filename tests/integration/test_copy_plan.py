@@ -64,8 +64,10 @@ def test_deltas_equal_the_loader_and_their_shares_the_whole_weights(
 ) -> None:
     from slipstream.rollout_server.weights.share_digests import whole_digests
 
-    found = patched(folder, tp_size, SHAPES)
-    for shape in SHAPES:
+    # GLM has a bias in float32, whatever the wire's type is: it takes no deltas.
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "glm"}
+    found = patched(folder, tp_size, shapes)
+    for shape in shapes:
         ranks = [each[shape] for each in found]
         assert [rank.different for rank in ranks] == tp_size * [()]
         # The first delta and the last one, but for buckets of next to nothing.
