@@ -40,7 +40,7 @@ class Ends:
     async def start(cls, arguments: argparse.Namespace, logs: Path) -> Ends:
         """Starts all programs; returns when all have their parameters."""
         common = ["--device", arguments.device, "--shape", arguments.shape]
-        common += ["--bucket-mib", str(arguments.bucket_mib)]
+        common += ["--bucket-mib", str(arguments.bucket_mib), "--delta", arguments.delta]
         programs = []
         for rank in range(1 + arguments.servers):
             role = "receiver" if rank else "sender"
@@ -89,6 +89,11 @@ def times_of(answers: list[dict[str, Any]]) -> dict[str, float]:
     return {"wire_s": min(wires), "host_s": max(answer["host_s"] for answer in answers[1:])}
 
 
+def work_of(answer: dict[str, Any]) -> dict[str, float]:
+    """Returns the seconds of the sender's work before a publish."""
+    return {key: answer[key] for key in BEFORE}
+
+
 async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, Any]) -> None:
     """Adds times of ours and of the limit, in turns, to `found`; the first round only warms up."""
     ends = await Ends.start(arguments, logs)
@@ -98,7 +103,7 @@ async def measure(arguments: argparse.Namespace, logs: Path, found: dict[str, An
         found |= {"num_bytes": num_bytes, "num_buckets": announced["num_buckets"]}
         progress(f"all have met; {num_bytes} bytes in {announced['num_buckets']} buckets")
         for repeat in range(arguments.repeats + 1):
-            before = (await ends.all(do="prepare"))[0]
+            before = work_of((await ends.all(do="prepare"))[0])
             answers = {"ours": await ends.all(do="publish", delay_s=DELAY_S)}
             check(answers["ours"])
             if arguments.device == "cuda":
@@ -151,7 +156,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=WeightsSection().bucket_mib)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    arguments.name = f"wire-{arguments.shape}-{arguments.servers}"
+    arguments.name, arguments.delta = f"wire-{arguments.shape}-{arguments.servers}", "off"
     found: dict[str, Any] = {"ours": [], "raw": []}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:

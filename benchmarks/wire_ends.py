@@ -15,7 +15,8 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,21 @@ from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
 from slipstream.protocol.settings.config import OffloadSection, WeightsSection
+from slipstream.protocol.settings.sections import DeltaSetting
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.rollout_server.weights.joining import TRANSPORTS
+from slipstream.rollout_server.weights.live_base import LiveBase
+from slipstream.rollout_server.weights.share_digests import whole_digests
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 DTYPE = torch.bfloat16
+# Size of a trained model's weights: it decides how many of them a step changes.
+STD = 0.02
 LIMITS = {"bucket_deadline_s": 20.0, "join_deadline_s": 60.0}
 
 
@@ -52,8 +58,12 @@ class End(Protocol):
         """Joins the communicator."""
         ...
 
+    def step(self, message: Message) -> Message:
+        """Takes a step of the optimizer; for the sender alone."""
+        ...
+
     def prepare(self, message: Message) -> Message:
-        """Does the work before a publish; returns its times."""
+        """Does the work before a publish; returns its times, and what changed since the last."""
         ...
 
     def publish(self, message: Message) -> Message:
@@ -96,8 +106,11 @@ class LonePolicy:
 class Sender:
     """See `End`."""
 
-    def __init__(self, shape: Shape, device: torch.device, bucket_mib: int) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, bucket_mib: int, delta: DeltaSetting
+    ) -> None:
         self._device = device
+        self._optimizers: list[tuple[Tensor, torch.optim.AdamW]] = []
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self._tensors = dict(_megatron_parts(shape, device))
         pieces = [
@@ -108,7 +121,7 @@ class Sender:
         filling = PlannedFilling(policy, str(DTYPE).removeprefix("torch."), pieces)
         weights = WeightsSection(bucket_mib=bucket_mib, **LIMITS)
         size = bucket_bytes(weights, filling.tensors)
-        self._stream = WeightStream(policy, filling, bucket_bytes=size)
+        self._stream = WeightStream(policy, filling, bucket_bytes=size, delta=delta)
         senders = BucketSenders(weights, device, largest_bucket=self._stream.largest_bucket)
         self._sender: Any = senders.for_transport("nccl" if device.type == "cuda" else "gloo")
 
@@ -127,6 +140,23 @@ class Sender:
         self.group = self._sender._group
         return {}
 
+    def step(self, message: Message) -> Message:
+        """See `End`: AdamW with random gradients, on float32 masters that are rounded."""
+        if not self._optimizers:
+            for part in self._tensors.values():
+                master = torch.nn.Parameter(part.float())
+                # Unfused it takes several times the memory of the largest matrix.
+                optimizer = torch.optim.AdamW([master], lr=message["lr"], fused=True)
+                self._optimizers.append((master, optimizer))
+        for part, (master, optimizer) in zip(self._tensors.values(), self._optimizers, strict=True):
+            # One gradient at a time: all would take as much memory as the masters.
+            master.grad = torch.randn_like(master)
+            optimizer.step()
+            optimizer.zero_grad()
+            part.copy_(master.detach())
+        synchronize(self._device)
+        return {}
+
     def prepare(self, message: Message) -> Message:
         """See `End`: digests all weights and fills the first buckets, as after a step."""
         marks = [time.perf_counter()]
@@ -134,14 +164,20 @@ class Sender:
             part()
             synchronize(self._device)
             marks.append(time.perf_counter())
-        return {"digests_s": marks[1] - marks[0], "ahead_s": marks[2] - marks[1]}
+        offer, share = self._stream.offer, self._stream.changed_share
+        facts = {"changed": share, "delta": offer.SerializeToString().hex() if offer else ""}
+        return {"digests_s": marks[1] - marks[0], "ahead_s": marks[2] - marks[1], **facts}
 
     def publish(self, message: Message) -> Message:
         """See `End`."""
         started = time.perf_counter()
-        digests = self._stream.run(lambda place, bucket, data: self._sender.send(bucket, data))
+        delta = self._stream.offer if message.get("delta") else None
+        digests = self._stream.run(
+            lambda place, bucket, data: self._sender.send(bucket, data), delta=delta
+        )
         wire = self._sender.finish()
-        return _times(wire, started) | {"digests": [each.hex() for each in digests.buckets]}
+        facts = {"num_bytes": wire.num_bytes, "digests": [each.hex() for each in digests.buckets]}
+        return _times(wire, started) | facts
 
     def sums(self, message: Message) -> Message:
         """See `End`."""
@@ -186,9 +222,15 @@ class Receiver:
             )
             for place, bucket in enumerate(buckets)
         )
-        self._replay = Replay(CopyPlan(buckets, copies), self._parameters)
+        plan = CopyPlan(buckets, copies)
+        self._replay = Replay(plan, self._parameters)
+        self._live = LiveBase(plan, self._replay, self._parameters, self._device)
         for place, buffer in enumerate(self._transport.prepare(self._incoming)):
             self._replay.prepare(place, buffer)
+        return {}
+
+    def step(self, message: Message) -> Message:
+        """See `End`: a receiver takes none."""
         return {}
 
     def prepare(self, message: Message) -> Message:
@@ -197,11 +239,28 @@ class Receiver:
 
     def publish(self, message: Message) -> Message:
         """See `End`: begins after `delay_s` seconds, as in an engine that has to pause."""
+        if message.get("delta"):
+            delta = weights_pb2.Delta.FromString(bytes.fromhex(message["delta"]))
+            return self._apply(delta, message["delay_s"])
         time.sleep(message["delay_s"])
         started = time.perf_counter()
         for place, buffer in enumerate(self._transport.receive(self._incoming)):
             self._replay.run(place, buffer)
         digests = self._transport.digests()
+        return _times(self._transport.take_wire(), started) | {
+            "digests": [digest.hex() for digest in digests]
+        }
+
+    def _apply(self, delta: weights_pb2.Delta, delay_s: float) -> Message:
+        incoming = replace(self._incoming, buckets=self._live.expect(delta.changed), digested=False)
+        self._transport.prepare(incoming)
+        self._live.prepare()
+        time.sleep(delay_s)
+        started = time.perf_counter()
+        for place, payload in enumerate(self._transport.receive(incoming)):
+            self._live.take(place, payload)
+        self._transport.digests()
+        digests = whole_digests([self._live.read()])
         return _times(self._transport.take_wire(), started) | {
             "digests": [digest.hex() for digest in digests]
         }
@@ -241,7 +300,9 @@ def _megatron_parts(shape: Shape, device: torch.device) -> Iterator[tuple[str, T
     fused, gate_up = torch.empty(0), torch.empty(0)
     for name, sizes in shape.tensors():
         if name.endswith("q_proj.weight"):
-            fused = torch.empty(group, dtype=DTYPE, device=device).normal_(generator=generator)
+            fused = torch.empty(group, dtype=DTYPE, device=device).normal_(
+                std=STD, generator=generator
+            )
             yield name, fused[:, :heads]
         elif name.endswith("k_proj.weight"):
             yield name, fused[:, heads]
@@ -249,13 +310,15 @@ def _megatron_parts(shape: Shape, device: torch.device) -> Iterator[tuple[str, T
             yield name, fused[:, heads + 1]
         elif name.endswith("gate_proj.weight"):
             both = (2 * shape.intermediate, shape.hidden)
-            gate_up = torch.empty(both, dtype=DTYPE, device=device).normal_(generator=generator)
+            gate_up = torch.empty(both, dtype=DTYPE, device=device).normal_(
+                std=STD, generator=generator
+            )
             yield name, gate_up[: shape.intermediate]
         elif name.endswith("up_proj.weight"):
             yield name, gate_up[shape.intermediate :]
         else:
             whole = torch.empty(sizes, dtype=DTYPE, device=device)
-            yield name, whole.normal_(generator=generator)
+            yield name, whole.normal_(std=STD, generator=generator)
 
 
 def _vllm_parts(shape: Shape, device: torch.device) -> Iterator[tuple[str, str, Tensor]]:
@@ -296,14 +359,18 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--bucket-mib", type=int, default=WeightsSection().bucket_mib)
+    parser.add_argument("--delta", choices=get_args(DeltaSetting), default="off")
     arguments = parser.parse_args()
     set_nccl_environment(os.environ)
     pipe = Pipe()
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        # All ends share the processor: threads of one would wait for those of another.
+        torch.set_num_threads(1)
     shape = SHAPES[arguments.shape]
     end: Any
     if arguments.role == "sender":
-        end = Sender(shape, device, arguments.bucket_mib)
+        end = Sender(shape, device, arguments.bucket_mib, arguments.delta)
     else:
         end = Receiver(shape, device, arguments.rank)
     raw: Raw | None = None

@@ -89,8 +89,16 @@ class Probe(_message.Message):
     tolerance: float
     def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ...) -> None: ...
 
+class Delta(_message.Message):
+    __slots__ = ("base", "changed")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    base: bytes
+    changed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, base: _Optional[bytes] = ..., changed: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PublishOrder(_message.Message):
-    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun", "adapters_alone")
+    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun", "adapters_alone", "delta")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +109,7 @@ class PublishOrder(_message.Message):
     JOIN_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     version: _trajectory_pb2.PolicyVersion
     communicator: Communicator
@@ -111,4 +120,5 @@ class PublishOrder(_message.Message):
     join_deadline_s: float
     begun: bool
     adapters_alone: bool
-    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ..., adapters_alone: bool = ...) -> None: ...
+    delta: Delta
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ..., adapters_alone: bool = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...

@@ -161,7 +161,8 @@ class LoadedWeights:
     waiting for buckets, as far as it loaded nothing meanwhile, and `load_s` on the rest. `wire_s`
     runs from the first broadcast's start on the worker that joined last to the end of the last
     broadcast; 0 where it cannot be timed. `already_resumed`: nothing ran, and the engine has
-    taken the new version already; `resume` takes no time.
+    taken the new version already; `resume` takes no time. `takes_deltas`: the next update may
+    carry only what changed.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -171,6 +172,7 @@ class LoadedWeights:
     load_s: float
     wire_s: float = 0.0
     already_resumed: bool = False
+    takes_deltas: bool = False
 
 
 class Engine(Protocol):

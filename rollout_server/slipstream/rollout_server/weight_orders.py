@@ -165,9 +165,7 @@ class WeightOrders:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
         self._answer(
-            publish.publish_id,
-            fleet_pb2.PUBLISH_PHASE_LOADED,
-            bucket_digests=publish.digests,
+            publish.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED, bucket_digests=publish.digests
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
@@ -347,4 +345,5 @@ def _stages(loaded: LoadedWeights, *, prepare_s: float) -> fleet_pb2.PublishStag
         load_s=loaded.load_s,
         copied=loaded.by_plan,
         wire_s=loaded.wire_s,
+        takes_deltas=loaded.takes_deltas,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.weights.share_digests import whole_digests
 
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.plain_matrices import keep_matrices_plain
@@ -32,16 +33,30 @@ class Scene:
         self._model.load_weights(iter(self.first.items()))
         self.seen: list[Any] = []
 
-    def publish(self, weights: Weights, bucket_bytes: int, most: int | None = None) -> None:
-        """A whole update; notes (by plan, the weights are what the loader makes of them)."""
+    def publish(
+        self,
+        weights: Weights,
+        bucket_bytes: int,
+        most: int | None = None,
+        *,
+        base: Weights | None = None,
+    ) -> None:
+        """An update; notes (by plan, the weights are what the loader makes of them).
+
+        With `base` only what changed since is sent, and the digests of the whole are noted too.
+        """
         self._count += 1
         layout = layout_of(weights, bucket_bytes)
         if most is not None:
             # Somebody waits for those that do not come.
             self._sender.deadline_s = 1.0
         order = self._sender.order(f"p{self._count}", self._count)
+        if base is not None:
+            order.delta.CopyFrom(self._sender.delta(layout, base, weights))
         sending = threading.Thread(
-            target=self._sender.send, args=(layout, weights), kwargs={"max_buckets": most}
+            target=self._sender.send,
+            args=(layout, weights),
+            kwargs={"max_buckets": most, "base": base},
         )
         sending.start()
         try:
@@ -64,6 +79,8 @@ class Scene:
         self._fresh.load_weights(iter(weights.items()))
         loaded = dict(self._model.named_parameters())
         same = all(torch.equal(loaded[n], p) for n, p in self._fresh.named_parameters())
+        if base is not None:
+            same &= whole_digests([result["shares"]]) == self._sender.digests(layout, weights)
         self.seen.append((result["by_plan"], same))
 
     def meet_again(self, deadline_s: float = 30.0) -> None:
@@ -112,6 +129,32 @@ def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     scene.meet_again()
     scene.publish(scene.second, LARGE)
     return scene.seen
+
+
+def deltas(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
+    """Deltas between whole updates, one that stops, one that comes after it, and one more."""
+    scene = Scene(folder, shape, stage=stage)
+    near = {name: altered(tensor) for name, tensor in scene.first.items()}
+    scene.publish(scene.first, LARGE)
+    for base, weights in ((scene.first, near), (near, scene.first), (scene.first, near)):
+        scene.publish(weights, LARGE, base=base)
+    scene.publish(scene.second, LARGE)
+    scene.publish(scene.first, LARGE, base=scene.second)
+    scene.publish(near, LARGE, most=1, base=scene.first)
+    scene.meet_again()
+    # It is refused before any bucket.
+    scene.publish(near, LARGE, most=0, base=scene.first)
+    scene.meet_again()
+    scene.publish(scene.first, LARGE)
+    scene.publish(near, LARGE, base=scene.first)
+    return scene.seen
+
+
+def altered(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with another bit in one of fifty elements."""
+    units = tensor.clone().view(torch.int16).flatten()
+    units[::50] ^= 1
+    return units.view(tensor.shape).view(tensor.dtype)
 
 
 def updates_of_layers_with_scales(rank: int, folder: Path, shape: str) -> list[Any]:

@@ -1,7 +1,8 @@
 """The program of ranks that put their weights together in buckets.
 
 FOLDER/JOB-stream-RANK.pt holds the tensors that were in this rank's own buckets, and on rank 0 what
-Bridge exports; before and after a training step. FOLDER/stream-wrong-plan-RANK.pt: how ranks went
+Bridge exports; before and after a training step, and after some weights were changed by hand. A
+pass sends only what changed if it can. FOLDER/stream-wrong-plan-RANK.pt: how ranks went
 on whose plan gives other weights than Bridge.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from support.ranks.parity_layouts import batches, config_of
+from support.references import plain_deltas
 
 # Smaller than a layer.
 BUCKET_BYTES = 20_000
@@ -43,7 +45,8 @@ def run_rank(folder: Path, job: str) -> None:
     whole = open_stream(policy, config)
     assert isinstance(whole._filling, PlannedFilling)
     filling = open_filling(policy, config.model.dtype)
-    stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES)
+    stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES, delta="host")
+    held: dict[int, bytes] = {}
     found: dict = {
         "senders": list(stream.senders),
         "passes": [],
@@ -52,6 +55,7 @@ def run_rank(folder: Path, job: str) -> None:
 
     def one_pass() -> None:
         released: list[int] = []
+        payloads = 0
         tensors: dict[str, torch.Tensor] = {}
 
         def send(place: int, bucket: Bucket, data: torch.Tensor):
@@ -60,15 +64,22 @@ def run_rank(folder: Path, job: str) -> None:
                 # What another sender's bucket leaves there.
                 data.fill_(0xFF)
                 return lambda: released.append(place)
+            nonlocal payloads
+            received = data.numpy().tobytes()
+            if bucket.num_bytes < stream.buckets[place].num_bytes:
+                payloads += 1
+                received = plain_deltas.decode(held[place], received)
+            held[place] = received
+            whole = torch.frombuffer(bytearray(received), dtype=torch.uint8)
             for span in bucket.spans:
-                raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
+                raw = whole[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
                 dtype = getattr(torch, span.tensor.dtype)
                 tensors[span.tensor.name] = raw.view(dtype).view(span.tensor.shape).cpu()
             return lambda: released.append(place)
 
-        digests = stream.run(send)
-        exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
         alone = stream.run()
+        digests = stream.run(send, delta=stream.offer)
+        exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
         assert alone.identity == digests.identity
         assert whole.run().identity == digests.identity
         by_bridge = BridgeFilling(policy, config.model.dtype)
@@ -80,11 +91,16 @@ def run_rank(folder: Path, job: str) -> None:
                 "tensors": tensors,
                 "exported": exported if policy.ranks.is_main else {},
                 "identity": digests.identity.hex(),
+                "payloads": payloads,
             }
         )
 
     one_pass()
     TrainingStep(policy, config).run(batches(config)[0])
+    one_pass()
+    with torch.no_grad():
+        for parameter in (each for chunk in policy.chunks for each in chunk.parameters()):
+            parameter.view(-1)[::50] += 0.01
     one_pass()
     torch.save(found, folder / f"{job}-stream-{policy.ranks.rank}.pt")
     policy.ranks.close()

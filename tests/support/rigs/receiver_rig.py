@@ -107,6 +107,12 @@ class Rig:
                 for name, tensor in first.items()
             }
             save_file(self.weights[label], self.file(label), metadata={"format": "pt"})
+        # "b", with another bit in every fiftieth element: what a step changes.
+        near = {name: tensor.clone() for name, tensor in self.weights["b"].items()}
+        for tensor in near.values():
+            tensor.view(torch.int16).flatten()[::50] ^= 1 << 6
+        self.weights["near"] = near
+        save_file(near, self.file("near"), metadata={"format": "pt"})
 
     def file(self, label: str) -> Path:
         # Apart: vLLM loads every such file of the model's folder.
@@ -155,19 +161,28 @@ class Rig:
             self.sender = NcclSender(name, gpu=gpu, num_workers=workers, deadline_s=10.0)
 
     async def publish(
-        self, label: str, *, bucket_mib: float, max_buckets: int | None = None
+        self,
+        label: str,
+        *,
+        bucket_mib: float,
+        max_buckets: int | None = None,
+        base: str | None = None,
     ) -> None:
-        """A whole publish, with the time of each stage in milliseconds."""
+        """A publish, whole or of what changed, with the time of each stage in milliseconds."""
         weights, sender = self.weights[label], self.sender
         assert sender is not None
         self.publishes += 1
         layout = layout_of(weights, int(bucket_mib * (1 << 20)))
         order = sender.order(f"p{self.publishes}", self.publishes)
+        changes: dict[str, Any] = {}
         if isinstance(sender, NcclSender):
             await asyncio.to_thread(sender.load, self.file(label), layout.bucket_bytes)
+        elif base is not None:
+            order.delta.CopyFrom(sender.delta(layout, self.weights[base], weights))
+            changes["base"] = self.weights[base]
         clock = [time.perf_counter()]
         sending = asyncio.create_task(
-            asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets)
+            asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets, **changes)
         )
         try:
             await self.engine.prepare_weights(order, layout, 1)
@@ -184,6 +199,7 @@ class Rig:
             "publish",
             weights=label,
             by_plan=loaded.by_plan,
+            takes_deltas=loaded.takes_deltas,
             digests_agree=list(loaded.bucket_digests) == sent,
             buckets=len(loaded.bucket_digests),
             mbytes=round(sum(t.nbytes for t in weights.values()) / 1e6),
@@ -257,6 +273,18 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     for label in ("b", "c", "b", "c", "b"):
         await rig.publish(label, bucket_mib=bucket_mib)
     planned = await rig.score()
+    if isinstance(rig.sender, GlooSender):
+        await rig.publish("near", bucket_mib=bucket_mib, base="b")
+        patched = await rig.score()
+        await rig.publish("near", bucket_mib=bucket_mib)
+        whole = await rig.score()
+        await rig.publish("b", bucket_mib=bucket_mib, base="near")
+        say(
+            "deltas",
+            equal=bool(np.array_equal(patched, whole)),
+            differ=float(np.abs(patched - planned).mean()),
+            equal_again=bool(np.array_equal(planned, await rig.score())),
+        )
     # Other buckets: the loader again, with the same weights.
     await rig.publish("b", bucket_mib=1.5 * bucket_mib)
     say(

@@ -42,7 +42,13 @@ def judge(report: dict[str, list[dict[str, Any]]]) -> None:
     assert all(publish["digests_agree"] for publish in publishes)
     # The first of each layout proves the plan, also when it was left unused by a failure.
     loader = [number for number, publish in enumerate(publishes) if not publish["by_plan"]]
-    assert loader == [0, 6]
+    # Over gloo three more come before the other layout: of changes, whole, of changes.
+    assert loader == ([0, 9] if "deltas" in report else [0, 6])
+    assert all(publish["takes_deltas"] for publish in publishes)
+    for deltas in report.get("deltas", ()):
+        assert deltas["equal"]
+        assert deltas["equal_again"]
+        assert deltas["differ"] > 1e-4
     (scores,) = report["scores"]
     assert scores["equal"]
     assert scores["differ_from_first"] > 1e-3

@@ -21,7 +21,7 @@ from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
-from slipstream.v1 import trainer_pb2_grpc
+from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -99,17 +99,24 @@ class ControllerClient:
             self._closed.wait(RETRY_PAUSE_S)
 
     def next(
-        self, version: PolicyVersion, *, communicator_id: str, bucket_digests: Sequence[bytes]
+        self,
+        version: PolicyVersion,
+        *,
+        communicator_id: str,
+        bucket_digests: Sequence[bytes],
+        delta: weights_pb2.Delta | None = None,
     ) -> list[pb.Directive]:
         """Returns the messages of the next order, or a stop order after `stop` (also meanwhile).
 
         `bucket_digests` belong to the weights of `version`. They would be sent through
-        `communicator_id`, the communicator that the senders have ("": none).
+        `communicator_id`, the communicator that the senders have ("": none). `delta`: what these
+        weights changed since the last publish, if that is kept.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
             communicator_id=communicator_id,
             bucket_digests=bucket_digests,
+            delta=delta,
         )
 
         def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:

@@ -78,7 +78,7 @@ class Trainer:
         loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
-        self._published = open_published(policy, config)
+        self._published = open_published(policy, config, delta=config.weights.delta)
         senders = BucketSenders(
             config.weights, policy.ranks.device, largest_bucket=self._published.largest_bucket
         )
@@ -157,6 +157,7 @@ class Trainer:
                 self._version,
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
+                delta=self._published.offer,
             )
         if self._ranks.world_size > 1:
             data = pack_directives(directives) if self._ranks.is_main else None

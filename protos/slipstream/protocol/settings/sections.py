@@ -279,6 +279,9 @@ class RolloutServerSection(Section):
         return not (on_cpu or self.is_eager(on_cpu=on_cpu))
 
 
+DeltaSetting = Literal["off", "gpu", "host"]
+
+
 class WeightsSection(Section):
     """The transport of new weights to the rollout servers."""
 
@@ -294,6 +297,11 @@ class WeightsSection(Section):
     # Engines receive new weights into separate memory and pause for the copy alone: pauses are
     # shorter, and the server needs more memory, as much as the weights take on the wire.
     stage_on_server: bool = False
+    # Send only the elements that changed since the last publish, bucket by bucket where that is at
+    # most half as long. The trainer keeps the published weights for it, gpu: beside its own
+    # weights, with an eighth more; host: in main memory, which takes longer. An engine's worker
+    # takes memory for one bucket.
+    delta: DeltaSetting = "off"
     # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
     # loads.
     bucket_deadline_s: float = Field(2.0, ge=0.1)

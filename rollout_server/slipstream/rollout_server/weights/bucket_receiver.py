@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.digests import BucketDigests, HostDigests
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 
@@ -26,12 +27,13 @@ class Incoming:
     """The facts of one update that its transport needs.
 
     `own_buffers`: every bucket gets memory that is never written again. Otherwise a bucket is valid
-    until the next one is asked for.
+    until the next one is asked for. `digested`: False for payloads, which have no digests.
     """
 
     buckets: tuple[Bucket, ...]
     bucket_deadline_s: float
     own_buffers: bool
+    digested: bool = True
 
 
 class BucketReceiver(Protocol):
@@ -57,7 +59,10 @@ class BucketReceiver(Protocol):
         ...
 
     def digests(self) -> list[bytes]:
-        """Returns the digests of the last `receive`, after its end; waits for all its buckets."""
+        """Returns the digests of the last `receive`, after its end; waits for all its buckets.
+
+        Returns none if it was not `digested`.
+        """
         ...
 
     def take_wire(self) -> Wire:
@@ -67,3 +72,33 @@ class BucketReceiver(Protocol):
     def close(self) -> None:
         """Leaves the communicator, also when its other members are gone."""
         ...
+
+
+class NoDigests:
+    """The digests of payloads: none, but `read` waits for the current stream as others do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def add(self, place: int, pointer: int, stream: int) -> None:
+        """See `BucketDigests`."""
+
+    def read(self, stream: int) -> list[list[bytes]]:
+        """See `BucketDigests`."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return []
+
+
+def open_digests(
+    buckets: tuple[Bucket, ...], device: torch.device, *, digested: bool = True
+) -> BucketDigests:
+    """Returns digests that are computed where the buckets lie; of no bucket unless `digested`."""
+    if not digested:
+        return NoDigests(device)
+    if device.type != "cuda":
+        return HostDigests(buckets)
+    from slipstream.protocol.weights.cuda_digests import CudaDigests
+
+    with torch.cuda.device(device):
+        return CudaDigests(buckets)

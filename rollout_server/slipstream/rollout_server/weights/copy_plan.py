@@ -309,6 +309,12 @@ class Replay:
         for batch in self._batches[place, buffer.data_ptr()]:
             torch._foreach_copy_(batch.destinations, batch.sources)
 
+    def collect(self, place: int, buffer: torch.Tensor) -> None:
+        """Makes the copies backwards: the parameters' parts of a bucket go to `buffer`."""
+        self.prepare(place, buffer)
+        for batch in self._batches[place, buffer.data_ptr()]:
+            torch._foreach_copy_(batch.sources, batch.destinations)
+
     def forget_buffers(self) -> None:
         """Drops the views of `prepare`: their memory will not be used again."""
         self._batches.clear()

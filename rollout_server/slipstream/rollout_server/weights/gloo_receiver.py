@@ -10,9 +10,9 @@ import torch
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.digests import HostDigests, bucket_digest
+from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat, open_digests
 from torch._C import _distributed_c10d as c10d
 
 
@@ -26,7 +26,7 @@ class GlooReceiver:
         communicator = membership.communicator
         timeout = timedelta(seconds=membership.join_deadline_s)
         self._buffers: list[torch.Tensor] = []
-        self._digests: HostDigests | None = None
+        self._digests: BucketDigests | None = None
         try:
             self._store: c10d.Store | None = c10d.TCPStore(
                 communicator.store_host,
@@ -54,7 +54,7 @@ class GlooReceiver:
             self._buffers = []
             return []
         size = max(bucket.num_bytes for bucket in incoming.buckets)
-        if not self._buffers or self._buffers[0].numel() != size:
+        if not self._buffers or self._buffers[0].numel() < size:
             self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
         return [
             self._buffers[place % 2][: bucket.num_bytes]
@@ -63,18 +63,20 @@ class GlooReceiver:
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """See `BucketReceiver`; the tensors lie in main memory."""
-        digests = self._digests = HostDigests(incoming.buckets)
+        digests = self._digests = open_digests(
+            incoming.buckets, torch.device("cpu"), digested=incoming.digested
+        )
         memory = self.prepare(incoming)
         for place, bucket in enumerate(incoming.buckets):
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._take(bucket, buffer, incoming.bucket_deadline_s)
-            digests.add(place, buffer.data_ptr())
+            digests.add(place, buffer.data_ptr(), 0)
             yield buffer
 
     def digests(self) -> list[bytes]:
         """See `BucketReceiver`."""
         assert self._digests is not None
-        return [bucket_digest(tensors) for tensors in self._digests.read()]
+        return [bucket_digest(tensors) for tensors in self._digests.read(0)]
 
     def take_wire(self) -> Wire:
         """See `BucketReceiver`: not timed, since a bucket is received only when it is asked for."""

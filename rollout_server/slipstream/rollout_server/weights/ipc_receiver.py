@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.digests import BucketDigests, HostDigests, bucket_digest
+from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.protocol.weights.shared_buffers import open_buffers
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat, open_digests
 
 _CLOSE_LIMIT_S = 5.0
 
@@ -57,7 +57,8 @@ class IpcReceiver:
         # The number of buckets that were read since the communicator was made.
         self._number = 0
         self._digests: BucketDigests | None = None
-        self._buckets: tuple[Bucket, ...] = ()
+        # The buckets of `_digests`, and whether these have any.
+        self._digested: tuple[tuple[Bucket, ...], bool] = (), False
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """See `BucketReceiver`."""
@@ -67,8 +68,10 @@ class IpcReceiver:
                 f"a bucket of {largest} bytes does not fit the shared buffers "
                 f"of {self._memory[0].numel()}"
             )
-        if self._digests is None or incoming.buckets != self._buckets:
-            self._buckets, self._digests = incoming.buckets, self._open_digests(incoming.buckets)
+        kind = incoming.buckets, incoming.digested
+        if self._digests is None or kind != self._digested:
+            self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
+            self._digested = kind
         if incoming.own_buffers:
             return []
         return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
@@ -126,14 +129,6 @@ class IpcReceiver:
         if not self._memory:
             raise WeightSyncError("the communicator was left")
         return self._memory[place % len(self._memory)][: bucket.num_bytes]
-
-    def _open_digests(self, buckets: tuple[Bucket, ...]) -> BucketDigests:
-        if self._device.type != "cuda":
-            return HostDigests(buckets)
-        from slipstream.protocol.weights.cuda_digests import CudaDigests
-
-        with torch.cuda.device(self._device):
-            return CudaDigests(buckets)
 
     def _wait_done(self, deadline_s: float) -> None:
         """Waits for the current stream's work; WeightSyncError after the deadline.

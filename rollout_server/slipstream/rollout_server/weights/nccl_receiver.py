@@ -13,9 +13,9 @@ import torch
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.cuda_digests import CudaDigests, load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
-from slipstream.protocol.weights.digests import bucket_digest
+from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, NoDigests, Seat
 from vllm.utils.nccl import unpinned_nccl_env
 
 # Buffers start at multiples of this.
@@ -50,20 +50,25 @@ class NcclReceiver:
             )
         self._stream = _idle_stream(self._device)
         self._buffers: list[torch.Tensor] = []
-        self._digests: CudaDigests | None = None
-        self._digested: tuple[Bucket, ...] = ()
+        self._digests: BucketDigests | None = None
+        # The buckets of `_digests`, and whether these have any.
+        self._digested: tuple[tuple[Bucket, ...], bool] = (), False
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """See `BucketReceiver`."""
         self._backend.use()
-        if self._digested != incoming.buckets:
-            self._digests, self._digested = CudaDigests(incoming.buckets), incoming.buckets
+        kind = incoming.buckets, incoming.digested
+        if self._digested != kind:
+            self._digests = (
+                CudaDigests(incoming.buckets) if incoming.digested else NoDigests(self._device)
+            )
+            self._digested = kind
         if incoming.own_buffers:
             self._buffers = []
             return []
         size = max(bucket.num_bytes for bucket in incoming.buckets)
         size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if not self._buffers or self._buffers[0].numel() != size:
+        if not self._buffers or self._buffers[0].numel() < size:
             self._buffers = []
             self._buffers = [self._room(size) for _ in range(_NUM_BUFFERS)]
             # Memory that the allocator hands out may still be in use on the consumer's stream.

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.rollout_server.weights import vllm_layers
-from slipstream.rollout_server.weights.copy_plan import CopyPlan, NotCopied, record
+from slipstream.rollout_server.weights.copy_plan import (
+    CopyPlan,
+    NotCopied,
+    Parameters,
+    Replay,
+    record,
+)
+from slipstream.rollout_server.weights.live_base import LiveBase
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 
@@ -39,6 +46,23 @@ def recorded_plan(
     except _LOADER_ERRORS as error:
         log_loader(f"{type(error).__name__} while its copies were recorded: {error}")
     return None
+
+
+def live_base(
+    plan: CopyPlan, replay: Replay, parameters: Parameters, device: torch.device
+) -> LiveBase | None:
+    """Returns the base of deltas; None, with a line in the log, if the plan cannot be reversed."""
+    try:
+        return LiveBase(plan, replay, parameters, device)
+    except NotCopied as error:
+        log.info("every update is sent whole: %s", error)
+        return None
+
+
+def log_plan(plan: CopyPlan) -> None:
+    """Logs that a plan is used."""
+    copies = sum(map(len, plan.copies))
+    log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
 
 
 def log_loader(reason: str) -> None:

@@ -14,20 +14,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
-from slipstream.rollout_server.weights import vllm_layers
+from slipstream.rollout_server.weights import plan_recording, vllm_layers
 from slipstream.rollout_server.weights.adapter_slot import Arriving
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
-from slipstream.rollout_server.weights.plan_recording import log, log_loader, recorded_plan
+from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.staging import Staging
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
@@ -75,6 +75,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _copying: Copying | None = None
     _plan: CopyPlan | None = None
     _replay: Replay | None = None
+    # The base of deltas; None where only whole updates can be received.
+    _live: LiveBase | None = None
+    # The same if the announced update is a delta.
+    _delta: LiveBase | None = None
     # The layout of the last update: its buckets of weights, and its adapters.
     _layout = b""
     _weights: tuple[Bucket, ...] = ()
@@ -112,8 +116,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._adapters = Arriving(tuple(adapter_buckets(parsed)), parsed.adapter_scale)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
-            self._plan = self._replay = None
-            self._plan = recorded_plan(self.model, self._buckets, self.device, self.vllm_config)
+            self._plan = self._replay = self._live = None
+            parts = (self.model, self._buckets, self.device, self.vllm_config)
+            self._plan = plan_recording.recorded_plan(*parts)
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
@@ -125,10 +130,17 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
         if self._joining is None or self._joining.communicator_id != _id_of(order):
             raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
+        buckets = self._weights + self._adapters.buckets
+        self._delta = self._live if order.HasField("delta") and self._is_whole else None
+        if self._delta is not None:
+            buckets = self._delta.expect(order.delta.changed)
+        elif order.HasField("delta"):
+            raise WeightSyncError("changes came, but the weights before them did not arrive")
         self._incoming = Incoming(
-            buckets=self._weights + self._adapters.buckets,
+            buckets=buckets,
             bucket_deadline_s=order.bucket_deadline_s,
             own_buffers=stage or not self.can_copy,
+            digested=self._delta is None,
         )
         self._stages, self._copying = stage and self.can_copy, None
         if self._stages:
@@ -151,7 +163,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             if not self._staging.is_done():
                 return False
             memory = self._staging.buffers
-        if self._replay is not None:
+        if self._delta is not None:
+            self._delta.prepare()
+        elif self._replay is not None:
             for place, buffer in enumerate(memory[: len(self._weights)]):
                 self._replay.prepare(place, buffer)
         return True
@@ -160,22 +174,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def can_copy(self) -> bool:
         """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
-
-    def enqueueing(self, work: Callable[[int], object]) -> Callable[[int], object]:
-        """Returns `work` for another thread, its device work ordered behind the engine's steps.
-
-        Call this in the engine's thread.
-        """
-        if self.device.type == "cpu":
-            return work
-        stream = torch.cuda.current_stream(self.device)
-
-        def on_stream(call: int) -> object:
-            # The stream's device becomes the thread's too.
-            with torch.cuda.stream(stream):
-                return work(call)
-
-        return on_stream
 
     def begin_copies(self) -> None:
         """Begins to copy an update, without waiting; `copy_weights` does the rest."""
@@ -196,9 +194,11 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert receiver is not None
         with self._leaving_on_errors():
             digests = copying.finish()
+            shares = [] if self._delta is None else self._delta.read()
         self._settle()
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
+            shares=shares,
             by_plan=True,
             has_plan=self._replay is not None,
             receive_s=copying.receive_s,
@@ -270,6 +270,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._settle()
         self.result = LoadResult(
             digests=[digest.hex() for digest in self._digests],
+            shares=[] if self._live is None else self._live.read_unchanged(),
             by_plan=False,
             has_plan=self._replay is not None,
             receive_s=self._receive_s,
@@ -313,7 +314,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             return
         assert self._replay is not None
         self._is_whole = False
-        self._replay.run(place, buffer)
+        (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
 
     def _conclude(self, check: PlanCheck) -> None:
         assert self._plan is not None
@@ -322,10 +323,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         moved = [n for n, p in self._parameters.items() if parameters.get(n) is not p]
         if different is None and not moved:
             self._replay = Replay(self._plan, parameters)
-            copies = sum(map(len, self._plan.copies))
-            log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
+            self._live = plan_recording.live_base(self._plan, self._replay, parameters, self.device)
+            plan_recording.log_plan(self._plan)
         else:
-            log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
+            plan_recording.log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
             self._plan = None
         self._check = None
 

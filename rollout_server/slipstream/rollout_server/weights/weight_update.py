@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import layout_from_pb
+from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
+from slipstream.rollout_server.weights.share_digests import Share, whole_digests
 from slipstream.v1 import weights_pb2
+
+log = logging.getLogger(__name__)
 
 # Seconds that an update may take beside its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
@@ -48,6 +53,9 @@ class LoadResult:
     receive_s: float
     load_s: float
     wire_s: float
+    # What the worker's parameters hold of each bucket (`LiveBase.read`), where this was a delta or
+    # proved that the next update may be a delta.
+    shares: list[Share] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class _Announced:
     version: PolicyVersion
     limit_s: float
     # The communicator and the bucket deadline: workers keep what they prepared while these last.
-    terms: tuple[str, float]
+    # None if they keep nothing: the sizes of a delta's buckets are never the same again.
+    terms: tuple[str, float] | None
 
 
 class WeightUpdate:
@@ -83,6 +92,9 @@ class WeightUpdate:
         self._are_adapters_alone = False
         # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
+        # Whether the workers' shares add up to the buckets of that layout, as deltas need it; and
+        # the name of what the engine holds if the next update may be a delta.
+        self._adds_up, self._held = False, b""
 
     async def prepare(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -97,8 +109,11 @@ class WeightUpdate:
         described = layout.SerializeToString() if is_given else self._layout
         if not described:
             raise WeightSyncError(f"publish {order.publish_id!r} came without a layout")
+        if order.delta.base and order.delta.base != self._held:
+            raise WeightSyncError(f"publish {order.publish_id!r} changes weights that are not here")
         terms = (order.communicator.communicator_id, order.bucket_deadline_s)
         is_known = described == self._layout and not order.new_communicator
+        is_known &= not order.delta.base
         if not is_known or terms != self._ready_for:
             self._ready_for = None
             if described != self._layout:
@@ -108,12 +123,14 @@ class WeightUpdate:
                 self._are_adapters_alone = not layout.tensors
                 if layout.tensors and described != self._weights_layout:
                     self._weights_layout, self._all_have_plan = described, False
+                    self._adds_up = False
             stage = self._stage and (self._all_have_plan or self._are_adapters_alone)
             announcement = (order.SerializeToString(), described, first_rank, stage)
             limit_s = order.join_deadline_s + self._limit_s(order)
             await _within(limit_s, self._get_ready(announcement))
         version = version_from_pb(order.version)
-        self._announced = _Announced(order.publish_id, version, self._limit_s(order), terms)
+        kept = None if order.delta.base else terms
+        self._announced = _Announced(order.publish_id, version, self._limit_s(order), kept)
 
     async def receive(
         self, publish_id: str, resume_idle: ResumeIdle | None = None
@@ -128,6 +145,7 @@ class WeightUpdate:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
         # Reset first: a failure leaves the workers in different states.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
+        self._held = b""
         already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
             pause_s = 0.0
@@ -155,14 +173,15 @@ class WeightUpdate:
             # vLLM's loader takes layers apart: no step may run meanwhile.
             pause_s = await self._paused(0.0)
             results = await self._carry_out("slipstream_receive", announced.limit_s)
-        if any(result["digests"] != results[0]["digests"] for result in results):
-            raise WeightSyncError("the workers of one engine received different bytes")
+        digests = self._digests_of(results)
         self._all_have_plan = all(result["has_plan"] for result in results)
+        if self._adds_up and self._all_have_plan and not self._are_adapters_alone:
+            self._held = content_name(digests)
         all_by_plan = all(result["by_plan"] for result in results)
         if all_by_plan and not self._stage:
             self._ready_for = announced.terms
         return LoadedWeights(
-            bucket_digests=tuple(bytes.fromhex(digest) for digest in results[0]["digests"]),
+            bucket_digests=tuple(digests),
             by_plan=all_by_plan,
             pause_s=pause_s,
             receive_s=max(result["receive_s"] for result in results),
@@ -170,7 +189,22 @@ class WeightUpdate:
             # The worker that joined the first broadcast last waited for no other.
             wire_s=min(result["wire_s"] for result in results),
             already_resumed=already_resumed,
+            takes_deltas=bool(self._held),
         )
+
+    def _digests_of(self, results: Sequence[Any]) -> list[bytes]:
+        """Returns the digests of all buckets; WeightSyncError when workers got different bytes."""
+        shares = [result["shares"] for result in results]
+        whole = whole_digests(shares) if all(shares) else []
+        if any(result["digests"] != results[0]["digests"] for result in results):
+            raise WeightSyncError("the workers of one engine received different bytes")
+        received = [bytes.fromhex(digest) for digest in results[0]["digests"]]
+        if received and not results[0]["by_plan"]:
+            # The loader's work is done: can deltas follow?
+            self._adds_up = received == whole
+            if whole and not self._adds_up:
+                log.info("every update is sent whole: the workers' shares do not add up")
+        return received or whole
 
     async def _paused(self, update_limit_s: float) -> float:
         """Pauses the engine; returns the seconds until it was paused."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.rollout_server.weights.direct_line import WorkerEnd
 from slipstream.rollout_server.weights.plan_recording import log
@@ -56,7 +57,7 @@ class WorkerExtension:
         engine = self.weight_transfer_engine
         if self._line is None:
             self._line = WorkerEnd(engine.parallel_config.rank)
-            self._line.serve(engine.enqueueing(self.slipstream_begin))
+            self._line.serve(_enqueueing(self.slipstream_begin, engine.device))
         return self._answer(call, prepare)
 
     def slipstream_is_ready(self, call: int) -> dict[str, Any]:
@@ -95,6 +96,23 @@ class WorkerExtension:
         if self._line is not None:
             self._line.answer(call, answer)
         return answer
+
+
+def _enqueueing(work: Callable[[int], object], device: torch.device) -> Callable[[int], object]:
+    """Returns `work` for another thread, its device work ordered behind the engine's steps.
+
+    Call this in the engine's thread.
+    """
+    if device.type == "cpu":
+        return work
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream(call: int) -> object:
+        # The stream's device becomes the thread's too.
+        with torch.cuda.stream(stream):
+            return work(call)
+
+    return on_stream
 
 
 def _load(worker: WorkerExtension) -> None:

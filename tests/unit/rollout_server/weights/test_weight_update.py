@@ -11,6 +11,8 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.protocol.weights.deltas import content_name
+from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 
@@ -36,6 +38,7 @@ def result(
         "receive_s": receive_s,
         "load_s": 0.25,
         "wire_s": wire_s,
+        "shares": [],
     }
 
 
@@ -317,3 +320,93 @@ async def test_the_slowest_worker_gives_the_times() -> None:
     assert loaded.receive_s == 2.0
     # In the longer time one worker waited for the other.
     assert loaded.wire_s == 0.1
+
+
+SUMS = bytes(range(1, 17)).hex()
+SHARE = [(SUMS, "01" * 8)]
+WHOLE = bucket_digest([bytes.fromhex(SUMS)])
+
+
+def delta(publish_id: str, base: bytes) -> weights_pb2.PublishOrder:
+    return order(publish_id, delta=weights_pb2.Delta(base=content_name([base]), changed=[1]))
+
+
+def shared(shares: list[tuple[str, str]], **changed: Any) -> list[dict[str, Any]]:
+    """What two workers say that hold the same share."""
+    return both({**result(WHOLE.hex()), "by_plan": False, "shares": shares, **changed})
+
+
+async def test_a_delta_follows_an_update_whose_shares_add_up_to_it() -> None:
+    patched = shared(SHARE, digests=[], by_plan=True)
+    workers = Workers(both(True), shared(SHARE), both(True), patched, both(True), patched)
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 3)
+    assert (await update.receive("p1")).takes_deltas
+    for publish_id in ("p2", "p3"):
+        told = delta(publish_id, WHOLE)
+        await update.prepare(told, NO_LAYOUT, 3)
+        loaded = await update.receive(publish_id)
+        assert (loaded.bucket_digests, loaded.takes_deltas) == ((WHOLE,), True)
+        # Its sizes are new each time: the workers are told.
+        assert workers.calls[-2][1][0] == told.SerializeToString()
+    assert [name for name, _ in workers.calls] == 3 * ["prepare", "receive"]
+
+
+async def test_everything_is_prepared_anew_after_a_delta() -> None:
+    patched = shared(SHARE, digests=[], by_plan=True)
+    copied = both(result(WHOLE.hex()))
+    workers = Workers(both(True), shared(SHARE), both(True), patched, both(True), copied)
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    for told in (ORDER, delta("p2", WHOLE), order("p3")):
+        await update.prepare(told, LAYOUT, 3)
+        loaded = await update.receive(told.publish_id)
+    assert [name for name, _ in workers.calls] == 3 * ["prepare", "receive"]
+    assert loaded.takes_deltas
+
+
+@pytest.mark.parametrize("shares", [[], [("00" * 16, "01" * 8)]])
+async def test_no_delta_follows_where_shares_are_unknown_or_wrong(
+    shares: list[tuple[str, str]],
+) -> None:
+    workers = Workers(both(True), shared(shares))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 3)
+    assert not (await update.receive("p1")).takes_deltas
+    with pytest.raises(WeightSyncError, match="'p2' changes weights that are not here"):
+        await update.prepare(delta("p2", WHOLE), NO_LAYOUT, 3)
+
+
+async def test_a_delta_on_other_weights_is_refused() -> None:
+    workers = Workers(both(True), shared(SHARE))
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 3)
+    await update.receive("p1")
+    with pytest.raises(WeightSyncError, match="'p2' changes weights that are not here"):
+        await update.prepare(delta("p2", b"other"), NO_LAYOUT, 3)
+
+
+async def test_no_delta_follows_a_failed_one() -> None:
+    failed = [{"value": result()}, {"error": "a bucket did not arrive"}]
+    workers = Workers(both(True), shared(SHARE), both(True), failed)
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 3)
+    await update.receive("p1")
+    await update.prepare(delta("p2", WHOLE), NO_LAYOUT, 3)
+    with pytest.raises(WeightSyncError, match="did not arrive"):
+        await update.receive("p2")
+    with pytest.raises(WeightSyncError, match="'p3' changes weights that are not here"):
+        await update.prepare(delta("p3", WHOLE), NO_LAYOUT, 3)
+
+
+async def test_the_shares_of_a_delta_that_differ_count_once_each() -> None:
+    halves = [("01" + "00" * 15, "01" * 8), ("02" + "00" * 15, "02" * 8)]
+    found = [
+        {"value": {**result(), "digests": [], "shares": [half]}} for half in (*halves, halves[0])
+    ]
+    whole = bucket_digest([bytes.fromhex("03" + "00" * 15)])
+    workers = Workers(both(True), shared(SHARE), both(True), found)
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 3)
+    await update.receive("p1")
+    await update.prepare(delta("p2", WHOLE), NO_LAYOUT, 3)
+    assert (await update.receive("p2")).bucket_digests == (whole,)

@@ -29,6 +29,7 @@ from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
+from slipstream.protocol.weights.deltas import content_name
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 # Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
@@ -61,6 +62,11 @@ class Publish:
 
 
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+
+
+def can_take(delta: weights_pb2.Delta, receivers: Sequence[ServerSession]) -> bool:
+    """Whether all receivers serve the base of `delta`: a broadcast reaches all of them at once."""
+    return bool(delta.base) and all(s.is_serving and s.content == delta.base for s in receivers)
 
 
 class Deliveries:
@@ -160,6 +166,8 @@ class Deliveries:
             self._failed_while_none_served.clear()
             del self._failed[session.key.server_id]
             session.version = publish.version
+            takes_deltas = report.stages.takes_deltas
+            session.content = content_name(report.bucket_digests) if takes_deltas else b""
             if not session.is_leaving:
                 session.cause = ""
             session.publish_id = publish.publish_id

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.delivery import Deliveries, Publish, can_take
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
@@ -141,8 +141,10 @@ class Publisher:
             publish_id, version, order.verify, ready, order, holders=self._holders
         )
         # With a probe the publish does not begin here: engines would pause while it is scored.
-        is_known = bool(trainer.bucket_digests) and version_from_pb(trainer.version) == version
-        is_known &= order.adapters_alone == self._was_alone
+        is_known = version_from_pb(trainer.version) == version
+        if is_known and can_take(trainer.delta, ready):
+            order.delta.CopyFrom(trainer.delta)
+        is_known &= bool(trainer.bucket_digests) and order.adapters_alone == self._was_alone
         if is_known and not order.new_communicator and not order.verify:
             order.begun = True
             publish.digests = tuple(trainer.bucket_digests)
@@ -152,10 +154,9 @@ class Publisher:
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
         """Sets the limit by which the trainer must end this publish, or the run fails."""
-        settings = self._settings
+        settings, stall_s = self._settings, self._run.config.controller.stall_timeout_s
         limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
-        limit_s += self._run.config.controller.stall_timeout_s
-        self._progress.publish_ordered(publish.publish_id, limit_s)
+        self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """Tells all receivers to receive and returns them; returns none if a receiver was lost."""

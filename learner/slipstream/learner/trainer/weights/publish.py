@@ -78,7 +78,7 @@ class WeightPublisher:
         if announced is not None:
             started = time.monotonic()
             problem = self._connect(order, announced, sender) if order.new_communicator else ""
-            digests = None
+            digests, changed_share = None, self._published.changed_share
             if not problem:
                 problem, digests = self._deliver(order, result, sender)
             result.send_s = time.monotonic() - started
@@ -86,10 +86,18 @@ class WeightPublisher:
                 assert digests is not None
                 result.bucket_digests.extend(digests.buckets)
                 result.export_s = digests.export_s
-                result.bytes_sent = self._published.num_bytes(adapters_alone=order.adapters_alone)
+                result.changed_share = changed_share
+                self._note_size(order, result)
                 if probe is not None:
                     result.probe.CopyFrom(probe)
         self._report(order, result, problem)
+
+    def _note_size(
+        self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult
+    ) -> None:
+        published, alone = self._published, order.adapters_alone
+        result.bytes_sent = published.num_bytes(adapters_alone=alone, delta=_delta_of(order))
+        result.whole_bytes = published.num_bytes(adapters_alone=alone)
 
     def _agree(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
@@ -199,7 +207,9 @@ class WeightPublisher:
     ) -> tuple[str, WeightDigests | None]:
         """Sends all buckets; returns the first problem of any rank, and the digests."""
         sends = _Sends(sender if self._published.sender is not None else None)
-        digests = self._published.run(sends, adapters_alone=order.adapters_alone)
+        digests = self._published.run(
+            sends, adapters_alone=order.adapters_alone, delta=_delta_of(order)
+        )
         wire = sends.finish()
         result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes
         return self._first_problem(sends.problem), digests
@@ -260,6 +270,10 @@ class _Sends:
                 release()
             except WeightSyncError as error:
                 self.problem = f"bucket {place}: {error}"
+
+
+def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
+    return order.delta if order.HasField("delta") else None
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:

@@ -20,7 +20,9 @@ from slipstream.learner.trainer.weights.weight_stream import (
 )
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.sections import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, layout_to_pb
+from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
@@ -64,8 +66,21 @@ class Published:
         """Bytes of the largest bucket."""
         return max(stream.largest_bucket for stream in self._parts(adapters_alone=False))
 
-    def num_bytes(self, *, adapters_alone: bool) -> int:
+    @property
+    def offer(self) -> weights_pb2.Delta | None:
+        """See `WeightStream`."""
+        return self._weights.offer
+
+    @property
+    def changed_share(self) -> float:
+        """See `WeightStream`."""
+        return self._weights.changed_share
+
+    def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
         """Returns the bytes that travel to each receiver."""
+        if delta is not None:
+            wires = on_the_wire(self._weights.buckets, delta.changed)
+            return sum(bucket.num_bytes for bucket in wires)
         return sum(stream.num_bytes for stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
@@ -85,14 +100,25 @@ class Published:
         """See `WeightStream`; fills the adapters' buckets if adapters are sent apart."""
         (self._adapters or self._weights).fill_ahead()
 
-    def run(self, send: Send | None = None, *, adapters_alone: bool = False) -> WeightDigests:
-        """Fills every bucket once, passes it to `send` on the senders, and returns all digests."""
+    def run(
+        self,
+        send: Send | None = None,
+        *,
+        adapters_alone: bool = False,
+        delta: weights_pb2.Delta | None = None,
+    ) -> WeightDigests:
+        """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
+
+        `delta`: the last `offer`, of which only the changed elements are sent.
+        """
+        if self._adapters is None:
+            return self._weights.run(send, delta=delta)
         found: list[WeightDigests] = []
         first = 0
         for stream in self._parts(adapters_alone=adapters_alone):
             found.append(stream.run(None if send is None else _from(first, send)))
             first += len(stream.buckets)
-        if self._adapters is not None and not adapters_alone:
+        if not adapters_alone:
             self._check(found[0])
         return _joined(found)
 
@@ -124,10 +150,14 @@ class Published:
         self._unchanged = before
 
 
-def open_published(policy: Policy, config: Config) -> Published:
-    """Returns the streams that `lora.publish` asks for. Collective."""
+def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off") -> Published:
+    """Returns the streams that `lora.publish` asks for. Collective.
+
+    `delta`: where published weights are kept. Adapters are small, and matrices under them never
+    change: nothing is kept then.
+    """
     if not config.lora.publishes_adapters:
-        return Published(open_stream(policy, config))
+        return Published(open_stream(policy, config, delta=delta))
     matrices = open_stream(policy, config, Kind.MATRICES)
     adapters = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
     scale = config.lora.alpha / config.lora.rank

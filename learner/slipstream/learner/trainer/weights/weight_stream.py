@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,23 +19,28 @@ from slipstream.learner.trainer.weights.bucket_fill import (
     BridgeFilling,
     Filling,
     Kind,
-    exported,
     open_filling,
 )
+from slipstream.learner.trainer.weights.delta_base import DeltaBase
+from slipstream.learner.trainer.weights.pass_clock import PassClock
+from slipstream.learner.trainer.weights.stream_digests import (
+    bridge_digests,
+    difference,
+    open_digests,
+)
 from slipstream.protocol.settings.config import Config, WeightsSection
+from slipstream.protocol.settings.sections import DeltaSetting
 from slipstream.protocol.weights.buckets import (
-    ALIGNMENT_BYTES,
     Bucket,
-    Span,
     TensorSpec,
     plan_buckets,
 )
+from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import (
-    BucketDigests,
-    HostDigests,
     bucket_digest,
     weight_digest,
 )
+from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class WeightDigests:
     buckets: tuple[bytes, ...]
     # Seconds spent filling buckets, on the rank that took longest.
     export_s: float
+    # Elements of each bucket that differ from the last pass that sent; () where none is kept.
+    changed: tuple[int, ...] = ()
 
     @property
     def identity(self) -> bytes:
@@ -72,7 +78,10 @@ class WeightStream:
     sends, which then starts with these.
     """
 
-    def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, policy: Policy, filling: Filling, *, bucket_bytes: int, delta: DeltaSetting = "off"
+    ) -> None:
+        """`delta`: where the buckets of the last pass that sent are kept, if at all."""
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
@@ -86,6 +95,15 @@ class WeightStream:
         self._ahead = 0
         self._digests = open_digests(self.buckets, device)
         self._stream = _new_stream(device)
+        self._base: DeltaBase | None = None
+        if delta != "off":
+            self._base = DeltaBase(
+                self.buckets,
+                self._own,
+                device,
+                on_host=delta == "host",
+                encodes_early=filling.fills_any and delta == "gpu",
+            )
         with policy.memory.resident(Part.PARAMETERS):
             filling.prepare(self.buckets, self._lanes)
 
@@ -116,6 +134,19 @@ class WeightStream:
         return max(bucket.num_bytes for bucket in self.buckets)
 
     @property
+    def offer(self) -> weights_pb2.Delta | None:
+        """What the weights of the last pass changed since the last one that sent, if it is kept.
+
+        None if every bucket would travel whole.
+        """
+        return None if self._base is None else self._base.offer
+
+    @property
+    def changed_share(self) -> float:
+        """The share of elements that changed since; 0 if the last one that sent is not kept."""
+        return 0.0 if self._base is None else self._base.changed_share
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors in the order in which they travel."""
         return self._filling.tensors
@@ -141,11 +172,18 @@ class WeightStream:
         self._ahead = len(self._lanes)
 
     @torch.no_grad()
-    def run(self, send: Send | None = None) -> WeightDigests:
-        """Fills every bucket once, passes it to `send` on the senders, and returns all digests."""
+    def run(
+        self, send: Send | None = None, *, delta: weights_pb2.Delta | None = None
+    ) -> WeightDigests:
+        """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
+
+        `delta`: the last `offer`; `send` then gets the payload of each bucket that is worth one.
+        """
+        assert delta is None or delta == self.offer
+        wires = self.buckets if delta is None else on_the_wire(self.buckets, delta.changed)
         ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
-        clock = _Clock(self._stream)
+        clock = PassClock(self._stream)
         with self.resident():
             if not ahead:
                 self._policy.gather_parameters()
@@ -156,19 +194,45 @@ class WeightStream:
                     release = releases[lane]
                     if release is not None:
                         release()
-                    if place >= ahead:
+                    # The last pass has digested and encoded it.
+                    is_early = delta is not None and self._has_early(place)
+                    if place >= ahead and not is_early:
                         with clock.measure():
                             self._filling.fill(place)
-                    buffer = self._lanes[lane][: bucket.num_bytes]
+                    buffer, wire = self._lanes[lane][: bucket.num_bytes], wires[place]
+                    data = buffer[: wire.num_bytes]
+                    is_payload = self._own[place] and wire.num_bytes < bucket.num_bytes
+                    if is_payload:
+                        data = self._payload(place, buffer, is_early=is_early)[: wire.num_bytes]
                     if send is not None and self.sender is not None:
-                        releases[lane] = send(place, bucket, buffer)
+                        releases[lane] = send(place, wire, data)
                     # The digest is taken while the bucket travels; the lane is refilled later on
-                    # the
-                    # same stream.
-                    if self._own[place]:
-                        self._digests.add(place, buffer.data_ptr(), self._handle)
+                    # the same stream.
+                    if self._own[place] and not is_payload:
+                        self._note(place, buffer, is_sent=send is not None)
                 found = self._digests.read(self._handle)
-        return self._share(found, clock.total_s())
+        digests = self._share(found, clock.total_s())
+        if self._base is not None:
+            self._base.settle(digests.changed, sent=digests.buckets if send is not None else ())
+        return digests
+
+    def _has_early(self, place: int) -> bool:
+        return self._base is not None and self._base.has_early(place)
+
+    def _payload(self, place: int, buffer: Tensor, *, is_early: bool) -> Tensor:
+        """Returns the payload of an own bucket, in its `buffer` unless the last pass encoded it."""
+        assert self._base is not None
+        if is_early:
+            return self._base.take_early(place)
+        self._digests.add(place, buffer.data_ptr(), self._handle)
+        self._base.encode(place, buffer)
+        return buffer
+
+    def _note(self, place: int, buffer: Tensor, *, is_sent: bool) -> None:
+        """Takes the digest of an own bucket, and compares it with the base or keeps it as such."""
+        self._digests.add(place, buffer.data_ptr(), self._handle)
+        if self._base is not None:
+            (self._base.keep if is_sent else self._base.count)(place, buffer)
 
     @property
     def _handle(self) -> int:
@@ -194,45 +258,21 @@ class WeightStream:
             if is_own
             for span, digest in zip(bucket.spans, digests, strict=True)
         }
-        data = json.dumps([own, export_s]).encode()
+        counts = [] if self._base is None else self._base.counts()
+        data = json.dumps([own, export_s, counts]).encode()
         by_name: dict[str, bytes] = {}
         slowest_s = 0.0
+        changed = [0] * len(counts)
         for part in self._policy.ranks.gather_bytes(data):
-            digests, seconds = json.loads(part)
+            digests, seconds, counts = json.loads(part)
+            changed = [sum(both) for both in zip(changed, counts, strict=True)]
             by_name |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
             slowest_s = max(slowest_s, seconds)
         of_buckets = tuple(
             bucket_digest(by_name[span.tensor.name] for span in bucket.spans)
             for bucket in self.buckets
         )
-        return WeightDigests(by_name, of_buckets, slowest_s)
-
-
-class _Clock:
-    """Measures some parts of a pass, in device time on a GPU."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream, self._total_s = stream, 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        if self._stream is None:
-            started = time.monotonic()
-            yield
-            self._total_s += time.monotonic() - started
-            return
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._events.append((begin, end))
-
-    def total_s(self) -> float:
-        """Returns the measured seconds; the stream must have finished the measured work."""
-        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
-        return self._total_s + milliseconds / 1e3
+        return WeightDigests(by_name, of_buckets, slowest_s, tuple(changed))
 
 
 def open_stream(
@@ -241,6 +281,7 @@ def open_stream(
     kind: Kind = Kind.MERGED,
     *,
     beside: WeightStream | None = None,
+    delta: DeltaSetting = "off",
 ) -> WeightStream:
     """Returns a stream by a plan if it gives the same weights as Bridge, else by Bridge's export.
 
@@ -252,10 +293,10 @@ def open_stream(
         filling = open_filling(policy, dtype, kind, senders=senders)
         own_size = bucket_bytes(config.weights, filling.tensors)
         size = own_size if beside is None else beside.bucket_bytes
-        stream = WeightStream(policy, filling, bucket_bytes=size)
+        stream = WeightStream(policy, filling, bucket_bytes=size, delta=delta)
         if isinstance(filling, BridgeFilling):
             return stream
-        problem = _difference(stream.run(), bridge_digests(policy, dtype, kind))
+        problem = difference(stream.run().by_name, bridge_digests(policy, dtype, kind))
         # All ranks have all digests, but only rank 0 surely has all of Bridge's tensors.
         data = problem.encode() if policy.ranks.is_main else None
         problem = policy.ranks.broadcast_bytes(data).decode()
@@ -264,7 +305,9 @@ def open_stream(
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
         by_bridge = BridgeFilling(policy, dtype, kind, senders=senders or (0,))
-        return WeightStream(policy, by_bridge, bucket_bytes=size)
+        # Its memory is freed before another stream takes as much.
+        del stream
+        return WeightStream(policy, by_bridge, bucket_bytes=size, delta=delta)
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
@@ -276,43 +319,8 @@ def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
 
 
-def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
-    """Returns the digest by name of every tensor that Bridge exports. Collective."""
-    found = {}
-    for name, tensor in exported(policy, getattr(torch, dtype), kind):
-        kind_of_element = str(tensor.dtype).removeprefix("torch.")
-        spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
-        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
-        digests = open_digests((bucket,), tensor.device)
-        handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
-        # A view into a parameter may begin anywhere.
-        aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
-        digests.add(0, aligned.data_ptr(), handle)
-        found[name] = digests.read(handle)[0][0]
-    return found
-
-
-def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Returns digests that are computed where the buckets lie."""
-    if device.type != "cuda":
-        return HostDigests(buckets)
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
-
-    with torch.cuda.device(device):
-        return CudaDigests(buckets)
-
-
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
-
-
-def _difference(planned: WeightDigests, exported: dict[str, bytes]) -> str:
-    """Describes the first difference; "" when both are the same weights."""
-    ours = planned.by_name
-    if missing := sorted(set(exported) ^ set(ours)):
-        return f"{missing[0]} is in only one of the plan and Bridge's export"
-    wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
-    return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""

@@ -1,0 +1,203 @@
+"""What a sending rank published last, and what its weights have changed since.
+
+Consumes: filled buckets. Produces: numbers of changed elements, and payloads with these elements
+(`protocol.weights.deltas` has their form). On CUDA all work is enqueued on the current stream, but
+`encode` waits for the number of elements that it finds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.deltas import (
+    BLOCK_ELEMENTS,
+    ELEMENT_BYTES,
+    content_name,
+    num_blocks,
+    payload_parts,
+    travels_whole,
+)
+from slipstream.v1 import weights_pb2
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_ELEMENT = torch.int16
+# Largest payload, as a share of its bucket, that is encoded before it is ordered: it bounds the
+# memory of payloads.
+_EARLY_SHARE = 0.125
+
+
+class DeltaBase:
+    """The bytes of a rank's own buckets as they were published last: as much memory again.
+
+    In a pass `count` each bucket, or `encode` or `keep` it if it is sent; then `counts`, `settle`.
+    Small payloads are encoded by `count` already, so that a publish can begin with them:
+    `take_early` has them.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        own: Sequence[bool],
+        device: torch.device,
+        *,
+        on_host: bool,
+        encodes_early: bool = False,
+    ) -> None:
+        """Allocates the memory of the `own` buckets, in main memory or on the device."""
+        self._encodes_early = encodes_early
+        # Payloads of the last pass that counted, kept while they travel too; whether no pass that
+        # sent came after it.
+        self._early: dict[int, Tensor] = {}
+        self._is_counted = False
+        self._buckets = buckets
+        self._on_host = on_host and device.type == "cuda"
+        where = torch.device("cpu") if self._on_host else device
+        self._kept = {
+            place: torch.zeros(
+                bucket.num_bytes, dtype=torch.uint8, device=where, pin_memory=self._on_host
+            )
+            for place, bucket in enumerate(buckets)
+            if own[place]
+        }
+        largest = max((kept.numel() for kept in self._kept.values()), default=0)
+        # Device memory for one bucket of the base that lies in main memory.
+        self._room = torch.empty(largest if self._on_host else 0, dtype=torch.uint8, device=device)
+        self._counts = torch.zeros(len(buckets), dtype=torch.int64, device=device)
+        # Name of the base's content, b"" before the first pass that sends, and what changed since.
+        self._name, self._changed = b"", tuple[int, ...]()
+        self._gaps = {place: _gaps(buckets[place], device) for place in self._kept}
+        if self._kept:
+            logger.info(
+                "weights.delta keeps %.2f GB of published weights %s",
+                sum(kept.numel() for kept in self._kept.values()) / 1e9,
+                "in main memory" if where.type == "cpu" else "on the GPU",
+            )
+
+    @property
+    def offer(self) -> weights_pb2.Delta | None:
+        """What the weights of the last pass changed since the base; None if that saves nothing."""
+        if not self._name or all(map(travels_whole, self._buckets, self._changed)):
+            return None
+        return weights_pb2.Delta(base=self._name, changed=self._changed)
+
+    @property
+    def changed_share(self) -> float:
+        """The share of elements that the weights of the last pass changed."""
+        return sum(self._changed) * ELEMENT_BYTES / sum(b.num_bytes for b in self._buckets)
+
+    def settle(self, changed: Sequence[int], sent: Sequence[bytes] = ()) -> None:
+        """Ends a pass: what `changed` on any rank; `sent` has the digests of a pass that sent."""
+        self._changed, self._is_counted = tuple(changed), not sent
+        self._name = content_name(sent) or self._name
+
+    def count(self, place: int, data: Tensor) -> None:
+        """Counts the elements of bucket `place` that differ from the base."""
+        self._early.pop(place, None)
+        if not self._name:
+            return
+        self._clear_gaps(place, data)
+        differ = data.view(_ELEMENT) != self._base(place).view(_ELEMENT)
+        if not self._encodes_early:
+            self._counts[place] = torch.count_nonzero(differ)
+            return
+        where = differ.nonzero().flatten()
+        self._counts[place] = len(where)
+        if self._is_small(place, len(where)):
+            _, _, end = payload_parts(self._buckets[place], len(where))
+            payload = torch.empty(end, dtype=torch.uint8, device=data.device)
+            self._write(place, data, where, payload)
+            self._early[place] = payload
+
+    def counts(self) -> list[int]:
+        """Returns the number of changed elements of each bucket; 0 for other ranks' buckets."""
+        found: list[int] = self._counts.tolist()
+        return found
+
+    def has_early(self, place: int) -> bool:
+        """Whether the last pass encoded the change of bucket `place`; the same on every rank."""
+        is_small = self._is_small(place, self._changed[place])
+        return self._encodes_early and self._is_counted and is_small
+
+    def take_early(self, place: int) -> Tensor:
+        """Returns the payload of an own bucket, and takes what it makes of the base as new base.
+
+        The payload stays valid until the next pass.
+        """
+        payload, changed = self._early[place], self._changed[place]
+        first, second, _ = payload_parts(self._buckets[place], changed)
+        per_block = payload[:first].view(_ELEMENT).to(torch.int64)
+        blocks = torch.arange(len(per_block), device=payload.device)
+        blocks = torch.repeat_interleave(blocks, per_block, output_size=changed)
+        places = blocks * BLOCK_ELEMENTS + payload[second : second + changed]
+        self._kept[place].view(_ELEMENT)[places] = payload[first:second].view(_ELEMENT)
+        self._counts[place] = 0
+        return payload
+
+    def keep(self, place: int, data: Tensor) -> None:
+        """Takes bucket `place` as the new base."""
+        self._clear_gaps(place, data)
+        self._kept[place].copy_(data, non_blocking=True)
+        self._counts[place] = 0
+
+    def encode(self, place: int, data: Tensor) -> None:
+        """Takes bucket `place` as the new base, and replaces `data` by the payload of the change.
+
+        RunFailed unless as many elements differ as the last pass counted.
+        """
+        changed = self._changed[place]
+        self._clear_gaps(place, data)
+        elements = data.view(_ELEMENT)
+        where = (elements != self._base(place).view(_ELEMENT)).nonzero().flatten()
+        if len(where) != changed:
+            raise RunFailed(
+                f"bucket {place} has {len(where)} changed elements where {changed} were counted: "
+                "the weights changed between a step and its publish"
+            )
+        self._kept[place].copy_(data, non_blocking=True)
+        self._write(place, data, where, data)
+        self._counts[place] = 0
+
+    def _write(self, place: int, data: Tensor, where: Tensor, payload: Tensor) -> None:
+        """Writes the elements of `data` at `where` as a payload, which may lie in `data`."""
+        bucket, changed = self._buckets[place], len(where)
+        values = data.view(_ELEMENT)[where]
+        bounds = torch.arange(num_blocks(bucket) + 1, device=data.device) * BLOCK_ELEMENTS
+        per_block = torch.searchsorted(where, bounds).diff().to(_ELEMENT)
+        first, second, end = payload_parts(bucket, changed)
+        payload[:first].view(_ELEMENT).copy_(per_block)
+        payload[first:second].view(_ELEMENT).copy_(values)
+        payload[second : second + changed].copy_((where % BLOCK_ELEMENTS).to(torch.uint8))
+        payload[second + changed : end].zero_()
+
+    def _is_small(self, place: int, changed: int) -> bool:
+        """Whether a payload may take memory of its own until the next pass."""
+        bucket = self._buckets[place]
+        return payload_parts(bucket, changed)[2] <= bucket.num_bytes * _EARLY_SHARE
+
+    def _base(self, place: int) -> Tensor:
+        kept = self._kept[place]
+        if not self._on_host:
+            return kept
+        room = self._room[: kept.numel()]
+        room.copy_(kept, non_blocking=True)
+        return room
+
+    def _clear_gaps(self, place: int, data: Tensor) -> None:
+        # Between tensors lies what an earlier bucket left there: it would count as a change.
+        gaps = self._gaps[place]
+        if len(gaps):
+            data.index_fill_(0, gaps, 0)
+
+
+def _gaps(bucket: Bucket, device: torch.device) -> Tensor:
+    """Returns the places of the bytes that belong to no tensor."""
+    ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
+    begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
+    places = [p for end, begin in zip(ends, begins, strict=True) for p in range(end, begin)]
+    return torch.tensor(places, dtype=torch.int64, device=device)

@@ -1,0 +1,60 @@
+"""The wire form of a bucket of which only the changed elements travel.
+
+An element is a 16-bit unit of the bucket's bytes, whatever the tensors' types: bits are compared,
+so -0.0 differs from 0.0 and a NaN's payload counts. Elements are numbered in blocks of 256. A
+payload of c changed elements holds, one after the other and little endian:
+
+    for each block, the number of its changed elements    uint16
+    the new elements, in order                            uint16 [c]
+    their places in their blocks                          uint8 [c]
+    zeros up to a multiple of 16 bytes
+
+That is 3 bytes for each changed element and 1/256 of the whole. A bucket whose payload is more than
+half of the bucket travels whole. Sender and receivers derive this from the number of changed
+elements, which travels with the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
+from slipstream.protocol.weights.digests import bucket_digest
+
+ELEMENT_BYTES = 2
+BLOCK_ELEMENTS = 256
+_COUNT_BYTES = 2
+
+
+def num_blocks(bucket: Bucket) -> int:
+    """Returns the number of a bucket's blocks; the last one may be shorter."""
+    return -(-bucket.num_bytes // (ELEMENT_BYTES * BLOCK_ELEMENTS))
+
+
+def payload_parts(bucket: Bucket, changed: int) -> tuple[int, int, int]:
+    """Returns the offsets, in bytes, of a payload's elements, of their places, and of its end."""
+    elements = _COUNT_BYTES * num_blocks(bucket)
+    places = elements + ELEMENT_BYTES * changed
+    return elements, places, -(-(places + changed) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def travels_whole(bucket: Bucket, changed: int) -> bool:
+    """Whether a bucket with `changed` elements is not worth a payload."""
+    return 2 * payload_parts(bucket, changed)[2] > bucket.num_bytes
+
+
+def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Bucket, ...]:
+    """Returns the buckets with the sizes in which they travel."""
+    return tuple(
+        bucket
+        if travels_whole(bucket, count)
+        else replace(bucket, num_bytes=payload_parts(bucket, count)[2])
+        for bucket, count in zip(buckets, changed, strict=True)
+    )
+
+
+def content_name(bucket_digests: Iterable[bytes]) -> bytes:
+    """Returns the name of what all buckets hold together; b"" for no buckets."""
+    digests = list(bucket_digests)
+    return bucket_digest(digests) if digests else b""
