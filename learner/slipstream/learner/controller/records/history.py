@@ -211,13 +211,9 @@ class RunHistory:
         self.next_group = number + 1
         history = self._environment(name)
         history.next_number = max(history.next_number, record["number"] + 1)
+        task, deadline = record["task"], record["deadline"]
         self.open_groups[group_id] = OpenGroup(
-            group_id,
-            name,
-            record["task"],
-            record["seed"],
-            record["deadline"],
-            epochs={record["epoch"]},
+            group_id, name, task, record["seed"], deadline, epochs={record["epoch"]}
         )
 
     def _end(self, record: Mapping[str, Any]) -> None:

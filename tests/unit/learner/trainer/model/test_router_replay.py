@@ -22,9 +22,10 @@ from slipstream.learner.trainer.model.router_replay import (
 )
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.routed_experts import RoutedExperts
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import Branch
 from support.fakes.fake_controller import make_batch
-from support.fakes.packed import algorithm
 from torch import Tensor, nn
 
 UNKNOWN = 255
@@ -180,13 +181,26 @@ def batch_with_experts(num_experts: int = 4):
     return dataclasses.replace(batch, trajectories=(first, second))
 
 
+def config(router_replay: str) -> Config:
+    table = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "algorithm": {
+            "group_size": 2,
+            "groups_per_step": 1,
+            "learning_rate": 1e-3,
+            "router_replay": router_replay,
+        },
+        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
+    }
+    return parse_config(table, source="test.toml")
+
+
 @pytest.mark.parametrize("num_experts", [4, 300])
 def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: int) -> None:
     batch = batch_with_experts(num_experts)
     first, second = batch.trajectories
-    config = SimpleNamespace(algorithm=algorithm(router_replay="rollout"))
-    config.run = SimpleNamespace(seed=0)
-    sequences = training_sequences(batch, config)
+    sequences = training_sequences(batch, config("rollout"))
     micro_batch = build_micro_batch(sequences, [1, 0], multiple=8, sequence_multiple=4)
     found, lengths = micro_batch.expert_ids, micro_batch.cu_seqlens.tolist()
     assert found.shape == (len(micro_batch.token_ids), 1, 2)
@@ -214,8 +228,7 @@ def test_context_parallel_ranks_get_the_experts_of_their_tokens() -> None:
 
 def test_experts_are_left_out_when_routers_choose() -> None:
     batch = batch_with_experts()
-    config = SimpleNamespace(algorithm=algorithm(), run=SimpleNamespace(seed=0))
-    sequences = training_sequences(batch, config)
+    sequences = training_sequences(batch, config("off"))
     assert build_micro_batch(sequences, [0, 1]).expert_ids is None
     plain = TrainingSequence.of_trajectories(
         batch.trajectories,
@@ -250,9 +263,7 @@ def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() ->
     lost[length] = 255
     tree = dataclasses.replace(tree, routed_experts=RoutedExperts(lost, routed.num_experts))
     assert unrecorded_fraction([tree]) == pytest.approx(1 / (2 * length - 2))
-    config = SimpleNamespace(algorithm=algorithm(router_replay="rollout"))
-    config.run = SimpleNamespace(seed=0)
-    one, other = training_sequences(Batch(0, "batch", (tree,)), config)
+    one, other = training_sequences(Batch(0, "batch", (tree,)), config("rollout"))
     assert one.expert_ids.tolist() == lost[:length].tolist()
     assert other.expert_ids.tolist() == lost[length:].tolist()
 
