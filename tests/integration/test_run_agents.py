@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
@@ -115,6 +117,21 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
     assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
 
 
+def likeliest(model: Path) -> bytes:
+    """The likeliest four tokens after the letters a b c, by plain transformers."""
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a b c"}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    tokens = policy.generate(**asked, max_new_tokens=4, do_sample=False)[0]
+    reply = tokenizer.decode(tokens[asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return reply.strip().encode()
+
+
 @pytest.mark.slow
 def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
     tmp_path: Path, tiny_model: Path
@@ -134,9 +151,9 @@ def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)
     found = trajectories(tmp_path / "run")
-    # Many versions sampled the replies; the judge said the same thing beside all of them.
+    # Many versions sampled the replies; beside all of them the judge said what version 0 says.
     assert len({span.version.step for t in found for span in t.version_spans}) > 3
-    assert len({t.metrics["said"] for t in found}) == 1
+    assert {t.metrics["said"] for t in found} == {float(zlib.crc32(likeliest(tiny_model)))}
     assert all(len(t.branches) <= 1 for t in found)
     judged = sum(int(t.metrics["judge_tokens"]) for t in found)
     assert summary["ledger"]["judged"] >= judged > 0

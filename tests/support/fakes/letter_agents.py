@@ -47,8 +47,8 @@ class AsksTheStart(Smallest):
         client = self._client.with_options(base_url=judge.base_url, api_key=judge.api_key)
         messages = [{"role": "user", "content": "a b c"}]
         answer = await client.chat.completions.create(model="any", messages=messages, max_tokens=4)
-        said = (answer.choices[0].message.content or "").encode()
-        return AgentOutcome(outcome.reward, {"said": float(zlib.crc32(said))})
+        said = (answer.choices[0].message.content or "").strip()
+        return AgentOutcome(outcome.reward, {"said": float(zlib.crc32(said.encode()))})
 
 
 class Plainly(Smallest):
