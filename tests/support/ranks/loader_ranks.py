@@ -62,7 +62,8 @@ class Shape:
 SHAPES = {
     "llama": Shape("LlamaConfig"),
     "llama_tied": Shape("LlamaConfig", tied=True),
-    "qwen2_with_bias": Shape("Qwen2Config"),
+    # vLLM reads no head_dim of this class.
+    "qwen2_with_bias": Shape("Qwen2Config", extra={"head_dim": 16}),
     "qwen3_with_qk_norm": Shape("Qwen3Config"),
     "qwen3_moe": Shape("Qwen3MoeConfig", extra=EXPERTS),
     "gemma3": Shape("Gemma3TextConfig", tied=True, extra={"sliding_window": 16}),
@@ -274,7 +275,7 @@ def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
 
     if rank == 0 and not (folder / "ready").exists():
         config = getattr(transformers, shape.config_class)(
-            **SIZES, **shape.extra or {}, tie_word_embeddings=shape.tied
+            **SIZES | dict(shape.extra or {}), tie_word_embeddings=shape.tied
         )
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
