@@ -179,11 +179,12 @@ FAMILIES = {
         LATENT
         | {
             "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
+            "n_group": 2,
+            # Fewer groups than experts a token: else the best experts are in the best groups.
+            "topk_group": 1,
             "topk_method": "group_limited_greedy",
         },
-        SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 3, "topk_method": "greedy"},
+        SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2, "topk_method": "greedy"},
     ),
     "qwen3-next": Family(
         "Qwen3NextConfig",

@@ -68,8 +68,7 @@ def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> It
     layers = _dropouts(chunks)
     entropy = np.random.SeedSequence([config.run.seed, *place])
     devices = [torch.cuda.current_device()] if next(chunks[0].parameters()).is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    with torch.random.fork_rng(devices=devices), _seeded(entropy):
         for layer in layers:
             layer.train()
         try:
@@ -77,6 +76,28 @@ def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> It
         finally:
             for layer in layers:
                 layer.eval()
+
+
+@contextmanager
+def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
+    """Seeds torch's generators, and the states that Megatron keeps beside them.
+
+    With sequence parallelism its layers draw from such a state.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    kept, states = tracker.get_states(), {}
+    first, *others = entropy.generate_state(1 + len(kept), np.uint64) >> np.uint64(1)
+    for name, seed in zip(kept, others, strict=True):
+        torch.manual_seed(int(seed))
+        states[name] = torch.cuda.get_rng_state()
+    torch.manual_seed(int(first))
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(kept)
 
 
 def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
