@@ -45,5 +45,5 @@ def test_receivers_hold_what_the_steps_of_the_sender_changed(tmp_path: Path) -> 
         assert 0.002 < row["changed"] < 0.02
         assert 10 * row["num_bytes"] < other["num_bytes"]
     lines, ratios = delta.summary(found)
-    assert lines[-2].startswith("| changes | ")
+    assert any(line.startswith("| changes | ") for line in lines)
     assert ratios["bytes of a whole publish"] < 0.1

@@ -52,14 +52,18 @@ async def test_the_environment_of_the_page_runs_programs(tmp_path: Path) -> None
     assert (wrong.reward, wrong.metrics) == (0, {"ended_by_limit": True})
 
 
-def test_the_judged_environment_of_the_page_can_be_loaded(
+def test_the_judged_environments_of_the_page_can_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     Path("topics.jsonl").write_text('{"topic": "the sea"}\n')
-    (text,) = blocks("judges.md", "toml")
-    (entry,) = tomllib.loads(text)["environments"]
+    elsewhere, at_start = (tomllib.loads(text) for text in blocks("judges.md", "toml"))
+    (entry,) = elsewhere["environments"]
     environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
     (message,) = environment.reset(environment.tasks()[0])
     assert message.content == "Write four lines about the sea."
+    (entry,) = at_start["environments"]
+    agent = load_environment(entry["reference"], json.dumps(entry["args"]), "")
+    assert agent.tasks() == [{"topic": "the sea"}]
+    assert at_start["lora"]["publish"] == "adapters"
