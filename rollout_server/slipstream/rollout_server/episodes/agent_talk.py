@@ -22,7 +22,7 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 log = logging.getLogger(__name__)
 
 # Paths below it are answered by the model as the run started.
-JUDGE_PATH = "/judge"
+JUDGE_PATH = "/judge/"
 
 
 class AgentTalk:
@@ -132,7 +132,9 @@ class AgentTalk:
 
     async def _answer(self, message: environment_pb2.AgentCall) -> None:
         recorder = self._recorder_of(message.path)
-        path = message.path.removeprefix(JUDGE_PATH)
+        path = message.path
+        if recorder is self._judge:
+            path = f"/{path.removeprefix(JUDGE_PATH)}"
         http = HttpCall(message.call, message.method, path, message.body, message.branch)
         async with contextlib.aclosing(self._answering.answer(recorder, http)) as parts:
             async for part in parts:
