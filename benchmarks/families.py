@@ -5,9 +5,11 @@ Each family is a random model of its own: at true width with few layers on a GPU
 row that says so, and its logs.
 
     python benchmarks/families.py --device cuda
+    python benchmarks/families.py --device cuda --gpus 2
     python benchmarks/families.py --families qwen3,gpt-oss
 
-On a GPU machine learner and server share one GPU. Prints one table at the end, with Qwen3 first;
+On a GPU machine learner and server share one GPU, and `--gpus` families are measured side by side.
+Prints one table at the end, with Qwen3 first;
 benchmarks/results/families.json is written after each family.
 """
 
@@ -16,16 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from family_shapes import FAMILIES
-from measure import RESULTS, progress, table, write_result
+from measure import RESULTS, progress, table, visible, write_result
 from rig import HERE
 
 COLUMNS = {
@@ -37,11 +41,12 @@ COLUMNS = {
 }
 
 
-def run(command: list[str], log: Path, limit_s: float) -> str:
+def run(command: list[str], log: Path, *, limit_s: float, gpu: int) -> str:
     """Runs a program and all that it starts; returns "" or in a few words how it failed."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": visible([gpu])},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -56,8 +61,10 @@ def run(command: list[str], log: Path, limit_s: float) -> str:
     return f"exit code {code}" if code else ""
 
 
-def measure_family(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of one family, or how it failed."""
+def measure_family(
+    name: str, folder: Path, gpu: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the figures of one family on one of the GPUs, or how it failed."""
     started_s = time.monotonic()
     log, out = folder / "log.txt", folder / "result.json"
     folder.mkdir()
@@ -65,8 +72,9 @@ def measure_family(name: str, folder: Path, arguments: argparse.Namespace) -> di
     make = [str(HERE / "family_shapes.py"), name, str(folder / "made"), *tiny]
     gap = [str(HERE / "logprob_gap.py"), "--device", arguments.device, "--replies"]
     gap += ["--model", str(folder / "made"), "--steps", str(arguments.steps), "--out", str(out)]
-    failure = run([sys.executable, *make], log, arguments.limit_s)
-    failure = failure or run([sys.executable, *gap], log, arguments.limit_s)
+    place = {"limit_s": arguments.limit_s, "gpu": gpu}
+    failure = run([sys.executable, *make], log, **place)
+    failure = failure or run([sys.executable, *gap], log, **place)
     found = json.loads(out.read_text()) if out.exists() else {}
     if failure:
         print(f"--- {name}\n{log.read_text(errors='replace')[-6000:]}", flush=True)
@@ -104,20 +112,37 @@ def main() -> int:
     parser.add_argument("--families", default=",".join(FAMILIES), help="names with commas between")
     parser.add_argument("--steps", type=int, default=3, help="updates before the measurement")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for each family")
+    parser.add_argument("--gpus", type=int, default=1, help="families that are measured at once")
     parser.add_argument("--out", type=Path, default=RESULTS / "families.json")
     arguments = parser.parse_args()
     names = arguments.families.split(",")
     unknown = sorted(set(names) - FAMILIES.keys())
     if unknown:
         parser.error(f"--families must be of {', '.join(FAMILIES)}, got {unknown[0]}")
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for gpu in range(arguments.gpus):
+        free.put(gpu)
+
+    def measured(name: str) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return measure_family(name, Path(folder) / "family", gpu, arguments)
+        finally:
+            free.put(gpu)
+
+    found: dict[str, dict[str, Any]] = {}
     rows: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            rows[name] = measure_family(name, Path(folder) / "family", arguments)
-        lines = lines_of(rows)
-        write_result("families", {"rows": rows, "table": lines}, arguments.out)
-        progress(f"{name}: {rows[name]['failure'] or 'done'} ({rows[name]['seconds']:.0f} s)")
+    with ThreadPoolExecutor(arguments.gpus) as pool:
+        asked = {pool.submit(measured, name): name for name in names}
+        for done in as_completed(asked):
+            name = asked[done]
+            found[name] = done.result()
+            rows = {each: found[each] for each in names if each in found}
+            lines = lines_of(rows)
+            write_result("families", {"rows": rows, "table": lines}, arguments.out)
+            progress(f"{name}: {rows[name]['failure'] or 'done'} ({rows[name]['seconds']:.0f} s)")
     print("\n".join(lines), flush=True)
     return int(any(row["failure"] for row in rows.values()))
 
