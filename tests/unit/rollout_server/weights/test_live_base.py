@@ -16,6 +16,7 @@ from slipstream.protocol.weights.deltas import (
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.rollout_server.weights.copy_plan import NotCopied, Replay, record
 from slipstream.rollout_server.weights.live_base import LiveBase, put_changes
+from slipstream.rollout_server.weights.live_parts import LiveParts, live_parts
 from slipstream.rollout_server.weights.share_digests import whole_digests
 from support.references import plain_deltas
 from torch import Tensor, nn
@@ -192,3 +193,28 @@ def test_a_payload_of_any_bytes_writes_nothing_outside_its_bucket(seed: int) -> 
     put_changes(payload, bucket, changed, memory[BLOCK_ELEMENTS : BLOCK_ELEMENTS + size])
     assert not memory[:BLOCK_ELEMENTS].any()
     assert not memory[-BLOCK_ELEMENTS:].any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_payload_writes_nothing_outside_of_the_tensors_where_they_lie(seed: int) -> None:
+    specs = [TensorSpec("a", "bfloat16", (96,)), TensorSpec("b", "bfloat16", (1001,))]
+    (bucket,) = plan_buckets(specs, 4000)
+    memory = torch.zeros(1500, dtype=torch.int16)
+    views = [memory[200:296], memory[304:1305]]
+    torch.manual_seed(seed)
+    changed = 200
+    payload = torch.randint(0, 256, (payload_parts(bucket, changed)[2],)).to(torch.uint8)
+    LiveParts(bucket, views, None).put(payload, bucket, changed, 0)
+    for outside in (memory[:200], memory[296:304], memory[1305:]):
+        assert not outside.any()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_whole_tensors_are_changed_where_they_lie(size: int) -> None:
+    """Rows and columns that two workers share are not."""
+    worker = Worker(0, size)
+    plan = record(worker.load, worker.parameters, BUCKETS, CPU)
+    for place, bucket in enumerate(BUCKETS):
+        names = {span.tensor.name for span in bucket.spans}
+        is_shared = size > 1 and bool(names & {"q", "k", "down"})
+        assert (live_parts(plan, place, worker.parameters, None) is None) == is_shared

@@ -2,13 +2,14 @@
 
 Consumes: filled buckets. Produces: numbers of changed elements, and payloads with these elements
 (`protocol.weights.deltas` has their form). On CUDA all work is enqueued on the current stream, but
-`encode` waits for the number of elements that it finds.
+`encode` and `finish` wait for the number of elements that they find.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from slipstream.protocol.errors import RunFailed
@@ -24,6 +25,9 @@ from slipstream.protocol.weights.deltas import (
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.weights.cuda_marks import CudaMarks
+
 logger = logging.getLogger(__name__)
 
 _ELEMENT = torch.int16
@@ -36,8 +40,9 @@ class DeltaBase:
     """The bytes of a rank's own buckets as they were published last: as much memory again.
 
     In a pass `count` each bucket, or `encode` or `keep` it if it is sent; then `counts`, `settle`.
-    Small payloads are encoded by `count` already, so that a publish can begin with them:
-    `take_early` has them.
+    Small payloads are encoded in a pass that counts already, so that a publish can begin with them:
+    `take_early` has them. `finish` ends the work on the bucket that was counted last, whose bytes
+    must not change before.
     """
 
     def __init__(
@@ -72,6 +77,13 @@ class DeltaBase:
         # Name of the base's content, b"" before the first pass that sends, and what changed since.
         self._name, self._changed = b"", tuple[int, ...]()
         self._gaps = {place: _gaps(buckets[place], device) for place in self._kept}
+        # Kernels for early payloads on a GPU, and the bucket that they have marked.
+        self._marks: CudaMarks | None = None
+        self._marked: tuple[int, Tensor] | None = None
+        if encodes_early and device.type == "cuda":
+            from slipstream.learner.trainer.weights.cuda_marks import CudaMarks
+
+            self._marks = CudaMarks(buckets, self._kept, device)
         if self._kept:
             logger.info(
                 "weights.delta keeps %.2f GB of published weights %s",
@@ -102,6 +114,11 @@ class DeltaBase:
         if not self._name:
             return
         self._clear_gaps(place, data)
+        if self._marks is not None:
+            self.finish()
+            self._marks.mark(place, data)
+            self._marked = place, data
+            return
         differ = data.view(_ELEMENT) != self._base(place).view(_ELEMENT)
         if not self._encodes_early:
             self._counts[place] = torch.count_nonzero(differ)
@@ -114,8 +131,19 @@ class DeltaBase:
             self._write(place, data, where, payload)
             self._early[place] = payload
 
+    def finish(self) -> None:
+        """Ends the work on the bucket that was counted last."""
+        if self._marks is None or self._marked is None:
+            return
+        (place, data), self._marked = self._marked, None
+        changed = self._marks.number()
+        self._counts[place] = changed
+        if self._is_small(place, changed):
+            self._early[place] = self._marks.write(place, data, changed)
+
     def counts(self) -> list[int]:
         """Returns the number of changed elements of each bucket; 0 for other ranks' buckets."""
+        self.finish()
         found: list[int] = self._counts.tolist()
         return found
 
@@ -130,14 +158,20 @@ class DeltaBase:
         The payload stays valid until the next pass.
         """
         payload, changed = self._early[place], self._changed[place]
+        if self._marks is not None:
+            self._marks.put(place, payload, changed)
+        else:
+            self._put(place, payload, changed)
+        self._counts[place] = 0
+        return payload
+
+    def _put(self, place: int, payload: Tensor, changed: int) -> None:
         first, second, _ = payload_parts(self._buckets[place], changed)
         per_block = payload[:first].view(_ELEMENT).to(torch.int64)
         blocks = torch.arange(len(per_block), device=payload.device)
         blocks = torch.repeat_interleave(blocks, per_block, output_size=changed)
         places = blocks * BLOCK_ELEMENTS + payload[second : second + changed]
         self._kept[place].view(_ELEMENT)[places] = payload[first:second].view(_ELEMENT)
-        self._counts[place] = 0
-        return payload
 
     def keep(self, place: int, data: Tensor) -> None:
         """Takes bucket `place` as the new base."""

@@ -199,6 +199,9 @@ class WeightStream:
                     if place >= ahead and not is_early:
                         with clock.measure():
                             self._filling.fill(place)
+                    # The lane of the bucket before this one is not filled again yet.
+                    if self._base is not None:
+                        self._base.finish()
                     buffer, wire = self._lanes[lane][: bucket.num_bytes], wires[place]
                     data = buffer[: wire.num_bytes]
                     is_payload = self._own[place] and wire.num_bytes < bucket.num_bytes
