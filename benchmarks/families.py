@@ -77,7 +77,7 @@ def measure_family(
     failure = failure or run([sys.executable, *gap], log, **place)
     found = json.loads(out.read_text()) if out.exists() else {}
     if failure:
-        print(f"--- {name}\n{log.read_text(errors='replace')[-6000:]}", flush=True)
+        print(f"--- {name}\n{log.read_text(errors='replace')[-12_000:]}", flush=True)
     figures = found.get("figures", {})
     return {"figures": figures, "failure": failure, "seconds": time.monotonic() - started_s}
 

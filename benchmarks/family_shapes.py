@@ -77,20 +77,19 @@ class Family:
         return {**common, "rope_parameters": ROPE, **values}
 
 
-def _heads(hidden: int, inner: int, heads: int, groups: int, size: int) -> dict[str, Any]:
+def _heads(hidden: int, inner: int, heads: int, groups: int, size: int = 0) -> dict[str, Any]:
+    """Returns sizes of attention; `size` 0 leaves that of a head to the class."""
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        "head_dim": size,
+        **({"head_dim": size} if size else {}),
     }
 
 
 def _latent(hidden: int, inner: int, heads: int, queries: int | None) -> dict[str, Any]:
-    found = _heads(hidden, inner, heads, heads, 0)
-    del found["head_dim"]
-    return found | {
+    return _heads(hidden, inner, heads, heads) | {
         "q_lora_rank": queries,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -121,7 +120,13 @@ def _groups(groups: int, chosen: int, method: str, scoring: str, factor: float) 
     }
 
 
-_GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+# With embeddings of the usual size, which the class multiplies, a random model repeats its input.
+_GEMMA = {
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.01,
+}
 _SIGMOID = ("noaux_tc", "sigmoid", 2.5)
 _NEXT = {
     "num_experts": 64,
@@ -135,7 +140,7 @@ _NEXT = {
 FAMILIES = {
     "qwen3": Family("Qwen3", _heads(4096, 12288, 32, 8, 128)),
     "llama": Family("Llama", _heads(4096, 14336, 32, 8, 128)),
-    "qwen2": Family("Qwen2", _heads(3584, 18944, 28, 4, 128) | {"head_dim": None}),
+    "qwen2": Family("Qwen2", _heads(3584, 18944, 28, 4)),
     "mistral": Family("Mistral", _heads(4096, 14336, 32, 8, 128) | {"sliding_window": WINDOW}),
     "ministral3": Family(
         "Ministral3",
@@ -169,9 +174,9 @@ FAMILIES = {
     ),
     "qwen2-moe": Family(
         "Qwen2Moe",
-        _heads(2048, 5632, 16, 16, 128)
+        _heads(2048, 5632, 16, 16)
         | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
-        | {"shared_expert_intermediate_size": 5632, "head_dim": None},
+        | {"shared_expert_intermediate_size": 5632},
     ),
     "mixtral": Family(
         "Mixtral",
@@ -181,8 +186,7 @@ FAMILIES = {
     ),
     "olmoe": Family(
         "Olmoe",
-        _heads(2048, 1024, 16, 16, 128)
-        | {"num_experts": 64, "num_experts_per_tok": 8, "head_dim": None},
+        _heads(2048, 1024, 16, 16) | {"num_experts": 64, "num_experts_per_tok": 8},
     ),
     "glm-4.5": Family(
         "Glm4Moe",
