@@ -71,6 +71,8 @@ def measure_family(
     tiny = [] if arguments.device == "cuda" else ["--tiny"]
     make = [str(HERE / "family_shapes.py"), name, str(folder / "made"), *tiny]
     gap = [str(HERE / "logprob_gap.py"), "--device", arguments.device, "--replies"]
+    if arguments.device == "cuda":
+        gap += ["--engine", json.dumps(FAMILIES[name].engine)]
     gap += ["--model", str(folder / "made"), "--steps", str(arguments.steps), "--out", str(out)]
     place = {"limit_s": arguments.limit_s, "gpu": gpu}
     failure = run([sys.executable, *make], log, **place)

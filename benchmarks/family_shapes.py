@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Family:
     name: str
     values: dict[str, Any]
     layers: int = 4
+    # rollout_server.engine on a GPU.
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def settings(self, *, tiny: bool) -> dict[str, Any]:
         """Returns the fields of the configuration."""
@@ -225,7 +227,12 @@ FAMILIES = {
         | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": WINDOW}
         | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
     ),
-    "qwen3-next": Family("Qwen3Next", _heads(2048, 5120, 16, 2, 256) | _NEXT),
+    "qwen3-next": Family(
+        "Qwen3Next",
+        _heads(2048, 5120, 16, 2, 256) | _NEXT,
+        # FlashInfer's kernel is compiled for minutes first.
+        engine={"gdn_prefill_backend": "triton"},
+    ),
 }
 
 

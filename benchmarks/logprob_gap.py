@@ -40,6 +40,8 @@ KL_TARGET = 1e-3
 START_LIMIT_S = 300.0
 STEPS_LIMIT_S = 300.0
 FRESH_LIMIT_S = 300.0
+# Seconds that the last checkpoint and the exported folder of a large model may take.
+EXPORT_LIMIT_S = 180.0
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
@@ -80,6 +82,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "threads": 4 if on_gpu else 1,
             "enforce_eager": True,
             **({"gpu_memory_utilization": 0.3} if on_gpu else {}),
+            "engine": json.loads(arguments.engine),
         },
         "weights": {
             "transport": arguments.transport,
@@ -94,7 +97,8 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the rows of all steps, and both sides' log-probabilities of the last probe."""
     shared = ((0,), ((0,),)) if arguments.device == "cuda" else ((), ((),))
-    async with Rig(config, Placement(*shared, arguments.device)) as rig:
+    place = Placement(*shared, arguments.device)
+    async with Rig(config, place, grace_s=EXPORT_LIMIT_S) as rig:
         await rig.start_trainers()
         if arguments.device == "cuda":
             # vLLM measures how much of the GPU is free: the learner must have taken its part.
@@ -208,6 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
+    parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")
     parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.score is not None:

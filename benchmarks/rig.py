@@ -265,9 +265,18 @@ class Rig:
     """The processes of one run, from the first to the last; an async context manager."""
 
     def __init__(
-        self, config: Config, placement: Placement, *, environ: Mapping[str, str] | None = None
+        self,
+        config: Config,
+        placement: Placement,
+        *,
+        environ: Mapping[str, str] | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
-        """`environ`: variables of all processes beside those of their placement."""
+        """`environ`: variables of all processes beside those of their placement.
+
+        `grace_s`: seconds that all have to end by themselves, which includes a final export.
+        """
+        self._grace_s = grace_s
         self.config = config
         self._placement = placement
         paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
@@ -291,7 +300,7 @@ class Rig:
         self.controller.stop("the benchmark is over")
         children = [*self.trainers, *self.servers]
         ends = asyncio.gather(*(child.process.wait() for child in children))
-        await asyncio.wait((ends, self._running), timeout=GRACE_S)
+        await asyncio.wait((ends, self._running), timeout=self._grace_s)
         await asyncio.gather(*(child.stop(1.0) for child in children))
         ends.cancel()
         if not self._running.done():

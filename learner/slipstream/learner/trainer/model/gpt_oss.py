@@ -58,7 +58,8 @@ class GptOssBridge(FamilyBridge):
         provider.moe_ffn_hidden_size = settings.intermediate_size
         # Its slope of 1.702 is that of swiglu_alpha.
         provider.activation_func = quick_gelu
-        provider.activation_func_clamp_value = settings.swiglu_limit
+        # The one value of swiglu_limit that is taken; older files do not name it.
+        provider.activation_func_clamp_value = 7.0
         provider.glu_linear_offset = 1.0
         place_norms(provider, "before")
         return provider
