@@ -31,6 +31,7 @@ from slipstream.learner.trainer.model.offload import (
     parameters,
 )
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
+from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.model.router_replay import replay_routers
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
@@ -108,7 +109,11 @@ def load_trained(
             Part.OPTIMIZER: lambda: optimizer_state(optimizer, chunks),
         }
     )
-    return TrainedModel(**vars(model), optimizer=optimizer)
+    recompute = None
+    if config.learner.recompute == "auto" and ranks.device.type == "cuda":
+        memory = GpuMemory(config.learner.gpu_memory_fraction)
+        recompute = Recompute(chunks, config.learner, memory)
+    return TrainedModel(**vars(model), optimizer=optimizer, recompute=recompute)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:

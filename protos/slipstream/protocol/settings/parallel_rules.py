@@ -93,7 +93,7 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
             if tables[section].get(key):
                 yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
     yield from _optimizer_problems(learner)
-    yield from _recompute_problems(learner.transformer, learner.parallel)
+    yield from _recompute_problems(learner)
     if learner.transformer.get("moe_token_dispatcher_type", "alltoall") not in ("alltoall", "flex"):
         yield (
             "learner.transformer.moe_token_dispatcher_type must be alltoall or flex: others refuse "
@@ -131,10 +131,12 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
         yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"
 
 
-def _recompute_problems(
-    transformer: dict[str, JsonValue], parallel: ParallelSection
-) -> Iterator[str]:
+def _recompute_problems(learner: LearnerSection) -> Iterator[str]:
+    transformer, parallel = learner.transformer, learner.parallel
     granularity = transformer.get("recompute_granularity")
+    if learner.recompute == "auto" and (granularity or transformer.get("cpu_offloading")):
+        key = "recompute_granularity" if granularity else "cpu_offloading"
+        yield f"learner.recompute = 'auto' plans for itself: learner.transformer.{key} excludes it"
     others = [key for key in ("recompute_method", "recompute_num_layers") if transformer.get(key)]
     if granularity not in (None, "full", "selective"):
         yield (

@@ -167,6 +167,10 @@ class LearnerSection(Section):
     devices: tuple[int | str, ...] | None = None
     # Largest share of its GPU's memory that torch may hold in a rank; None: no limit.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
+    # Layers that compute their activations again in the backward pass. off: what
+    # `learner.transformer` says, none unless it does; auto: as many as the memory of the GPUs
+    # needs, measured in the first training pass, for long sequences. On a CPU none.
+    recompute: Literal["off", "auto"] = "off"
     # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take. If
     # they need more, the backward pass computes them a second time, in chunks.
     kept_logits_share: float = Field(0.08, ge=0, le=1)

@@ -255,6 +255,21 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         "learner.transformer.cpu_offloading excludes recompute_granularity",
     ),
     (
+        {
+            "recompute": "auto",
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            },
+        },
+        "'auto' plans for itself: learner.transformer.recompute_granularity excludes it",
+    ),
+    (
+        {"recompute": "auto", "transformer": {"cpu_offloading": True}},
+        "'auto' plans for itself: learner.transformer.cpu_offloading excludes it",
+    ),
+    (
         {"transformer": {"moe_token_dispatcher_type": "allgather"}},
         "must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'",
     ),

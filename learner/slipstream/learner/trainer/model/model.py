@@ -25,6 +25,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
+    from slipstream.learner.trainer.model.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class TrainedModel(ParallelModel):
     """A model with gradients and optimizer."""
 
     optimizer: Megatron
+    # None: what `learner.transformer` says is recomputed.
+    recompute: Recompute | None = None
 
     def zero_grad(self) -> None:
         """Sets all gradients to zero."""

@@ -62,7 +62,11 @@ def forward_backward(
         logits_dtype=model.logits_dtype,
         cap=model.logit_cap,
     )
-    return run_schedule(model, micro_batches, finish, forward_only=False)
+    if model.recompute is None:
+        return run_schedule(model, micro_batches, finish, forward_only=False)
+    sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
+    with model.recompute.training_pass(sizes, model.ranks):
+        return run_schedule(model, micro_batches, finish, forward_only=False)
 
 
 def forward_logprobs(

@@ -139,6 +139,11 @@ class Ranks:
         return group
 
     @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return int(self._groups.get_pipeline_model_parallel_rank())
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes log-probabilities and losses."""
         return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))

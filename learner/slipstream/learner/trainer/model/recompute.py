@@ -1,0 +1,191 @@
+"""How many layers compute their activations a second time, planned by the memory of the GPU.
+
+The first training pass keeps the activations of one layer and recomputes all others, so that it
+fits wherever training fits at all. It measures what the layer keeps and what else the pass takes.
+From the second pass on, when the optimizer has its state, as many layers keep theirs as there is
+memory for. All ranks recompute equally many, because a recomputed layer may communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from slipstream.learner.trainer.model.model import unwrapped
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
+from slipstream.protocol.settings.config import LearnerSection, ParallelSection
+
+logger = logging.getLogger(__name__)
+
+# Share of the memory that stays free for what the allocator cannot use.
+_MARGIN = 0.05
+
+
+class Memory(Protocol):
+    """The memory of this rank's device, in bytes."""
+
+    def allocated(self) -> int:
+        """Returns what tensors take now."""
+        ...
+
+    def peak(self) -> int:
+        """Returns the most that tensors took since `watch`."""
+        ...
+
+    def watch(self) -> None:
+        """Begins to note the peak."""
+        ...
+
+    def limit(self) -> int:
+        """Returns what tensors may take."""
+        ...
+
+
+class GpuMemory:
+    """See `Memory`: torch's allocator, and what other processes leave of the GPU."""
+
+    def __init__(self, share: float | None) -> None:
+        """`share`: `learner.gpu_memory_fraction`."""
+        self._share = share
+
+    def allocated(self) -> int:
+        """See `Memory`."""
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """See `Memory`."""
+        return torch.cuda.max_memory_allocated()
+
+    def watch(self) -> None:
+        """See `Memory`."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def limit(self) -> int:
+        """See `Memory`."""
+        free, total = torch.cuda.mem_get_info()
+        left = free + torch.cuda.memory_reserved()
+        return min(left, int(total * self._share)) if self._share else left
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a pass with one kept layer took, in bytes for each token of its largest micro batch."""
+
+    # One layer's activations of one micro batch.
+    layer: float
+    # Everything else that is allocated during the pass alone.
+    rest: float
+
+
+def recomputed_layers(
+    measured: Measured, *, layers: int, tokens: int, in_flight: int, free: float
+) -> int:
+    """Returns how many of `layers` must recompute so that a pass fits into `free` bytes.
+
+    `in_flight`: micro batches whose activations a pipeline stage holds at one time. `rest` holds
+    those of one layer already.
+    """
+    of_layer = measured.layer * tokens * in_flight
+    left = free - measured.rest * tokens
+    if left < 0:
+        return layers
+    more = math.floor(left / of_layer) if of_layer else layers
+    return max(layers - 1 - more, 0)
+
+
+class Recompute:
+    """The plan of one trained model: measures in the first pass, decides before the second."""
+
+    def __init__(self, chunks: Sequence[Megatron], learner: LearnerSection, memory: Memory) -> None:
+        """`chunks` of this rank; they begin with one layer of each chunk that is not recomputed."""
+        blocks = [unwrapped(chunk).decoder for chunk in chunks]
+        self._configs = {
+            id(config): config
+            for block, chunk in zip(blocks, chunks, strict=True)
+            for config in (block.config, unwrapped(chunk).config)
+        }.values()
+        self._layers = max(len(block.layers) for block in blocks)
+        self._last = max(blocks, key=lambda block: len(block.layers)).layers[-1]
+        self._learner, self._memory = learner, memory
+        self._measured: Measured | None = None
+        self._is_planned = False
+        self._recompute(self._layers - 1)
+
+    @contextlib.contextmanager
+    def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
+        """Surrounds a training pass over micro batches of `sizes` tokens; collective."""
+        if not self._is_planned and self._measured is not None:
+            self._decide(self._measured, ranks)
+        if self._is_planned:
+            yield
+            return
+        before = self._memory.allocated()
+        self._memory.watch()
+        with self._kept_by_last() as kept:
+            yield
+        most = max(sizes)
+        rest = self._memory.peak() - before
+        self._measured = Measured(max(kept, default=0) / most, rest / most)
+
+    @contextlib.contextmanager
+    def _kept_by_last(self) -> Iterator[list[int]]:
+        """Yields what the last layer keeps, in bytes, of each micro batch that goes through it."""
+        begun: list[int] = []
+        kept: list[int] = []
+        hooks = [
+            self._last.register_forward_pre_hook(lambda *_: begun.append(self._memory.allocated())),
+            self._last.register_forward_hook(
+                lambda *_: kept.append(self._memory.allocated() - begun.pop())
+            ),
+        ]
+        try:
+            yield kept
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _decide(self, measured: Measured, ranks: Ranks) -> None:
+        learner = self._learner
+        free = (1 - _MARGIN) * self._memory.limit() - self._memory.allocated()
+        found = recomputed_layers(
+            measured,
+            layers=self._layers,
+            tokens=learner.micro_batch_tokens,
+            in_flight=in_flight(learner.parallel, ranks.stage),
+            free=free,
+        )
+        share = torch.tensor([found / self._layers], dtype=torch.float64)
+        self._recompute(math.ceil(float(ranks.max(share)) * self._layers - 1e-9))
+        self._is_planned = True
+        logger.info(
+            "%d of %d layers recompute their activations: one keeps %.1f kB a token, all else in a "
+            "pass takes %.1f kB, and %.2f GB are free",
+            self.num_layers,
+            self._layers,
+            measured.layer / 1e3,
+            measured.rest / 1e3,
+            free / 1e9,
+        )
+
+    def _recompute(self, layers: int) -> None:
+        """Recomputes the first `layers` layers of each chunk."""
+        for config in self._configs:
+            config.recompute_granularity = "full" if layers else None
+            config.recompute_method = "block" if layers else None
+            config.recompute_num_layers = layers or None
+        self.num_layers = layers
+
+
+def in_flight(parallel: ParallelSection, stage: int) -> int:
+    """Returns the most micro batches whose activations pipeline stage `stage` holds at one time."""
+    behind = parallel.pp - 1 - stage
+    if parallel.vpp is None:
+        return behind + 1
+    # Megatron's interleaved schedule begins with so many forward passes of chunks.
+    return 2 * behind + (parallel.vpp - 1) * parallel.pp + 1

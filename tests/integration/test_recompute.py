@@ -1,0 +1,46 @@
+"""A plan of recomputed layers changes no bit of what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.fakes.parity_models import make_models
+from support.ranks import recompute_ranks
+from support.ranks.rank_pool import RankPool
+from support.ranks.recompute_ranks import JOBS, LAYOUTS
+
+# Other metrics may be no number.
+COMPARED = ("loss", "entropy", "grad_norm", "kl", "logprob_gap_max")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("recompute")
+    make_models(folder)
+    for world_size in (1, 2):
+        jobs = [name for name, (layout, _) in JOBS.items() if LAYOUTS[layout][0] == world_size]
+        rank_pool.run(Path(recompute_ranks.__file__), jobs, world_size=world_size, folder=folder)
+    return {name: torch.load(folder / f"recompute-{name}.pt", weights_only=True) for name in JOBS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputed_layers_train_the_same_bits(layout: str, found: dict[str, dict]) -> None:
+    plain, planned = found[layout], found[f"{layout}-planned"]
+    for ours, theirs in zip(planned["weights"], plain["weights"], strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(planned["metrics"], plain["metrics"], strict=True):
+        assert {key: ours[key] for key in COMPARED} == {key: theirs[key] for key in COMPARED}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_pass_leaves_one_layer_and_later_ones_follow_the_plan(
+    layout: str, found: dict[str, dict]
+) -> None:
+    planned = found[f"{layout}-planned"]
+    layers = planned["layers"]
+    # No memory is left: the last layer is recomputed too.
+    assert planned["recomputed"] == [layers - 1, layers, layers]
+    assert found[layout]["recomputed"] == [0, 0, 0]

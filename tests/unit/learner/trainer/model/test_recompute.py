@@ -1,0 +1,178 @@
+"""How many layers recompute their activations, and that the plan is made of what was measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from slipstream.learner.trainer.model.recompute import (
+    Measured,
+    Recompute,
+    in_flight,
+    recomputed_layers,
+)
+from slipstream.protocol.settings.config import LearnerSection, ParallelSection
+from torch import Tensor, nn
+
+LAYER_BYTES, REST_BYTES = 1000, 50
+
+
+@pytest.mark.parametrize(
+    ("free", "in_flight_count", "expected"),
+    [
+        # The rest takes 5,000 bytes of 100 tokens; a further layer 100,000.
+        (1_200_000, 1, 0),
+        (5_000 + 1_100_000, 1, 0),
+        (5_000 + 1_099_999, 1, 1),
+        (5_000 + 250_000, 1, 9),
+        (5_000 + 250_000, 2, 10),
+        (5_000 + 99_999, 1, 11),
+        # Not even the one layer that was kept is sure to fit.
+        (4_999, 1, 12),
+    ],
+)
+def test_as_many_layers_keep_their_activations_as_fit(
+    free: int, in_flight_count: int, expected: int
+) -> None:
+    found = recomputed_layers(
+        Measured(LAYER_BYTES, REST_BYTES),
+        layers=12,
+        tokens=100,
+        in_flight=in_flight_count,
+        free=free,
+    )
+    assert found == expected
+
+
+def test_nothing_is_recomputed_for_layers_that_keep_nothing() -> None:
+    assert recomputed_layers(Measured(0, 1), layers=4, tokens=9, in_flight=1, free=10) == 0
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "expected"),
+    [(1, None, [1]), (4, None, [4, 3, 2, 1]), (2, 2, [5, 3])],
+)
+def test_earlier_stages_hold_more_micro_batches(
+    pp: int, vpp: int | None, expected: list[int]
+) -> None:
+    parallel = ParallelSection(pp=pp, vpp=vpp)
+    assert [in_flight(parallel, stage) for stage in range(pp)] == expected
+
+
+class Layer(nn.Module):
+    """A layer that keeps as many bytes as it is told, in the memory beside it."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self._memory.take(LAYER_BYTES * len(hidden))
+        return hidden
+
+
+class FakeMemory:
+    """See `recompute.Memory`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._now, self._peak = limit, 0, 0
+
+    def take(self, num_bytes: int) -> None:
+        self._now += num_bytes
+        self._peak = max(self._peak, self._now)
+
+    def allocated(self) -> int:
+        return self._now
+
+    def peak(self) -> int:
+        return self._peak
+
+    def watch(self) -> None:
+        self._peak = self._now
+
+    def limit(self) -> int:
+        return self._limit
+
+
+class Block:
+    """Megatron's model with a block of layers, of which some are recomputed."""
+
+    def __init__(self, memory: FakeMemory, layers: int) -> None:
+        config = SimpleNamespace(
+            recompute_granularity=None, recompute_method=None, recompute_num_layers=None
+        )
+        self.config = config
+        stack = [Layer(memory) for _ in range(layers)]
+        self.decoder = SimpleNamespace(config=config, layers=stack)
+        self._memory = memory
+
+    def train(self, tokens: int) -> None:
+        """A pass that frees at its end what it took."""
+        before = self._memory.allocated()
+        for layer in self.decoder.layers[self.config.recompute_num_layers or 0 :]:
+            layer(torch.zeros(tokens))
+        self._memory.take(REST_BYTES * tokens)
+        self._memory.take(before - self._memory.allocated())
+
+
+class Ranks:
+    """This rank, on the only stage, and another one that recomputes `other` of its layers."""
+
+    stage = 0
+
+    def __init__(self, other: float = 0.0) -> None:
+        self._other = other
+
+    def max(self, values: Tensor) -> Tensor:
+        return values.clamp(min=self._other)
+
+
+@pytest.mark.parametrize(
+    ("limit", "other", "expected"),
+    [
+        # 5 % stay free. The optimizer took 1,000,000 after the first pass; 200 tokens are trained.
+        (10_000_000, 0.0, 0),
+        (2_200_000, 0.0, 3),
+        (2_200_000, 0.5, 4),
+        (1_100_000, 0.0, 8),
+    ],
+)
+def test_the_second_pass_follows_what_the_first_measured(
+    limit: int, other: float, expected: int
+) -> None:
+    memory = FakeMemory(limit)
+    block: Any = Block(memory, 8)
+    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
+    assert block.config.recompute_num_layers == 7
+    ranks: Any = Ranks(other)
+    with plan.training_pass([100, 40], ranks):
+        block.train(100)
+        block.train(40)
+    memory.take(1_000_000)
+    with plan.training_pass([100], ranks):
+        block.train(100)
+    assert plan.num_layers == expected
+    assert block.config.recompute_num_layers == (expected or None)
+    assert block.config.recompute_granularity == ("full" if expected else None)
+    # What was planned stays.
+    memory.take(500_000)
+    with plan.training_pass([100], ranks):
+        block.train(100)
+    assert plan.num_layers == expected
+
+
+def test_a_first_pass_that_fails_is_measured_again() -> None:
+    memory = FakeMemory(10_000_000)
+    block: Any = Block(memory, 8)
+    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
+    ranks: Any = Ranks()
+    with pytest.raises(ValueError, match="no number"), plan.training_pass([100], ranks):
+        raise ValueError("no number")
+    with plan.training_pass([100], ranks):
+        block.train(100)
+    assert plan.num_layers == 7
+    with plan.training_pass([100], ranks):
+        block.train(100)
+    assert plan.num_layers == 0
