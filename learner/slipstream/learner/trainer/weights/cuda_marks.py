@@ -50,7 +50,7 @@ class CudaMarks:
         ends = self._ends[:blocks]
         torch.cumsum(self._counts[:blocks], 0, dtype=torch.int32, out=ends)
         self._number.copy_(ends[-1:], non_blocking=True)
-        self._counted.record()  # type: ignore[no-untyped-call]
+        self._counted.record()
 
     def number(self) -> int:
         """Returns the number of elements that the last `mark` found; waits for it."""
