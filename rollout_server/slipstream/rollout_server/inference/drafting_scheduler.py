@@ -86,8 +86,8 @@ class DraftingScheduler(PausingScheduler):
             return
         if drafts.method == "custom_class":
             self._index = DraftIndex(self.num_spec_tokens)
-        # vLLM would give a prompt with one token left drafts of -1, which no kernel here checks
-        # for. It does not if the number of drafted tokens may change.
+        # vLLM would draft tokens of -1 behind a prompt of which one token is left to compute. It
+        # does not if the length of drafts may change.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
