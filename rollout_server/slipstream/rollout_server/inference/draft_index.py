@@ -144,7 +144,7 @@ class DraftRule:
             self._rest -= 1
             return 0
         room = self.MOST_STEP_TOKENS // max(1, num_replies) - 1
-        return min(self._draft_tokens, room)
+        return max(0, min(self._draft_tokens, room))
 
     def observe(self, *, drafted: int, accepted: int) -> None:
         """Counts the drafted tokens of a reply in a step, and those that were accepted."""
