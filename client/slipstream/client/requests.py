@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 
 from slipstream.client.client import Client
-from slipstream.client.status import EnvironmentStatus, RunStatus
+from slipstream.client.status import EnvironmentStatus, RunStatus, ServerStatus
 from slipstream.client.terminal import counted, plain, say
 from slipstream.protocol.errors import ConfigError
 
