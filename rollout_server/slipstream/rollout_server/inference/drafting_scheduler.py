@@ -112,7 +112,9 @@ class DraftingScheduler(PausingScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See vLLM; the index keeps what ended requests have sampled."""
-        by_client = super().update_from_output(scheduler_output, model_runner_output)
+        by_client: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
         if self._index is not None:
             self._close(
                 output.request_id
