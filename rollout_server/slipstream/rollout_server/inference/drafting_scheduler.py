@@ -93,12 +93,12 @@ class DraftingScheduler(PausingScheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """See vLLM; in place of the workers' drafts come those of the index, if there is one."""
         length = self._rule.length(len(self.running))
-        if self._index is None:
-            cut = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
-            super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, cut))
-            return
-        for request in self.running:
-            request.spec_token_ids = self._draft(self._index, request, length)
+        names = draft_token_ids.req_ids
+        drafts = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
+        if self._index is not None:
+            names = [request.request_id for request in self.running]
+            drafts = [self._draft(self._index, request, length) for request in self.running]
+        super().update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -152,7 +152,7 @@ class DraftingScheduler(PausingScheduler):
     def _draft(self, index: DraftIndex, request: Request, length: int) -> list[int]:
         # The last token of a reply needs no draft behind it.
         most = min(length, request.max_tokens - request.num_output_tokens - 1)
-        if most <= 0 or request.is_prefill_chunk:
+        if most <= 0:
             return []
         tokens, num_prompt = request._all_token_ids, request.num_prompt_tokens
         return index.draft(request.request_id, tokens, num_prompt=num_prompt, most=most)
