@@ -84,12 +84,17 @@ DRAFTS = [
 
 @pytest.mark.parametrize(("ours", "expected"), DRAFTS)
 def test_drafts_reach_vllm_where_they_may_pay(
-    model: Path, ours: dict[str, object], expected: tuple[str, int] | None
+    model: Path,
+    ours: dict[str, object],
+    expected: tuple[str, int] | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from slipstream.rollout_server.inference.engine_arguments import engine_config
 
     found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
     assert (found and (found.method, found.num_speculative_tokens)) == expected
+    told = "nothing is drafted: it would not pay with rollout_server.max_episodes above 256, got 257"
+    assert (told in caplog.messages) is ("257" in str(ours))
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])

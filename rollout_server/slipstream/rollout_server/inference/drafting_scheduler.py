@@ -8,6 +8,7 @@ made before an update is verified by the new ones.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+log = logging.getLogger(__name__)
+
+# Most episodes of an engine with drafts: one drafted token for each fills a step.
+MOST_EPISODES = DraftRule.MOST_STEP_TOKENS // 2
 _PROPOSER = f"{__name__}.NoProposer"
 # Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
 _RUNS = (3, 8)
@@ -29,7 +34,13 @@ _RUNS = (3, 8)
 
 def draft_values(section: RolloutServerSection) -> dict[str, object]:
     """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for."""
-    if section.drafts == "off" or section.max_episodes > DraftRule.MOST_STEP_TOKENS // 2:
+    if section.drafts == "off":
+        return {}
+    if section.max_episodes > MOST_EPISODES:
+        log.warning(
+            "nothing is drafted: it would not pay with rollout_server.max_episodes above %d, got %d",
+            *(MOST_EPISODES, section.max_episodes),
+        )
         return {}
     method: dict[str, object] = {"method": "custom_class", "model": _PROPOSER}
     if section.drafts == "ngram":
