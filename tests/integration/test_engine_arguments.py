@@ -93,7 +93,7 @@ def test_drafts_reach_vllm_where_they_may_pay(
 
     found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
     assert (found and (found.method, found.num_speculative_tokens)) == expected
-    told = "nothing is drafted: it would not pay with rollout_server.max_episodes above 256, got 257"
+    told = "nothing is drafted: it would not pay for rollout_server.max_episodes > 256, got 257"
     assert (told in caplog.messages) is ("257" in str(ours))
 
 

@@ -38,7 +38,7 @@ def draft_values(section: RolloutServerSection) -> dict[str, object]:
         return {}
     if section.max_episodes > MOST_EPISODES:
         log.warning(
-            "nothing is drafted: it would not pay with rollout_server.max_episodes above %d, got %d",
+            "nothing is drafted: it would not pay for rollout_server.max_episodes > %d, got %d",
             *(MOST_EPISODES, section.max_episodes),
         )
         return {}
