@@ -26,6 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +39,16 @@ NAME = "drafts"
 TARGET = 1.3
 GROUP = 16
 PLAIN = "off"
-# Settings of `rollout_server`, and vLLM's own, of each engine.
-ENGINES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    PLAIN: ({}, {}),
-    "shared": ({"drafts": "shared"}, {}),
-    "shared, 7 tokens": ({"drafts": "shared", "draft_tokens": 7}, {}),
-    "shared, one graph": (
-        {"drafts": "shared"},
-        {"compilation_config": {"cudagraph_mode": "FULL"}},
-    ),
-    "ngram": ({"drafts": "ngram"}, {}),
+# Settings of `rollout_server` of each engine.
+ENGINES: dict[str, dict[str, object]] = {
+    PLAIN: {},
+    "shared": {"drafts": "shared"},
+    "shared, 7 tokens": {"drafts": "shared", "draft_tokens": 7},
+    "ngram": {"drafts": "ngram"},
 }
 # Prompts have a part of the text; replies go on behind it.
 PROMPT_TOKENS = 128
+SETTLING_S = 8.0
 CHECKED = ("went_on", "mean_logprob")
 LEAST_TOKENS, MOST_TOKENS = 256, 768
 
@@ -94,7 +93,8 @@ class Flow:
         running = [
             asyncio.create_task(self._place(temperature, epoch, place)) for place in range(places)
         ]
-        await asyncio.sleep(min(window_s, 4.0))
+        # As long as the engine needs to find out whether drafts pay here.
+        await asyncio.sleep(SETTLING_S)
         self._followed, self._logprobs = [], []
         before, began_s = self._engine.use(), time.perf_counter()
         await asyncio.sleep(window_s)
@@ -141,7 +141,6 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
     from slipstream.protocol.types import PolicyVersion
     from slipstream.rollout_server import process
 
-    ours, vllms = ENGINES[arguments.engine]
     table = {
         "run": {"name": "drafts", "steps": 1, "dir": str(arguments.folder)},
         "model": {"path": str(arguments.folder / "model"), "dtype": arguments.dtype},
@@ -151,7 +150,7 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
             "max_episode_tokens": PROMPT_TOKENS + MOST_TOKENS,
         },
         "learner": {"micro_batch_tokens": PROMPT_TOKENS + MOST_TOKENS},
-        "rollout_server": {"max_episodes": arguments.places, "engine": vllms, **ours},
+        "rollout_server": {"max_episodes": arguments.places, **ENGINES[arguments.engine]},
     }
     config = parse_config(table, source=NAME)
     on_cpu = arguments.device == "cpu"
@@ -164,7 +163,7 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
     progress(f"{arguments.engine}: started in {time.monotonic() - began_s:.0f} s")
     flow = Flow(engine, arguments.shape)
     window_s = arguments.window_s
-    await flow.run(places=arguments.places, temperature=1.0, epoch=1, window_s=2.0)
+    await flow.run(places=arguments.places, temperature=1.0, epoch=1, window_s=0.1)
     for case in arguments.cases:
         places, probability, epoch = (float(part) for part in case.split(","))
         found = await flow.run(
@@ -247,7 +246,10 @@ def main() -> None:
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        make_reciter(folder / "model", arguments.shape, text_of(arguments.shape), arguments.dtype)
+        # A process of its own, whose end frees the GPU.
+        chosen = (folder / "model", arguments.shape, text_of(arguments.shape), arguments.dtype)
+        with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+            apart.submit(make_reciter, *chosen).result()
         progress("made the model")
         for engine in arguments.engines:
             if time.monotonic() - began_s > arguments.limit_s:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import FinishReason, Generation  # noqa: E402
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig  # noqa: E402
@@ -24,6 +26,31 @@ TEMPERATURE = 0.15
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
 GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
 PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drafts_are_always_made() -> Iterator[None]:
+    """On a CPU they hardly pay. The engine's process is forked, with the scheduler from here."""
+    from slipstream.rollout_server.inference import engine
+    from slipstream.rollout_server.inference.draft_rule import DraftRule
+
+    own = engine.engine_config
+
+    def settings_of(config: Config, seed: int) -> Any:  # noqa: ANN401 - vLLM's
+        settings = own(config, seed)
+        scheduling = settings.scheduler_config
+
+        class Drafting(scheduling.scheduler_cls):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+                super().__init__(*args, **kwargs)
+                self._rule = DraftRule(self.num_spec_tokens, trial_steps=1 << 40)
+
+        scheduling.scheduler_cls = Drafting
+        return settings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "engine_config", settings_of)
+        yield
 
 
 # Fewer blocks than 16 long replies need: some are preempted and computed again.

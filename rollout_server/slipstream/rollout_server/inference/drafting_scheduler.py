@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slipstream.protocol.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.draft_index import DraftIndex, DraftRule
+from slipstream.rollout_server.inference.draft_index import DraftIndex
+from slipstream.rollout_server.inference.draft_rule import MOST_STEP_TOKENS, DraftRule
 from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,7 +27,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 log = logging.getLogger(__name__)
 
 # Most episodes of an engine with drafts: one drafted token for each fills a step.
-MOST_EPISODES = DraftRule.MOST_STEP_TOKENS // 2
+MOST_EPISODES = MOST_STEP_TOKENS // 2
 _PROPOSER = f"{__name__}.NoProposer"
 # Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
 _RUNS = (3, 8)
@@ -91,6 +92,7 @@ class DraftingScheduler(PausingScheduler):
         super().__init__(vllm_config, *args, **kwargs)
         drafts = vllm_config.speculative_config
         self._rule = DraftRule(self.num_spec_tokens)
+        self._sampled = 0
         self._index: DraftIndex | None = None
         self._draft_stats: SpecDecodingStats | None = None
         if drafts is None:
@@ -103,7 +105,7 @@ class DraftingScheduler(PausingScheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """See vLLM; in place of the workers' drafts come those of the index, if there is one."""
-        length = self._rule.length(len(self.running))
+        length = self._rule.next_length(num_replies=len(self.running), sampled=self._sampled)
         names = draft_token_ids.req_ids
         drafts = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
         if self._index is not None:
@@ -123,6 +125,7 @@ class DraftingScheduler(PausingScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See vLLM; the index keeps what ended requests have sampled."""
+        self._sampled = sum(map(len, model_runner_output.sampled_token_ids))
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -158,7 +161,6 @@ class DraftingScheduler(PausingScheduler):
         if self._draft_stats is None:
             self._draft_stats = SpecDecodingStats.new(self.num_spec_tokens)
         self._draft_stats.observe_draft(num_draft_tokens, num_accepted_tokens)
-        self._rule.observe(drafted=num_draft_tokens, accepted=num_accepted_tokens)
 
     def _draft(self, index: DraftIndex, request: Request, length: int) -> list[int]:
         # The last token of a reply needs no draft behind it.

@@ -1,11 +1,10 @@
-"""Where drafts come from, and when none are made."""
+"""Where drafts come from."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
-from slipstream.rollout_server.inference.draft_index import RUNS, DraftIndex, DraftRule
+from slipstream.rollout_server.inference.draft_index import RUNS, DraftIndex
 
 LONG, SHORT = RUNS
 TEXT = random.Random(1).sample(range(1000, 9000), 60)
@@ -111,25 +110,3 @@ def test_a_slot_that_another_run_took_gives_no_draft() -> None:
 
 def test_what_never_drafted_can_be_closed() -> None:
     index().close("unknown")
-
-
-@pytest.mark.parametrize(
-    ("replies", "length"), [(1, 8), (56, 8), (64, 7), (128, 3), (256, 1), (257, 0), (2000, 0)]
-)
-def test_many_replies_get_shorter_drafts_and_then_none(replies: int, length: int) -> None:
-    assert DraftRule(8).length(replies) == length
-
-
-def test_drafts_that_are_hardly_ever_accepted_rest_and_are_tried_again() -> None:
-    rule = DraftRule(4)
-    for _ in range(rule.WINDOW_TOKENS // 4):
-        assert rule.length(8) == 4
-        rule.observe(drafted=4, accepted=0)
-    assert [rule.length(8) for _ in range(rule.REST_STEPS + 1)] == [0] * rule.REST_STEPS + [4]
-
-
-def test_drafts_that_are_accepted_often_enough_go_on() -> None:
-    rule = DraftRule(4)
-    for _ in range(4 * rule.WINDOW_TOKENS):
-        rule.observe(drafted=5, accepted=1)
-        assert rule.length(8) == 4
