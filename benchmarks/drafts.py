@@ -93,7 +93,7 @@ class Flow:
         running = [
             asyncio.create_task(self._place(temperature, epoch, place)) for place in range(places)
         ]
-        # As long as the engine needs to find out whether drafts pay here.
+        # The engine finds out meanwhile whether drafts pay here.
         await asyncio.sleep(SETTLING_S)
         self._followed, self._logprobs = [], []
         before, began_s = self._engine.use(), time.perf_counter()
