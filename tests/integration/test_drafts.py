@@ -97,7 +97,8 @@ async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(
 async def test_sampled_logprobs_are_those_of_the_model(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.use()
-    await check_sampled(rig)
+    for _ in range(2):
+        await check_sampled(rig)
     assert rig.engine.use().accepted_tokens > before.accepted_tokens + 100
 
 
