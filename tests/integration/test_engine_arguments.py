@@ -72,6 +72,31 @@ def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
     assert settings.prefill_schedule_interval == interval
 
 
+DRAFTS = [
+    ({"drafts": "off"}, None),
+    ({"drafts": "shared"}, ("custom_class", 4)),
+    ({"drafts": "ngram", "draft_tokens": 2}, ("ngram", 2)),
+    ({"drafts": "shared", "max_episodes": 256}, ("custom_class", 4)),
+    # With so many replies under way drafts would not pay, and the engine plans ahead instead.
+    ({"drafts": "shared", "max_episodes": 257}, None),
+]
+
+
+@pytest.mark.parametrize(("ours", "expected"), DRAFTS)
+def test_drafts_reach_vllm_where_they_may_pay(
+    model: Path,
+    ours: dict[str, object],
+    expected: tuple[str, int] | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
+
+    found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
+    assert (found and (found.method, found.num_speculative_tokens)) == expected
+    told = "nothing is drafted: it would not pay for rollout_server.max_episodes > 256, got 257"
+    assert (told in caplog.messages) is ("257" in str(ours))
+
+
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])
 def test_logits_have_the_type_that_the_learners_have(
     model: Path, head: str, dtype: torch.dtype

@@ -178,6 +178,10 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
             "rollout server liar reports 1000000000000 generated tokens after ",
         ),
         (
+            {"heartbeat": fleet_pb2.ServerReport(drafted_tokens=10**12)},
+            "rollout server liar reports 1000000000000 drafted tokens after ",
+        ),
+        (
             {
                 "heartbeat": fleet_pb2.ServerReport(
                     busy_intervals=[fleet_pb2.BusyInterval(start_s=1, end_s=1e11)]

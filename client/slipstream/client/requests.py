@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 
 from slipstream.client.client import Client
-from slipstream.client.status import EnvironmentStatus, RunStatus
+from slipstream.client.status import EnvironmentStatus, RunStatus, ServerStatus
 from slipstream.client.terminal import counted, plain, say
 from slipstream.protocol.errors import ConfigError
 
@@ -105,7 +105,7 @@ def status_lines(run: RunStatus) -> list[str]:
         f"{ledger.evaluated:,} evaluated, {ledger.judged:,} judged, {ledger.lost:,} lost; "
         f"difference {ledger.difference}"
     )
-    rows = [("server", "state", "version", "groups", "episodes", "generated", "cause")]
+    rows = [("server", "state", "version", "groups", "episodes", "generated", "drafts", "cause")]
     rows += [
         (
             server.server_id,
@@ -114,11 +114,18 @@ def status_lines(run: RunStatus) -> list[str]:
             str(server.leased_groups),
             str(server.open_episodes),
             f"{server.generated_tokens:,}",
+            _accepted(server),
             server.cause,
         )
         for server in run.servers
     ]
     return [*lines, "", *_table(rows), "", *environment_lines(run.environments)]
+
+
+def _accepted(server: ServerStatus) -> str:
+    if not server.drafted_tokens:
+        return "-"
+    return f"{server.accepted_tokens / server.drafted_tokens:.0%} accepted"
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:

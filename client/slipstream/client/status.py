@@ -61,6 +61,9 @@ class ServerStatus:
     leased_groups: int
     open_episodes: int
     generated_tokens: int
+    # Tokens that were drafted, and those of them that were accepted; see `rollout_server.drafts`.
+    drafted_tokens: int
+    accepted_tokens: int
     queued_bytes: int
     busy_s: float
     paused_s: float
@@ -230,6 +233,8 @@ def _server_from_pb(message: status_pb2.ServerStatus) -> ServerStatus:
         leased_groups=message.leased_groups,
         open_episodes=report.open_episodes,
         generated_tokens=report.generated_tokens,
+        drafted_tokens=report.drafted_tokens,
+        accepted_tokens=report.accepted_tokens,
         queued_bytes=report.queued_bytes,
         busy_s=report.busy_s,
         paused_s=report.paused_s,

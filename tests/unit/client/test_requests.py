@@ -45,6 +45,18 @@ def test_what_is_not_known_yet_is_a_dash() -> None:
     assert tasks == {"pending": "-", "endless": "no end", "many": "1,234"}
 
 
+def test_a_server_shows_how_many_of_its_drafts_were_accepted() -> None:
+    reports = {
+        "with": fleet_pb2.ServerReport(drafted_tokens=400, accepted_tokens=301),
+        "without": fleet_pb2.ServerReport(generated_tokens=9),
+    }
+    servers = [status_pb2.ServerStatus(server_id=n, report=r) for n, r in reports.items()]
+    lines = status_lines(run_from_pb(status_pb2.RunStatus(servers=servers)))
+    shown = {name: [c.strip() for c in cells(lines, name) if c.strip()] for name in reports}
+    assert shown["with"][6] == "75% accepted"
+    assert shown["without"][5:7] == ["9", "-"]
+
+
 def test_a_suspended_environment_shows_its_cause() -> None:
     entry = environment("broken", environment_pb2.ENVIRONMENT_STATE_SUSPENDED, 3)
     entry.cause = "KeyError: 'a'"

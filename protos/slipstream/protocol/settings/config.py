@@ -274,6 +274,11 @@ def check_router_replay(config: Config) -> None:
             "algorithm.router_replay needs sampling.stop = []: experts of tokens behind a stop "
             f"string were not tested, got {list(config.sampling.stop)}"
         )
+    if config.rollout_server.drafts != "off":
+        raise ValueError(
+            'algorithm.router_replay needs rollout_server.drafts = "off": vLLM returns experts '
+            f"only where it makes no such drafts, got {config.rollout_server.drafts!r}"
+        )
     for problem in replay_problems(config.learner.transformer):
         raise ValueError(problem)
 

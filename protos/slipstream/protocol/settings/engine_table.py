@@ -26,7 +26,7 @@ _PREFIXES = "prefixes that are cached outside of the engine would stay those of 
 _MOVED = "an expert that vLLM has moved would get the weights of another at each publish"
 _TURNED_AWAY = "set rollout_server.max_episodes; a request that is turned away is a failed episode"
 _TEXT = "the engine samples replies"
-_DRAFTS = "the scheduler here does not join what drafts add to outputs"
+_DRAFTS = "set rollout_server.drafts"
 # Arguments that must agree with other settings or with Slipstream's code, each with the setting to
 # use instead or the reason.
 OWNED = {

@@ -237,6 +237,12 @@ class RolloutServerSection(Section):
     # and are one CUDA graph. They wait until there is one for every 32 replies under way. 0: no
     # prompt waits. None: 32 on GPUs with CUDA graphs, 0 elsewhere.
     prompt_wait_steps: int | None = Field(None, ge=0)
+    # Draft replies and sample several tokens of a reply in one step; replies are distributed as
+    # without drafts. shared: from what members of the group, earlier replies and the prompt say;
+    # ngram: vLLM's own, from prompt and reply alone. Engines for more than 256 episodes make none.
+    drafts: Literal["off", "ngram", "shared"] = "off"
+    # Longest draft, in tokens. With many replies under way drafts are shorter.
+    draft_tokens: int = Field(4, ge=1, le=16)
     # Cache prefixes. A cached prefix never serves a request of a newer version.
     enable_prefix_caching: bool = True
     # Compute the context of running replies again with new weights: each token is then exactly

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.protocol.errors import ConfigError
-from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
+from slipstream.rollout_server.inference.drafting_scheduler import DraftingScheduler
 from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
 from slipstream.rollout_server.inference.steady_decoding import (
     KnownSlots,
@@ -54,7 +54,7 @@ _FIELDS = {
     # Taken from the last step.
     *("request_id", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"),
     *("kv_transfer_params", "ec_transfer_params"),
-    # Never set: fields of pooling, images, speculation, scoring and sampling masks.
+    # Never set: fields of pooling, images, counts of drafts, scoring and sampling masks.
     *("pooling_output", "mm_cache_miss_hashes", "new_sampling_mask", "spec_decode_metrics"),
     "prompt_token_id_logprobs",
 }
@@ -133,11 +133,11 @@ class _Chunk:
         return output
 
 
-class _Chunking(PausingScheduler):
+class _Chunking(DraftingScheduler):
     """Hands out requests in chunks, but as vLLM does those that ask for more log-probabilities.
 
-    Life of a chunk: `add_request` opens it, `update_from_output` fills it and hands it out when it
-    is full or the request ends; a pause hands out all chunks. `finish_requests` drops it.
+    `add_request` opens a chunk, `update_from_output` fills it and hands it out when it is full or
+    the request ends; a pause hands out all chunks. `finish_requests` drops it.
     """
 
     def __init__(
@@ -172,8 +172,7 @@ class _Chunking(PausingScheduler):
             return
         wants_logprobs = parameters.num_logprobs is not None
         # A reader of parts waits for a chunk; cumulative outputs are vLLM's, for comparisons.
-        is_whole = parameters.output_kind is RequestOutputKind.CUMULATIVE
-        if is_whole or parameters.num_logprobs:
+        if parameters.output_kind is RequestOutputKind.CUMULATIVE or parameters.num_logprobs:
             if wants_logprobs:
                 self._streamed.add(request.request_id)
             return
@@ -247,11 +246,13 @@ class _Chunking(PausingScheduler):
             outputs.outputs.append(chunk.pour(output))
         if self.pause_state is PauseState.PAUSED_ALL:
             self._hand_out(by_client)
-        return {
-            client: outputs
-            for client, outputs in by_client.items()
-            if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
-        }
+        return self.with_draft_counts(
+            {
+                client: outputs
+                for client, outputs in by_client.items()
+                if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
+            }
+        )
 
     def _decode(
         self,

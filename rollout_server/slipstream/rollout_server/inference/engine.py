@@ -161,6 +161,8 @@ class VllmEngine:
             busy_s=self._clock.busy_s,
             busy_intervals=self._clock.take_intervals(),
             judged_tokens=self._judged_tokens,
+            drafted_tokens=self._counter.drafted_tokens,
+            accepted_tokens=self._counter.accepted_tokens,
         )
 
     async def generate(

@@ -11,6 +11,7 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
+from slipstream.rollout_server.inference.drafting_scheduler import draft_values
 from slipstream.rollout_server.inference.passed_table import table_problems
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
@@ -40,6 +41,10 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         raise ConfigError(f"vLLM refuses its settings: {said}") from error
     if config.lora.publishes_adapters:
         check_adapted(settings)
+    if on_cpu and settings.speculative_config is not None:
+        from slipstream.rollout_server.inference.cpu_drafts import repair_expansion
+
+        repair_expansion()
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
@@ -77,5 +82,6 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        **draft_values(settings),
         **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
     }

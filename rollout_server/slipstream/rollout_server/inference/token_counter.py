@@ -16,6 +16,8 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
 
     generated_tokens = 0
+    # Tokens that were proposed before they were sampled, and those of them that were sampled.
+    drafted_tokens = accepted_tokens = 0
     # time.monotonic of the engine's last report of a step.
     heard_s = 0.0
 
@@ -24,13 +26,17 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     def record(
         self,
-        scheduler_stats: object,
+        scheduler_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
         iteration_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
         """See vLLM; counts the tokens of one step of the engine, without those of probes."""
         self.heard_s = time.monotonic()
+        drafts = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
+        if drafts is not None:
+            self.drafted_tokens += drafts.num_draft_tokens
+            self.accepted_tokens += drafts.num_accepted_tokens
         if iteration_stats is None:
             return
         self.generated_tokens += iteration_stats.num_generation_tokens

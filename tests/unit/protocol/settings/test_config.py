@@ -511,6 +511,8 @@ def test_router_replay_needs_what_records_and_replays_the_experts(tmp_path: Path
         config_with(replay, ("rollout_server.enable_prefix_caching", False))
     with pytest.raises(ConfigError, match=r"needs sampling\.stop = \[\]: .*, got \['x'\]"):
         config_with(replay, ("sampling.stop", ["x"]))
+    with pytest.raises(ConfigError, match=r'needs rollout_server\.drafts = "off": .*, got .shared'):
+        config_with(replay, ("rollout_server.drafts", "shared"))
     for key, value in {
         "moe_router_fusion": True,
         "enable_cuda_graph": True,

@@ -180,6 +180,8 @@ class Fleet:
             "servers_draining": float(sum(s.state == DRAINING for s in self.sessions.values())),
             "open_episodes": float(sum(report.open_episodes for report in reports)),
             "waiting_episodes": float(sum(report.waiting_episodes for report in reports)),
+            "drafted_tokens": float(sum(report.drafted_tokens for report in reports)),
+            "accepted_tokens": float(sum(report.accepted_tokens for report in reports)),
             "queued_bytes": float(self.queued_bytes),
             "rollout_rss_bytes": float(max((r.resident_bytes for r in reports), default=0)),
         }

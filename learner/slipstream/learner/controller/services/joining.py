@@ -30,6 +30,10 @@ from slipstream.v1 import fleet_pb2
 MAX_ENGINE_WORKERS = 1024
 # Largest plausible speed of an engine; a server that reports more is refused.
 MAX_TOKENS_PER_S = 1e7
+_COUNTERS = (
+    *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
+    *("drafted_tokens", "accepted_tokens"),
+)
 # Seconds that a server may count from the time before the controller has read its hello.
 BEFORE_S = 60.0
 
@@ -154,7 +158,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
     report = message.drained if message.HasField("drained") else message.heartbeat
     served_s = session.clock.now_s() - session.joined_s
     most = int(MAX_TOKENS_PER_S * (served_s + 1))
-    for name in ("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"):
+    for name in _COUNTERS:
         tokens: int = getattr(report, name)
         if tokens > most:
             raise ProtocolError(

@@ -20,6 +20,16 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
     assert fleet.gauges()["queued_bytes"] == waiting
 
 
+def test_drafts_of_all_servers_are_added_up() -> None:
+    fleet = Fleet(run_of())
+    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    for name, drafted, accepted in (("a", 100, 60), ("b", 11, 7)):
+        report = joined(fleet, name).report
+        report.drafted_tokens, report.accepted_tokens = drafted, accepted
+    gauges = fleet.gauges()
+    assert (gauges["drafted_tokens"], gauges["accepted_tokens"]) == (111, 67)
+
+
 @pytest.mark.parametrize(
     ("last", "state", "cause"),
     [

@@ -1,0 +1,268 @@
+"""What drafts bring a flow of rollouts whose texts repeat each other, beside the same without.
+
+The model has the whole shape and cost of its size, but recites: each token names the next one of a
+long text. How often it slips to another place of that text follows from the temperature. Members of
+a group recite the same part; in a second epoch the same groups come again. As many requests as
+there are places run at all times, and tokens are counted after the first seconds.
+
+Each engine has a process of its own, one after the other.
+
+    python benchmarks/drafts.py                                  # one GPU, 7 minutes
+    python benchmarks/drafts.py --device cpu --window-s 4        # a rehearsal
+
+Prints one table; benchmarks/results/drafts.json is written after every engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import part, progress, settings_of, table, write_result
+from shapes import RECITER_LOGIT, SHAPES, make_reciter
+
+NAME = "drafts"
+TARGET = 1.3
+GROUP = 16
+PLAIN = "off"
+# Settings of `rollout_server` of each engine.
+ENGINES: dict[str, dict[str, object]] = {
+    PLAIN: {},
+    "shared": {"drafts": "shared"},
+    "shared, 7 tokens": {"drafts": "shared", "draft_tokens": 7},
+    "ngram": {"drafts": "ngram"},
+}
+# Prompts have a part of the text; replies go on behind it.
+PROMPT_TOKENS = 128
+SETTLING_S = 8.0
+CHECKED = ("went_on", "mean_logprob")
+LEAST_TOKENS, MOST_TOKENS = 256, 768
+
+
+def text_of(shape: str) -> int:
+    """The number of tokens of the text that a model of this shape recites."""
+    return SHAPES[shape].vocab // 4
+
+
+def request_of(number: int, epoch: int, shape: str) -> tuple[list[int], int]:
+    """The prompt and the length of the reply of a request; members of a group share the prompt."""
+    length = text_of(shape)
+    start = random.Random(number // GROUP).randrange(length)
+    prompt = [(start + place) % length for place in range(PROMPT_TOKENS)]
+    chosen = random.Random(f"{epoch} {number}")
+    return prompt, chosen.randint(LEAST_TOKENS, MOST_TOKENS)
+
+
+def slip(probability: float, shape: str) -> float:
+    """The temperature at which the model goes on with its text with this probability."""
+    # The next token's logit is RECITER_LOGIT, all others are about 0.
+    others = math.log(SHAPES[shape].vocab)
+    return RECITER_LOGIT / (others + math.log(probability / (1 - probability)))
+
+
+class Flow:
+    """Requests that run in all places of an engine until they are stopped."""
+
+    def __init__(self, engine: Any, shape: str) -> None:  # noqa: ANN401 - needs vLLM to name it
+        self._engine, self._shape = engine, shape
+        self._first = self._next = 0
+        self._followed: list[Any] = []
+        self._logprobs: list[Any] = []
+
+    async def run(
+        self, *, places: int, temperature: float, epoch: int, window_s: float
+    ) -> dict[str, Any]:
+        """Counts tokens for `window_s`, after some seconds of the same."""
+        if epoch == 1:
+            self._first += 1 << 20
+        self._next = self._first
+        running = [
+            asyncio.create_task(self._place(temperature, epoch, place)) for place in range(places)
+        ]
+        # The engine finds out meanwhile whether drafts pay here.
+        await asyncio.sleep(SETTLING_S)
+        self._followed, self._logprobs = [], []
+        before, began_s = self._engine.use(), time.perf_counter()
+        await asyncio.sleep(window_s)
+        after, took_s = self._engine.use(), time.perf_counter() - began_s
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        drafted = after.drafted_tokens - before.drafted_tokens
+        accepted = after.accepted_tokens - before.accepted_tokens
+        return {
+            "tokens_per_s": (after.generated_tokens - before.generated_tokens) / took_s,
+            "drafted": drafted,
+            "accepted": accepted,
+            # Both follow from the model alone: drafts must not change them.
+            "went_on": float(np.concatenate(self._followed).mean()) if self._followed else None,
+            "mean_logprob": (
+                float(np.concatenate(self._logprobs).mean()) if self._logprobs else None
+            ),
+            "checked_tokens": sum(map(len, self._followed)),
+        }
+
+    async def _place(self, temperature: float, epoch: int, place: int) -> None:
+        from slipstream.rollout_server.engine_interface import Sampling
+
+        longest = PROMPT_TOKENS + MOST_TOKENS
+        sampling = Sampling(temperature, 1.0, 0, MOST_TOKENS, 1, longest, ignore_eos=True)
+        while True:
+            number = self._next
+            self._next += 1
+            prompt, length = request_of(number, epoch, self._shape)
+            name = f"{epoch}-{temperature}-{place}-{number}"
+            reply = await self._engine.generate(name, prompt, sampling, length)
+            if len(reply.token_ids) != length:
+                raise RuntimeError(f"{len(reply.token_ids)} tokens of {length}")
+            text = text_of(self._shape)
+            tokens = reply.token_ids.astype(np.int64)
+            self._followed.append(tokens[1:] == (tokens[:-1] + (tokens[:-1] < text)) % text)
+            self._logprobs.append(reply.logprobs)
+
+
+async def measure_engine(arguments: argparse.Namespace) -> None:
+    """One engine: prints a line of JSON for each row."""
+    from slipstream.protocol.settings.config_file import parse_config
+    from slipstream.protocol.types import PolicyVersion
+    from slipstream.rollout_server import process
+
+    table = {
+        "run": {"name": "drafts", "steps": 1, "dir": str(arguments.folder)},
+        "model": {"path": str(arguments.folder / "model"), "dtype": arguments.dtype},
+        "algorithm": {"group_size": GROUP, "groups_per_step": 1, "learning_rate": 1e-5},
+        "sampling": {
+            "max_reply_tokens": MOST_TOKENS,
+            "max_episode_tokens": PROMPT_TOKENS + MOST_TOKENS,
+        },
+        "learner": {"micro_batch_tokens": PROMPT_TOKENS + MOST_TOKENS},
+        "rollout_server": {"max_episodes": arguments.places, **ENGINES[arguments.engine]},
+    }
+    config = parse_config(table, source=NAME)
+    on_cpu = arguments.device == "cpu"
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=on_cpu)
+    from slipstream.rollout_server.inference.engine import VllmEngine
+
+    began_s = time.monotonic()
+    engine = await VllmEngine.start(config, seed=1)
+    await engine.resume(PolicyVersion(0, 0))
+    progress(f"{arguments.engine}: started in {time.monotonic() - began_s:.0f} s")
+    flow = Flow(engine, arguments.shape)
+    window_s = arguments.window_s
+    await flow.run(places=arguments.places, temperature=1.0, epoch=1, window_s=0.1)
+    for case in arguments.cases:
+        places, probability, epoch = (float(part) for part in case.split(","))
+        found = await flow.run(
+            places=int(places),
+            temperature=slip(probability, arguments.shape),
+            epoch=int(epoch),
+            window_s=window_s,
+        )
+        print("ROW " + json.dumps({"case": case, **found}), flush=True)
+    await engine.aclose()
+
+
+def engine_rows(name: str, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Measures one engine in a process of its own."""
+    command = [sys.executable, __file__, "--engine", name, "--folder", str(folder)]
+    for option in ("device", "shape", "dtype", "places", "window_s"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    command += ["--cases", *arguments.cases]
+    rows: list[dict[str, Any]] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("ROW "):
+                rows.append(json.loads(line[4:]))
+            progress(f"{name}: {line.rstrip()}")
+    if running.returncode:
+        raise RuntimeError(f"{name} ended with {running.returncode}")
+    return rows
+
+
+def table_of(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """One row for each measurement; ratios are to the engine without drafts."""
+    header = ["replies at one time", "goes on with its text", "epoch", "drafts", "tokens/s"]
+    header += ["ratio", "drafted tokens accepted", "went on", "mean log-probability"]
+    plain = {row["case"]: row["tokens_per_s"] for row in found.get(PLAIN, [])}
+    rows: list[Sequence[object]] = []
+    for case, speed in plain.items():
+        for name, measured in found.items():
+            for row in measured:
+                if row["case"] == case:
+                    share = f"{row['accepted'] / row['drafted']:.2f}" if row["drafted"] else "-"
+                    cells = [*case.split(","), name, f"{row['tokens_per_s']:,.0f}"]
+                    cells += [f"{row['tokens_per_s'] / speed:.2f}", share]
+                    rows.append([*cells, *(_digits(row[key]) for key in CHECKED)])
+    return table(header, [*rows, ["target", "", "", "", "", f"{TARGET}", "", "", ""]])
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def main() -> None:
+    """Measures all engines, or one in its own process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), help="8B; on a CPU small")
+    parser.add_argument("--dtype", help="bfloat16; on a CPU float32")
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["64,0.95,1", "64,0.95,2", "64,0.8,2", "8,0.95,2"],
+        help="replies at one time, probability that a text goes on, epoch of its groups",
+    )
+    parser.add_argument("--window-s", type=float, default=6.0)
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--limit-s", type=float, default=330.0, help="no engine starts later")
+    parser.add_argument("--engine", choices=list(ENGINES), help="measure this one here")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    on_cpu = arguments.device == "cpu"
+    arguments.shape = arguments.shape or ("small" if on_cpu else "8B")
+    arguments.dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
+    if arguments.engine:
+        asyncio.run(measure_engine(arguments))
+        return
+    began_s = time.monotonic()
+    found: dict[str, list[dict[str, Any]]] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        # A process of its own, whose end frees the GPU.
+        chosen = (folder / "model", arguments.shape, text_of(arguments.shape), arguments.dtype)
+        with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+            apart.submit(make_reciter, *chosen).result()
+        progress("made the model")
+        for engine in arguments.engines:
+            if time.monotonic() - began_s > arguments.limit_s:
+                failures[engine] = "not begun: no time was left"
+                continue
+            with part(engine, failures):
+                found[engine] = engine_rows(engine, arguments, folder)
+            record = {"settings": settings_of(arguments), "rows": found, "failures": failures}
+            write_result(NAME, record | {"table": table_of(found)}, arguments.out)
+    print("\n".join(table_of(found)))
+    for name in failures:
+        print(f"FAILED: {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What vLLM does with drafts on CPUs, and what is mended."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+
+def expanded(values: list[float], ends: list[int]) -> list[float]:
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    current_platform.register_triton_kernel_overrides()
+    found = rejection_sampler.expand_batch_to_tokens(
+        torch.tensor(values), torch.tensor(ends), ends[-1], replace_from=0, replace_to=1
+    )
+    return found.tolist()
+
+
+def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
+    from slipstream.rollout_server.inference.cpu_drafts import repair_expansion
+
+    repair_expansion()
+    # The second request has no draft; the third one is greedy.
+    assert expanded([0.5, 0.7, 0.0, 2.0], [2, 2, 3, 6]) == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]

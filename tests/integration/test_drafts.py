@@ -1,0 +1,207 @@
+"""The real vLLM engine with drafts, beside one without and beside transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from slipstream.protocol.settings.config import Config  # noqa: E402
+from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.rollout_server.engine_interface import FinishReason, Generation  # noqa: E402
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig  # noqa: E402
+from support.rigs.running_replies import until_generated  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEMPERATURE = 0.15
+ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
+GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
+PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drafts_are_always_made() -> Iterator[None]:
+    """On a CPU they hardly pay. The engine's process is forked, with the scheduler from here."""
+    from slipstream.rollout_server.inference import engine
+    from slipstream.rollout_server.inference.draft_rule import DraftRule
+
+    own = engine.engine_config
+
+    def settings_of(config: Config, seed: int) -> Any:  # noqa: ANN401 - vLLM's
+        settings = own(config, seed)
+        scheduling = settings.scheduler_config
+
+        class Drafting(scheduling.scheduler_cls):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+                super().__init__(*args, **kwargs)
+                self._rule = DraftRule(self.num_spec_tokens, trial_steps=1 << 40)
+
+        scheduling.scheduler_cls = Drafting
+        return settings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "engine_config", settings_of)
+        yield
+
+
+# Fewer blocks than 16 long replies need: some are preempted and computed again.
+FEW = {"num_gpu_blocks_override": 20}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    folder = tmp_path_factory.mktemp("model")
+    async with engine_rig(folder, engine=FEW, drafts="shared", draft_tokens=3) as found:
+        yield found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
+    """The greedy replies of an engine without drafts."""
+    async with engine_rig(tmp_path_factory.mktemp("plain")) as found:
+        await found.publish(found.old, 0)
+        return await greedy_replies(found)
+
+
+async def greedy_replies(rig: Rig) -> list[Generation]:
+    return await asyncio.gather(
+        *(
+            rig.generate(f"g{n}", prompt, num_tokens=80, sampling=GREEDY)
+            for n, prompt in enumerate(PROMPTS)
+        )
+    )
+
+
+async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(rig, plain) -> None:
+    await rig.publish(rig.old, 0)
+    for _ in range(2):
+        before = rig.engine.use()
+        for reply, expected in zip(await greedy_replies(rig), plain, strict=True):
+            assert reply.token_ids.tolist() == expected.token_ids.tolist()
+            assert np.abs(reply.logprobs - expected.logprobs).max() <= 1e-5
+        use = rig.engine.use()
+    # The second time nearly all is known: three of four tokens were drafted.
+    accepted = use.accepted_tokens - before.accepted_tokens
+    assert 0.6 * 8 * 80 < accepted <= use.drafted_tokens - before.drafted_tokens
+
+
+async def test_sampled_logprobs_are_those_of_the_model(rig) -> None:
+    await rig.publish(rig.old, 0)
+    before = rig.engine.use()
+    for _ in range(2):
+        await check_sampled(rig)
+    assert rig.engine.use().accepted_tokens > before.accepted_tokens + 100
+
+
+async def check_sampled(rig: Rig) -> None:
+    replies = await asyncio.gather(
+        *(rig.generate(f"s{n}", num_tokens=100, sampling=ENDLESS) for n in range(16))
+    )
+    for reply in replies:
+        assert gaps(rig, rig.old, reply).max() <= 1e-3
+        assert len(reply.token_ids) == 100
+
+
+def gaps(rig: Rig, weights: Weights, reply: Generation) -> np.ndarray:
+    tokens = PROMPT + reply.token_ids.tolist()
+    expected = rig.reference.logprobs(weights, tokens, temperature=TEMPERATURE)
+    return np.abs(expected[len(PROMPT) - 1 :] - reply.logprobs)
+
+
+async def test_drafts_of_vllm_are_verified_alike(tmp_path) -> None:
+    async with engine_rig(tmp_path, engine=FEW, drafts="ngram", draft_tokens=3) as rig:
+        await rig.publish(rig.old, 0)
+        await check_sampled(rig)
+        assert rig.engine.use().drafted_tokens > 0
+
+
+async def test_replies_are_distributed_as_the_model_says(rig) -> None:
+    """How surprising tokens are, beside the mean and variance that the model expects of that."""
+    await rig.publish(rig.old, 0)
+    before = rig.engine.use()
+    difference = variance = 0.0
+    for turn in range(4):
+        replies = await asyncio.gather(
+            *(rig.generate(f"d{turn}-{n}", num_tokens=60, sampling=ENDLESS) for n in range(16))
+        )
+        for reply in replies:
+            mean, spread = expected_surprise(rig, PROMPT + reply.token_ids.tolist())
+            difference += float((-reply.logprobs - mean).sum())
+            variance += float(spread.sum())
+    use = rig.engine.use()
+    assert use.accepted_tokens - before.accepted_tokens > 300
+    assert use.drafted_tokens - use.accepted_tokens > 300
+    assert abs(difference) <= 4 * variance**0.5
+
+
+def expected_surprise(rig: Rig, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    rig.reference.logprobs(rig.old, tokens)
+    with torch.no_grad():
+        logits = rig.reference._model(torch.tensor([tokens])).logits[0, len(PROMPT) - 1 : -1]
+    logprobs = (logits / ENDLESS.temperature).log_softmax(-1)
+    mean = -(logprobs.exp() * logprobs).sum(-1)
+    spread = (logprobs.exp() * logprobs**2).sum(-1) - mean**2
+    return mean.numpy(), spread.numpy()
+
+
+async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:
+    await rig.publish(rig.old, 0)
+    tokens = (await rig.generate("whole", sampling=GREEDY, num_tokens=60)).token_ids.tolist()
+    for limit in (1, 2, 15, 16, 17, 18, 40):
+        reply = await rig.generate(f"limit-{limit}", sampling=GREEDY, num_tokens=limit)
+        assert reply.token_ids.tolist() == tokens[:limit]
+        assert reply.finish_reason is FinishReason.LENGTH
+    for stop in dict.fromkeys(tokens):
+        stopping = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
+        reply = await rig.generate(f"stop-{stop}", sampling=stopping, num_tokens=60)
+        assert reply.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+        assert reply.finish_reason is FinishReason.STOP
+        assert len(reply.logprobs) == len(reply.token_ids)
+
+
+async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
+    await rig.publish(rig.old, 3)
+    before = rig.engine.use()
+    replies = [
+        asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200, sampling=ENDLESS))
+        for n in range(16)
+    ]
+    await until_generated(rig.engine, before.generated_tokens + 400, replies)
+    await rig.publish(rig.new, 4)
+    crossed = 0
+    for reply in await asyncio.gather(*replies):
+        spans = reply.version_spans
+        assert sum(span.length for span in spans) == len(reply.token_ids)
+        old, new = gaps(rig, rig.old, reply), gaps(rig, rig.new, reply)
+        cut = spans[0].length
+        assert spans[0].version == PolicyVersion(0, 3)
+        assert old[:cut].max() <= 1e-3
+        if len(spans) == 2:
+            crossed += 1
+            assert spans[1].version == PolicyVersion(0, 4)
+            assert new[cut:].max() <= 1e-3
+            assert old[cut:].mean() > 0.1
+    assert crossed >= 3
+    use = rig.engine.use()
+    assert use.accepted_tokens > before.accepted_tokens
+    assert use.generated_tokens == use.returned_tokens
+
+
+async def test_nothing_is_drafted_behind_a_prompt_of_which_one_token_is_left(rig) -> None:
+    await rig.publish(rig.old, 0)
+    prompt = [1, *(4 + n % 28 for n in range(128))]
+    first = await rig.generate("cold", prompt, 1, GREEDY)
+    before = rig.engine.use().drafted_tokens
+    again = await rig.generate("warm", prompt, 1, GREEDY)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 128)
+    assert again.token_ids.tolist() == first.token_ids.tolist()
+    assert rig.engine.use().drafted_tokens == before
