@@ -47,6 +47,7 @@ class Memory:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
+    from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.recompute import Recompute
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -62,7 +63,7 @@ def run_rank(folder: Path, job: str) -> None:
     assert policy.recompute is None
     if is_planned:
         memory: Any = Memory()
-        plan = Recompute(policy.chunks, config.learner, memory)
+        plan = Recompute(list(map(unwrapped, policy.chunks)), config.learner, memory)
         policy = dataclasses.replace(policy, recompute=plan)
     step = TrainingStep(policy, config)
     recomputed = []

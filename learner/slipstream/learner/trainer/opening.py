@@ -22,6 +22,7 @@ from slipstream.learner.trainer.model.model import (
     Policy,
     TrainedModel,
     defer_projections,
+    unwrapped,
 )
 from slipstream.learner.trainer.model.offload import (
     HostMemory,
@@ -112,7 +113,7 @@ def load_trained(
     recompute = None
     if config.learner.recompute == "auto" and ranks.device.type == "cuda":
         memory = GpuMemory(config.learner.gpu_memory_fraction)
-        recompute = Recompute(chunks, config.learner, memory)
+        recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     return TrainedModel(**vars(model), optimizer=optimizer, recompute=recompute)
 
 

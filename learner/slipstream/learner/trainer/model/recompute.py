@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import LearnerSection, ParallelSection
@@ -102,13 +101,13 @@ def recomputed_layers(
 class Recompute:
     """The plan of one trained model: measures in the first pass, decides before the second."""
 
-    def __init__(self, chunks: Sequence[Megatron], learner: LearnerSection, memory: Memory) -> None:
-        """`chunks` of this rank; they begin with one layer of each chunk that is not recomputed."""
-        blocks = [unwrapped(chunk).decoder for chunk in chunks]
+    def __init__(self, models: Sequence[Megatron], learner: LearnerSection, memory: Memory) -> None:
+        """Takes this rank's chunks without wrappers; one layer of each is not recomputed at first."""
+        blocks = [model.decoder for model in models]
         self._configs = {
             id(config): config
-            for block, chunk in zip(blocks, chunks, strict=True)
-            for config in (block.config, unwrapped(chunk).config)
+            for block, model in zip(blocks, models, strict=True)
+            for config in (block.config, model.config)
         }.values()
         self._layers = max(len(block.layers) for block in blocks)
         self._last = max(blocks, key=lambda block: len(block.layers)).layers[-1]
