@@ -132,6 +132,8 @@ class Rig:
                 "enforce_eager": not options.graphs,
                 "gpu_memory_utilization": 0.4,
                 "tensor_parallel_size": options.tensor_parallel_size,
+                "quantization": options.quantization,
+                "engine": {"kv_cache_dtype": options.kv_cache_dtype},
             },
         }
         config = parse_config(table, source="rig")
@@ -249,6 +251,8 @@ async def main() -> None:
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
     parser.add_argument("--stage", action="store_true", help="receive beside the live weights")
+    parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(1 if process.is_cpu_build() else 8)

@@ -11,6 +11,7 @@ from slipstream.protocol.machine.address import address_parts
 from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection
+from slipstream.protocol.settings.engine_precision import precision_problems
 from slipstream.protocol.settings.engine_table import engine_problems
 from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.protocol.settings.lora_section import LoraSection
@@ -207,6 +208,7 @@ class Config(Section):
             world_problems(self.learner),
             table_problems(self.learner),
             engine_problems(server.engine, max_episodes=server.max_episodes),
+            precision_problems(self),
         ):
             raise ValueError(problem)
         lag = algorithm.max_staleness

@@ -207,6 +207,9 @@ class LearnerSection(Section):
     timeout_s: Silence = 600.0
 
 
+Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+
+
 class RolloutServerSection(Section):
     """A rollout server and its vLLM engine."""
 
@@ -250,6 +253,10 @@ class RolloutServerSection(Section):
     # Passed by name to the chat template, as `enable_thinking = false` is. Those of an environment
     # come before them, those of an agent's request before both.
     chat_template_kwargs: TemplateValues = {}
+    # Precision of the engine's linear layers, under vLLM's names. fp8_per_channel: weights in
+    # float8 with a scale for each row, made of the weights that arrive; fp8_per_tensor: a scale for
+    # each matrix. Needs a GPU of compute capability 8.9; CPUs compute fp8_per_channel, slowly.
+    quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}

@@ -73,6 +73,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": settings.is_eager(on_cpu=current_platform.is_cpu()),
         "enable_prefix_caching": settings.enable_prefix_caching,
+        "quantization": None if settings.quantization == "off" else settings.quantization,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,

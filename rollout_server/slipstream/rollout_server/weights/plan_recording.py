@@ -14,6 +14,8 @@ from slipstream.rollout_server.weights.copy_plan import (
     Replay,
     record,
 )
+from slipstream.rollout_server.weights.fp8_linears import fp8_linears, loadable
+from slipstream.rollout_server.weights.fp8_plan import Fp8Plan, Fp8Replay
 from slipstream.rollout_server.weights.live_base import LiveBase
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
@@ -30,17 +32,17 @@ def recorded_plan(
     buckets: tuple[Bucket, ...],
     device: torch.device,
     vllm_config: VllmConfig,
-) -> CopyPlan | None:
+) -> Fp8Plan | None:
     """Returns the copy plan of `buckets`; None, with a line in the log, if the model has none."""
-    parameters = dict(model.named_parameters())
     try:
         if vllm_config.parallel_config.enable_eplb:
             raise NotCopied("experts change their places while the engine runs")
         vllm_layers.check_layers(model)
         # Every model of vLLM has `load_weights`; their base class does not declare it.
         load_weights: Any = model.load_weights
-        with set_current_vllm_config(vllm_config):
-            return record(load_weights, parameters, buckets, device)
+        linears = fp8_linears(model)
+        with set_current_vllm_config(vllm_config), loadable(model) as parameters:
+            return Fp8Plan.of(record(load_weights, parameters, buckets, device), linears)
     except NotCopied as error:
         log_loader(str(error))
     except _LOADER_ERRORS as error:
@@ -59,10 +61,13 @@ def live_base(
         return None
 
 
-def log_plan(plan: CopyPlan) -> None:
+def log_plan(plan: Fp8Plan, replay: Fp8Replay) -> None:
     """Logs that a plan is used."""
     copies = sum(map(len, plan.copies))
     log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
+    if plan.linears:
+        mib = replay.landing_bytes / (1 << 20)
+        log.info("%d matrices are quantised to FP8 from %.0f MiB", len(plan.linears), mib)
 
 
 def log_loader(reason: str) -> None:
