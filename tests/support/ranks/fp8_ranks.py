@@ -54,10 +54,13 @@ def _all_shapes(
 
 
 def use_matrix_kernel() -> None:
-    """Gives vLLM on a CPU `matrix_kernel`, in this process."""
+    """Gives vLLM on a CPU `matrix_kernel`, and matrices as on a GPU, in this process."""
     from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
     _custom_ops.scaled_fp8_quant = matrix_kernel
+    for kernel in (cpu.CPUFP8W8A8ScaledMMLinearKernel, cpu.CPUFp8PerTensorScaledMMLinearKernel):
+        kernel.is_supported = lambda *_: (False, "it packs matrices")
 
 
 def matrix_kernel(plain: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

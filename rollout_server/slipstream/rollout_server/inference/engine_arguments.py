@@ -27,6 +27,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     """Builds vLLM's whole configuration, before a model is loaded; ConfigError if vLLM refuses."""
     passed = passed_through(config.rollout_server.engine)
     on_cpu = current_platform.is_cpu()
+    check_precision(config.rollout_server.quantization, on_cpu=on_cpu)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.router_replay != "off":
@@ -43,6 +44,15 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
+
+
+def check_precision(quantization: str, *, on_cpu: bool) -> None:
+    """Raises ConfigError when this machine does not compute with `quantization`."""
+    start = f"rollout_server.quantization = {quantization!r} needs a GPU"
+    if on_cpu and quantization == "fp8_per_tensor":
+        raise ConfigError(f"{start}; a CPU can compute with 'fp8_per_channel'")
+    if not on_cpu and quantization != "off" and not current_platform.supports_fp8():
+        raise ConfigError(f"{start} of compute capability 8.9 or above; set 'off'")
 
 
 def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:

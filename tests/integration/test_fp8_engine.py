@@ -1,0 +1,29 @@
+"""A real engine with linear layers in FP8 that is sent new weights, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from support.references.learner_scores import gaps_of  # noqa: E402
+from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+
+
+@pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
+    tmp_path: Path, cache: str
+) -> None:
+    report = run_rig(
+        tmp_path,
+        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache),
+        limit_s=240,
+    )
+    judge(report, quantised=True)
+    gaps = gaps_of(tmp_path, report, device="cpu")
+    print(gaps)
+    # Rounding is there, and wrong weights are far beyond it.
+    assert 1e-3 < gaps.own < 0.25 * gaps.other
