@@ -197,13 +197,16 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                 await found.start(stack, name, folder / name.replace(" ", "-").replace("'", ""))
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
-        if arguments.engines[0] in found.servers:
+        checked, turns = "ours", ROUND
+        if arguments.quantization != "off":
+            checked = arguments.quantization
+            turns = tuple((name, CHOSEN, False) for name in arguments.engines)
+        if checked in found.servers:
             with part("check our log-probabilities and a pause", found.failures):
-                found.check = await found.servers[arguments.engines[0]].ask("check")
+                found.check = await found.servers[checked].ask("check")
                 progress(json.dumps(found.check))
-        pairs = tuple((name, CHOSEN, wave) for wave in (False, True) for name in arguments.engines)
         for _ in range(arguments.repeats):
-            for name, lever, wave in pairs if arguments.quantization != "off" else ROUND:
+            for name, lever, wave in turns:
                 if time.monotonic() - began_s < arguments.limit_s:
                     await found.take(name, lever, wave=wave)
     found.write()
@@ -228,9 +231,7 @@ def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
     }
     rows: list[Sequence[object]] = []
     for row, found in turns.items():
-        same = row if base not in speeds else base.replace("flow", row.partition(":")[0])
-        same = base if party == "the wave" else same
-        ratio = f"{speeds[row].median / speeds[same].median:.3f}" if same in speeds else ""
+        ratio = f"{speeds[row].median / speeds[base].median:.3f}" if base in speeds else ""
         rows.append([row, speeds[row].text(0), ratio, *_step_cells(found)])
     return table(header, [*rows, ["target", "", f"{target:.2f}", "", "", "", "", "", ""]])
 

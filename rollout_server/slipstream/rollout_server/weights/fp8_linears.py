@@ -99,7 +99,8 @@ def loadable(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     try:
         for name, layer in _layers(model):
             kept.append((layer, dict(layer._parameters)))
-            plain = materialize_meta_tensor(_as_loaded(name, layer))
+            with torch.device("cpu"):
+                plain = materialize_meta_tensor(_as_loaded(name, layer))
             plain.weight_loader = _own_loader(plain)
             del layer._parameters["weight_scale"]
             layer._parameters["weight"] = plain
