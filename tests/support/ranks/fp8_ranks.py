@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.copy_plan import cut
+
 from support.ranks.loader_ranks import SHAPES, Shape, checkpoint, in_ranks, two_models
 
 BUCKET_BYTES = 24_000
@@ -71,9 +72,9 @@ def matrix_kernel(plain: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Te
 
 
 def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised:
+    from slipstream.rollout_server.weights.fp8_linears import fp8_linears
     from slipstream.rollout_server.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
     from slipstream.rollout_server.weights.plan_recording import recorded_plan
-    from slipstream.rollout_server.weights.fp8_linears import fp8_linears
 
     config, model, fresh = two_models(folder, shape, rank, tp_size)
     first, second = checkpoint(folder, 1), checkpoint(folder, 2)

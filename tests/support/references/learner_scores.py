@@ -37,8 +37,9 @@ def gaps_of(folder: Path, report: dict[str, list[dict[str, Any]]], *, device: st
 def _scores(folder: Path, label: str, device: str) -> np.ndarray:
     import torch
     from safetensors.torch import load_file
-    from support.rigs.receiver_rig import SEQUENCES
     from transformers import AutoModelForCausalLM
+
+    from support.rigs.receiver_rig import SEQUENCES
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.load_state_dict(load_file(folder / "sent" / f"{label}.safetensors"), strict=False)

@@ -11,7 +11,7 @@ from slipstream.protocol.machine.address import address_parts
 from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection
-from slipstream.protocol.settings.engine_precision import precision_problems
+from slipstream.protocol.settings.engine_precision import computes_in_fp8, precision_problems
 from slipstream.protocol.settings.engine_table import engine_problems
 from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.protocol.settings.lora_section import LoraSection
@@ -111,6 +111,8 @@ class Config(Section):
         """Largest gap, in nats, of a probe that passes."""
         if self.weights.probe_tolerance is not None:
             return self.weights.probe_tolerance
+        if computes_in_fp8(self.rollout_server):
+            return 0.5
         rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
         return 0.16 if rounds else 1e-3
 
@@ -204,11 +206,14 @@ class Config(Section):
                 f"{self.learner.timeout_s:g}, {self.weights.join_deadline_s:g} and "
                 f"{self.weights.bucket_deadline_s:g}"
             )
+        distinct = self.algorithms.distinct
         for problem in itertools.chain(
             world_problems(self.learner),
             table_problems(self.learner),
             engine_problems(server.engine, max_episodes=server.max_episodes),
-            precision_problems(self),
+            precision_problems(
+                server, model=self.model, lora=self.lora, weights=self.weights, algorithms=distinct
+            ),
         ):
             raise ValueError(problem)
         lag = algorithm.max_staleness

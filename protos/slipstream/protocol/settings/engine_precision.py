@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
-if TYPE_CHECKING:
-    from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.lora_section import LoraSection
+from slipstream.protocol.settings.sections import (
+    ModelSection,
+    RolloutServerSection,
+    WeightsSection,
+)
 
 
-def computes_in_fp8(config: Config) -> bool:
+def computes_in_fp8(server: RolloutServerSection) -> bool:
     """Whether engines sample with other probabilities than the learner's, for FP8."""
-    server = config.rollout_server
     cache = str(server.engine.get("kv_cache_dtype", "auto")).lower()
     return server.quantization != "off" or cache.startswith("fp8")
 
 
-def precision_problems(config: Config) -> Iterator[str]:
+def precision_problems(
+    server: RolloutServerSection,
+    *,
+    model: ModelSection,
+    lora: LoraSection,
+    weights: WeightsSection,
+    algorithms: Iterable[AlgorithmSection],
+) -> Iterator[str]:
     """Yields one line for each setting that does not go with engines in FP8."""
-    if computes_in_fp8(config):
-        for each in config.algorithms.distinct:
-            correction = each.correction
-            masks = correction.token_band is not None or correction.sequence_band is not None
-            if each.ratio == "proximal" and correction.weight == "none" and not masks:
-                yield (
-                    "engines in FP8 sample with other probabilities than the learner's: "
-                    "algorithm.correction.weight must be token or sequence, or a band be set, "
-                    "got 'none'"
-                )
-    quantization = config.rollout_server.quantization
-    if quantization == "off":
+    if computes_in_fp8(server) and not all(map(_corrects, algorithms)):
+        yield (
+            "engines in FP8 sample with other probabilities than the learner's: "
+            "algorithm.correction.weight must be token or sequence, or a band be set, got 'none'"
+        )
+    if server.quantization == "off":
         return
-    start = f"rollout_server.quantization = {quantization!r} needs "
-    if config.model.dtype != "bfloat16":
-        yield f"{start}model.dtype = 'bfloat16', got {config.model.dtype!r}"
-    if config.lora.publishes_adapters:
-        yield f"{start}lora.publish = 'merged', got {config.lora.publish!r}"
-    if config.weights.delta != "off":
+    start = f"rollout_server.quantization = {server.quantization!r} needs "
+    if model.dtype != "bfloat16":
+        yield f"{start}model.dtype = 'bfloat16', got {model.dtype!r}"
+    if lora.publishes_adapters:
+        yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
+    if weights.delta != "off":
         yield (
             f"{start}weights.delta = 'off': changes are put on bfloat16 weights, which engines "
-            f"do not keep, got {config.weights.delta!r}"
+            f"do not keep, got {weights.delta!r}"
         )
+
+
+def _corrects(algorithm: AlgorithmSection) -> bool:
+    """Whether the loss knows that another policy sampled a token of lag 0."""
+    correction = algorithm.correction
+    masks = correction.token_band is not None or correction.sequence_band is not None
+    return algorithm.ratio == "behavior" or correction.weight != "none" or masks
