@@ -23,12 +23,16 @@ LIMIT_S = 300
 
 
 @pytest.mark.parametrize(
-    ("method", "cache"),
-    [("fp8_per_channel", "auto"), ("fp8_per_tensor", "auto"), ("fp8_per_channel", "fp8")],
+    ("method", "cache", "delta"),
+    [
+        ("fp8_per_channel", "auto", "off"),
+        ("fp8_per_tensor", "auto", "off"),
+        ("fp8_per_channel", "fp8", "gpu"),
+    ],
 )
 @pytest.mark.parametrize("shape", ["biased", "qwen3-0.6b"])
 def test_a_plan_quantises_as_vllms_loader_does(
-    tmp_path: Path, method: str, cache: str, shape: str
+    tmp_path: Path, method: str, cache: str, delta: str, shape: str
 ) -> None:
     if torch.cuda.device_count() < 1:
         pytest.skip("needs a GPU")
@@ -36,7 +40,8 @@ def test_a_plan_quantises_as_vllms_loader_does(
     options = ["--graphs", "--bucket-mib", "64"] if is_large else []
     report = run_rig(
         tmp_path,
-        *("--shape", shape, "--quantization", method, "--kv-cache-dtype", cache, *options),
+        *("--shape", shape, "--quantization", method, "--kv-cache-dtype", cache),
+        *("--delta", delta, *options),
         limit_s=LIMIT_S,
     )
     gaps = gaps_of(tmp_path, report, device="cuda")
@@ -45,5 +50,5 @@ def test_a_plan_quantises_as_vllms_loader_does(
     if "OUT" in os.environ:
         with (Path(os.environ["OUT"]) / "fp8_gaps.jsonl").open("a") as file:
             file.write(line + "\n")
-    judge(report, quantised=True)
+    judge(report, takes_deltas=delta != "off")
     assert 1e-3 < gaps.own < 0.5 * gaps.other

@@ -13,16 +13,18 @@ from support.references.learner_scores import gaps_of  # noqa: E402
 from support.rigs.receiver_story import judge, run_rig  # noqa: E402
 
 
-@pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("cache", "delta"), [("auto", "off"), pytest.param("fp8", "gpu", marks=pytest.mark.slow)]
+)
 def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
-    tmp_path: Path, cache: str
+    tmp_path: Path, cache: str, delta: str
 ) -> None:
     report = run_rig(
         tmp_path,
-        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache),
-        limit_s=240,
+        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache, "--delta", delta),
+        limit_s=300,
     )
-    judge(report, quantised=True)
+    judge(report, takes_deltas=delta != "off")
     gaps = gaps_of(tmp_path, report, device="cpu")
     print(gaps)
     # Rounding is there, and wrong weights are far beyond it.

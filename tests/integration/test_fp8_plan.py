@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from support.fakes.receiver_worker import deltas  # noqa: E402
 from support.ranks.fp8_ranks import Quantised, quantised  # noqa: E402
+from support.ranks.loader_ranks import in_ranks  # noqa: E402
 
 SHAPES = ["llama_tied", "qwen2_with_bias", "qwen3_with_qk_norm"]
 Outcomes = dict[tuple[str, int], list[dict[str, Quantised]]]
@@ -54,3 +58,11 @@ def test_matrices_share_landings(outcomes: Outcomes) -> None:
     for ranks in outcomes.values():
         for found in ranks[0].values():
             assert 0 < found.landing_bytes < 0.7 * found.plain_bytes
+
+
+def test_a_receiver_that_keeps_plain_weights_applies_deltas(tmp_path: Path) -> None:
+    (seen,) = in_ranks(1, deltas, tmp_path, "llama_tied", False, "fp8_per_channel")
+    loader, plan = (False, True), (True, True)
+    assert seen[:6] == [loader, plan, plan, plan, plan, plan]
+    assert "did not arrive" in seen[6]
+    assert seen[8:] == [plan, plan]

@@ -86,7 +86,7 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised
     buckets = tuple(plan_buckets(tensors, BUCKET_BYTES))
     plan = recorded_plan(model, buckets, torch.device("cpu"), config)
     assert plan is not None
-    assert all(_same(before[n][1], t) for n, t in parameters.items()), "recording wrote"
+    assert all(same_bits(before[n][1], t) for n, t in parameters.items()), "recording wrote"
 
     replay = Fp8Replay(plan, parameters)
     room = [torch.zeros(max(b.num_bytes for b in buckets), dtype=torch.uint8) for _ in range(2)]
@@ -124,8 +124,8 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised
         num_matrices=len(linears),
         plain_bytes=sum(linear.plain_bytes for linear in linears.values()),
         landing_bytes=replay.landing_bytes,
-        different=tuple(n for n, t in now.items() if not _same(t, live[n])),
-        changed=tuple(n for n, t in now.items() if not _same(before[n][1], t)),
+        different=tuple(n for n, t in now.items() if not same_bits(t, live[n])),
+        changed=tuple(n for n, t in now.items() if not same_bits(before[n][1], t)),
         moved=any(before[n][0] != t.data_ptr() for n, t in now.items()),
         proof=verdict,
         proofs_of_altered=tuple(altered),
@@ -144,7 +144,7 @@ def load(config: Any, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         reload.finalize_layerwise_reload(model, config.model_config)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same bits; float8 has no comparison."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
     return torch.equal(one.data.view(bits), other.data.view(bits))

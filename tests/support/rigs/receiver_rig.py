@@ -130,7 +130,7 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
-            "weights": {"stage_on_server": options.stage},
+            "weights": {"stage_on_server": options.stage, "delta": options.delta},
             "rollout_server": {
                 "max_episodes": 256,
                 "threads": 1,
@@ -258,6 +258,7 @@ async def main() -> None:
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
     parser.add_argument("--stage", action="store_true", help="receive beside the live weights")
+    parser.add_argument("--delta", default="off", help="weights.delta")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
@@ -285,7 +286,8 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         await rig.publish(label, bucket_mib=bucket_mib)
     planned = await rig.score()
     say("scored", weights="b", logprobs=[float(value) for value in planned])
-    if isinstance(rig.sender, GlooSender) and rig.options.quantization == "off":
+    takes_deltas = rig.options.quantization == "off" or rig.options.delta != "off"
+    if isinstance(rig.sender, GlooSender) and takes_deltas:
         await rig.publish("near", bucket_mib=bucket_mib, base="b")
         patched = await rig.score()
         await rig.publish("near", bucket_mib=bucket_mib)

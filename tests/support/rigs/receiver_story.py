@@ -36,18 +36,15 @@ def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dic
     return report
 
 
-def judge(report: dict[str, list[dict[str, Any]]], *, quantised: bool = False) -> None:
-    """What holds for a model that a plan covers, over any transport.
-
-    A model that the engine quantises takes no deltas.
-    """
+def judge(report: dict[str, list[dict[str, Any]]], *, takes_deltas: bool = True) -> None:
+    """What holds for a model that a plan covers, over any transport."""
     publishes = report["publish"]
     assert all(publish["digests_agree"] for publish in publishes)
     # The first of each layout proves the plan, also when it was left unused by a failure.
     loader = [number for number, publish in enumerate(publishes) if not publish["by_plan"]]
     # Over gloo three more come before the other layout: of changes, whole, of changes.
     assert loader == ([0, 9] if "deltas" in report else [0, 6])
-    assert all(publish["takes_deltas"] != quantised for publish in publishes)
+    assert all(publish["takes_deltas"] == takes_deltas for publish in publishes)
     for deltas in report.get("deltas", ()):
         assert deltas["equal"]
         assert deltas["equal_again"]

@@ -40,10 +40,10 @@ def precision_problems(
         yield f"{start}model.dtype = 'bfloat16', got {model.dtype!r}"
     if lora.publishes_adapters:
         yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
-    if weights.delta != "off":
+    if weights.delta != "off" and server.tensor_parallel_size > 1:
         yield (
-            f"{start}weights.delta = 'off': changes are put on bfloat16 weights, which engines "
-            f"do not keep, got {weights.delta!r}"
+            f"{start}weights.delta = 'off' or rollout_server.tensor_parallel_size = 1: scales are "
+            f"taken of whole rows, got {weights.delta!r} and {server.tensor_parallel_size}"
         )
 
 

@@ -13,6 +13,7 @@ from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, s
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.passed_table import table_problems
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
+from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, WeightTransferConfig
@@ -87,6 +88,8 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(
+            backend=BACKEND if config.weights.delta == "off" else KEEPING_BACKEND
+        ),
         **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
     }

@@ -30,11 +30,15 @@ class Fp8Plan(CopyPlan):
     """A copy plan and the live matrices that are quantised after its copies, by name."""
 
     linears: Mapping[str, Fp8Linear]
+    # Whether these are kept as they arrived too, each in a landing of its own.
+    keeps_plain: bool = False
 
     @classmethod
-    def of(cls, plan: CopyPlan, linears: Mapping[str, Fp8Linear]) -> Fp8Plan:
+    def of(
+        cls, plan: CopyPlan, linears: Mapping[str, Fp8Linear], *, keeps_plain: bool = False
+    ) -> Fp8Plan:
         """Raises NotCopied unless every copy of a quantised matrix fills whole rows."""
-        found = cls(plan.buckets, plan.copies, linears)
+        found = cls(plan.buckets, plan.copies, linears, keeps_plain)
         found.parts()
         return found
 
@@ -110,12 +114,16 @@ class _Landing:
 class Fp8Replay(Replay):
     """Makes the copies of a plan and quantises; without quantised matrices it is a `Replay`."""
 
-    def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
-        """Allocates the landings: as much as the largest matrices that arrive together need."""
+    def __init__(
+        self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
+    ) -> None:
+        """Takes landings that were `kept`, or allocates what is needed for the largest buckets."""
         self._linears, parts_by_name = plan.linears, plan.parts()
-        self._landings = _landings(plan.linears, parts_by_name)
+        self._landings = kept or _landings(plan.linears, parts_by_name)
         plain = {name: landing.plain for name, landing in self._landings.items()}
         super().__init__(plan, {**parameters, **plain})
+        # The parameters from which buckets can be read: landings only if nothing else takes them.
+        self.readable = self._parameters if kept else parameters
         self._by_bucket: dict[int, list[_Part]] = defaultdict(list)
         self._ends: dict[int, list[str]] = defaultdict(list)
         for name, parts in parts_by_name.items():
@@ -144,6 +152,9 @@ class Fp8Check(PlanCheck):
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
+        self._keeps_plain = plan.keeps_plain
+        # The plain weights of each matrix that was found, if the plan keeps them.
+        self.kept: dict[str, _Landing] = {}
         self._linears, self._parts = plan.linears, plan.parts()
         self._arrived: dict[str, list[torch.Tensor]] = {name: [] for name in plan.linears}
 
@@ -176,6 +187,8 @@ class Fp8Check(PlanCheck):
             landing.plain[part.rows].copy_(source)
             part.measure(buffer, landing.largest)
         anew.quantise(landing.plain, landing.largest)
+        if self._keeps_plain:
+            self.kept[name] = landing
         return equal_bits(live.weight, anew.weight) and equal_bits(live.scale, anew.scale)
 
 

@@ -63,6 +63,11 @@ class LiveBase:
         self._room: Tensor | None = None
         self._changed: Sequence[int] = ()
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether the worker holds all of each tensor."""
+        return all(self._holds_all)
+
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
         """Takes the numbers of changed elements; returns the buckets as they will travel."""
         self._changed = changed

@@ -319,16 +319,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def _conclude(self, check: Fp8Check) -> None:
         assert self._plan is not None
-        different = check.failure()
-        parameters = dict(self.model.named_parameters())
-        moved = [n for n, p in self._parameters.items() if parameters.get(n) is not p]
-        if different is None and not moved:
-            self._replay = Fp8Replay(self._plan, parameters)
-            self._live = plan_recording.live_base(self._plan, self._replay, parameters, self.device)
-            plan_recording.log_plan(self._plan, self._replay)
-        else:
-            plan_recording.log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
+        parts = (self._plan, check, self._parameters, self.model)
+        self._replay = plan_recording.proved_replay(*parts)
+        if self._replay is None:
             self._plan = None
+        else:
+            self._live = plan_recording.live_base(self._plan, self._replay, self.device)
         self._check = None
 
     def _settle(self) -> None:
@@ -347,4 +343,5 @@ def _id_of(order: weights_pb2.PublishOrder) -> str:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SlipstreamWeightTransfer)
+    for backend in (BACKEND, plan_recording.KEEPING_BACKEND):
+        WeightTransferEngineFactory.register_engine(backend, SlipstreamWeightTransfer)

@@ -31,6 +31,7 @@ def test_quantised_engines_need_nothing_but_bfloat16(method: str) -> None:
     config = config_with({"quantization": method})
     assert config.rollout_server.quantization == method
     assert config.algorithm.correction.weight == "token"
+    config_with({"quantization": method}, weights={"delta": "gpu"})
 
 
 @pytest.mark.parametrize(
@@ -42,9 +43,9 @@ def test_quantised_engines_need_nothing_but_bfloat16(method: str) -> None:
             "needs lora.publish = 'merged', got 'adapters'",
         ),
         (
-            {"weights": {"delta": "gpu"}},
-            "needs weights.delta = 'off': changes are put on bfloat16 weights, which engines do "
-            "not keep, got 'gpu'",
+            {"weights": {"delta": "gpu"}, "rollout_server": {"tensor_parallel_size": 2}},
+            "needs weights.delta = 'off' or rollout_server.tensor_parallel_size = 1: scales are "
+            "taken of whole rows, got 'gpu' and 2",
         ),
     ],
 )
