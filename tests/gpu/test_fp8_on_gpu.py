@@ -30,13 +30,13 @@ LIMIT_S = 300
         ("fp8_per_channel", "fp8", "gpu"),
     ],
 )
-@pytest.mark.parametrize("shape", ["biased", "qwen3-0.6b"])
+@pytest.mark.parametrize("shape", ["biased", "qwen3-6-layers", "qwen3-0.6b"])
 def test_a_plan_quantises_as_vllms_loader_does(
     tmp_path: Path, method: str, cache: str, delta: str, shape: str
 ) -> None:
     if torch.cuda.device_count() < 1:
         pytest.skip("needs a GPU")
-    is_large = shape == "qwen3-0.6b"
+    is_large = shape.startswith("qwen3")
     options = ["--graphs", "--bucket-mib", "64"] if is_large else []
     report = run_rig(
         tmp_path,
@@ -50,5 +50,6 @@ def test_a_plan_quantises_as_vllms_loader_does(
     if "OUT" in os.environ:
         with (Path(os.environ["OUT"]) / "fp8_gaps.jsonl").open("a") as file:
             file.write(line + "\n")
-    judge(report, takes_deltas=delta != "off")
+    # Kernels for few tokens round otherwise than those for many.
+    judge(report, takes_deltas=delta != "off", score_rounding=0.05)
     assert 1e-3 < gaps.own < 0.5 * gaps.other

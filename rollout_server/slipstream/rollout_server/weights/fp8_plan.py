@@ -85,12 +85,15 @@ class _Part:
             measured = View(begin + row * width, (count, width), (width, 1))
         return cls(copy, slice(start, start + count), measured, linear.has_row_scales)
 
-    def measure(self, buffer: torch.Tensor, largest: torch.Tensor) -> None:
-        """Writes the greatest absolute values to this part's rows of `largest`, [rows, 1]."""
-        typed = buffer.view(self.copy.dtype)
-        measured = self.measured.within(typed, int(typed.storage_offset()))
-        low, high = measured.aminmax(dim=1 if self.by_rows else None, keepdim=self.by_rows)
-        largest[self.rows].copy_(torch.maximum(low.abs(), high.abs()))
+    def measure(self, buffer: torch.Tensor, landing: _Landing) -> None:
+        """Writes the greatest absolute values of this part, which has landed, to its rows."""
+        found = landing.plain[self.rows]
+        if self.measured != self.copy.source:
+            # Other workers have the rest. The bucket may lie in main memory, slow to look through.
+            typed = buffer.view(self.copy.dtype)
+            found = self.measured.within(typed, int(typed.storage_offset())).to(found.device)
+        low, high = found.aminmax(dim=1 if self.by_rows else None, keepdim=self.by_rows)
+        landing.largest[self.rows].copy_(torch.maximum(low.abs(), high.abs()))
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class Fp8Replay(Replay):
         """Makes the copies of a bucket, and quantises what is complete with it."""
         super().run(place, buffer)
         for part in self._by_bucket[place]:
-            part.measure(buffer, self._landings[part.copy.parameter].largest)
+            part.measure(buffer, self._landings[part.copy.parameter])
         for name in self._ends[place]:
             landing = self._landings[name]
             self._linears[name].quantise(landing.plain, landing.largest)
@@ -185,7 +188,7 @@ class Fp8Check(PlanCheck):
             typed = buffer.view(part.copy.dtype)
             source = part.copy.source.within(typed, int(typed.storage_offset()))
             landing.plain[part.rows].copy_(source)
-            part.measure(buffer, landing.largest)
+            part.measure(buffer, landing)
         anew.quantise(landing.plain, landing.largest)
         if self._keeps_plain:
             self.kept[name] = landing
