@@ -29,3 +29,9 @@ def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
     print(gaps)
     # Rounding is there, and wrong weights are far beyond it.
     assert 1e-3 < gaps.own < 0.25 * gaps.other
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers_take_the_scales_of_whole_rows(tmp_path: Path) -> None:
+    options = ("--quantization", "fp8_per_channel", "--tensor-parallel-size", "2")
+    judge(run_rig(tmp_path, *options, limit_s=300), takes_deltas=False)
