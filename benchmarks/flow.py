@@ -14,8 +14,13 @@ by token.
 
     python benchmarks/flow.py                                  # one GPU, 7 minutes
     python benchmarks/flow.py --device cpu --repeats 1         # a rehearsal
+    python benchmarks/flow.py --shape qwen3-8b --memory 0.47 --quantization fp8_per_channel
 
-Prints one table; benchmarks/results/flow.json is written after every turn.
+With `--quantization` the two engines are one in bfloat16 and one with linear layers in FP8, and
+with `--kv-cache-dtype fp8` the latter's KV cache too.
+
+Prints one table; benchmarks/results/flow.json, or flow-fp8.json with `--quantization`, is written
+after every turn.
 """
 
 from __future__ import annotations
@@ -63,6 +68,8 @@ ROUND = (
     ("ours", "wait-32-64", False),
 )
 WAVE = f"wave: ours, {CHOSEN}"
+PLAIN = "bfloat16"
+FP8_TARGET = 1.40
 
 
 @dataclass
@@ -93,7 +100,9 @@ class Benchmark:
         """Starts one engine; its server joins a fleet of its own."""
         from support.fakes.fake_fleet import FakeFleet
 
-        arguments = argparse.Namespace(**vars(self.arguments), engine=json.dumps(ENGINES[name]))
+        values, quantization = self.engine_values(name)
+        own = {"engine": json.dumps(values), "quantization": quantization}
+        arguments = argparse.Namespace(**{**vars(self.arguments), **own})
         make_model(folder / "model", arguments.shape, arguments.dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
         fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
@@ -104,6 +113,14 @@ class Benchmark:
         async with asyncio.timeout(START_LIMIT_S):
             await episodes.join()
         self.servers[name] = Server(process, episodes, fleet)
+
+    def engine_values(self, name: str) -> tuple[dict[str, object], str]:
+        """Returns vLLM's arguments of an engine, and its `rollout_server.quantization`."""
+        if name in ENGINES:
+            return ENGINES[name], "off"
+        if name == PLAIN:
+            return {}, "off"
+        return {"kv_cache_dtype": self.arguments.kv_cache_dtype}, self.arguments.quantization
 
     async def take(self, name: str, lever: str, *, wave: bool, warm_up: bool = False) -> None:
         """One turn."""
@@ -161,7 +178,7 @@ class Benchmark:
             "table": table_of(self.turns),
             "failures": self.failures,
         }
-        write_result(NAME, record, self.arguments.out)
+        write_result(self.arguments.name, record, self.arguments.out)
 
 
 async def _arrived(server: Server, number: int, turn: asyncio.Task[Any]) -> None:
@@ -180,12 +197,16 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                 await found.start(stack, name, folder / name.replace(" ", "-").replace("'", ""))
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
-        if "ours" in found.servers:
+        checked, turns = "ours", ROUND
+        if arguments.quantization != "off":
+            checked = arguments.quantization
+            turns = tuple((name, CHOSEN, False) for name in arguments.engines)
+        if checked in found.servers:
             with part("check our log-probabilities and a pause", found.failures):
-                found.check = await found.servers["ours"].ask("check")
+                found.check = await found.servers[checked].ask("check")
                 progress(json.dumps(found.check))
         for _ in range(arguments.repeats):
-            for name, lever, wave in ROUND:
+            for name, lever, wave in turns:
                 if time.monotonic() - began_s < arguments.limit_s:
                     await found.take(name, lever, wave=wave)
     found.write()
@@ -196,7 +217,11 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
 
 def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians of turns; ratios are those of the medians, to the wave."""
-    header = ["", "tokens/s (min-max)", "ratio to the wave", "steps that take prompts"]
+    plain = f"flow: {PLAIN}, {CHOSEN}"
+    base, party, target = (WAVE, "the wave", TARGET)
+    if plain in turns:
+        base, party, target = (plain, PLAIN, FP8_TARGET)
+    header = ["", "tokens/s (min-max)", f"ratio to {party}", "steps that take prompts"]
     header += ["steps in a full graph, in several, in none", "replies in a step", "a step, ms"]
     header += ["engine's thread at work in one without and with prompts, ms"]
     header += ["first token after, ms: p50, p99"]
@@ -206,9 +231,9 @@ def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
     }
     rows: list[Sequence[object]] = []
     for row, found in turns.items():
-        ratio = f"{speeds[row].median / speeds[WAVE].median:.3f}" if WAVE in speeds else ""
+        ratio = f"{speeds[row].median / speeds[base].median:.3f}" if base in speeds else ""
         rows.append([row, speeds[row].text(0), ratio, *_step_cells(found)])
-    return table(header, [*rows, ["target", "", f"{TARGET:.2f}", "", "", "", "", "", ""]])
+    return table(header, [*rows, ["target", "", f"{target:.2f}", "", "", "", "", "", ""]])
 
 
 def _step_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
@@ -245,8 +270,13 @@ def main() -> None:
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the quantised engine")
     arguments = parser.parse_args()
-    arguments.out = arguments.out or HERE / "results" / f"{NAME}.json"
+    arguments.name = NAME
+    if arguments.quantization != "off":
+        arguments.name = f"{NAME}-fp8"
+        arguments.engines = [PLAIN, arguments.quantization]
+    arguments.out = arguments.out or HERE / "results" / f"{arguments.name}.json"
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(benchmark(arguments, Path(folder)))

@@ -10,6 +10,7 @@ updates, each of which is sent to the server, it measures:
 
     python benchmarks/logprob_gap.py --device cuda --model models/smollm2
     python benchmarks/logprob_gap.py
+    python benchmarks/logprob_gap.py --device cuda --quantization fp8_per_channel
 
 On a GPU machine learner and server share one GPU. Prints one table;
 benchmarks/results/logprob_gap.json is written after the run and at the end.
@@ -81,6 +82,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_episodes": 128 if on_gpu else 16,
             "threads": 4 if on_gpu else 1,
             "enforce_eager": True,
+            "quantization": arguments.quantization,
             **({"gpu_memory_utilization": 0.3} if on_gpu else {}),
             "engine": json.loads(arguments.engine),
         },
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: a tiny random one")
     parser.add_argument("--replies", action="store_true", help="the given model is a random one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)

@@ -21,6 +21,16 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 151_936,
     },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -43,6 +53,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reply-tokens", type=int, help="512; on a CPU 64")
     parser.add_argument("--memory", type=float, default=0.42, help="GPU memory of each engine")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--workers", type=int, default=4, help="environment processes")
     parser.add_argument("--out", type=Path)
 
@@ -54,7 +65,8 @@ def fill_sizes(arguments: argparse.Namespace) -> None:
     arguments.concurrent = arguments.concurrent or (64 if on_cpu else 512)
     arguments.prompt_tokens = arguments.prompt_tokens or (32 if on_cpu else 128)
     arguments.reply_tokens = arguments.reply_tokens or (64 if on_cpu else 512)
-    arguments.dtype = "float32" if on_cpu else "bfloat16"
+    is_plain = on_cpu and arguments.quantization == "off"
+    arguments.dtype = "float32" if is_plain else "bfloat16"
     arguments.enforce_eager = on_cpu
 
 
@@ -115,6 +127,7 @@ gpu_memory_utilization = {arguments.memory}
 tensor_parallel_size = {arguments.tensor_parallel_size}
 enforce_eager = {str(arguments.enforce_eager).lower()}
 start_timeout_s = {START_LIMIT_S}
+quantization = "{arguments.quantization}"
 engine = {{ {given} }}
 
 [controller]

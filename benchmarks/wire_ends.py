@@ -29,7 +29,7 @@ from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
 from slipstream.protocol.settings.config import OffloadSection, WeightsSection
-from slipstream.protocol.settings.sections import DeltaSetting
+from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire

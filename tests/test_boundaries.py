@@ -70,6 +70,8 @@ OWNERS = {
         # than hold their weights.
         "slipstream.rollout_server.weights.plan_recording",
         "slipstream.rollout_server.weights.vllm_layers",
+        # Which layers vLLM quantises, and how.
+        "slipstream.rollout_server.weights.fp8_linears",
     ),
     "megatron": ("slipstream.learner.trainer",),
     "transformer_engine": ("slipstream.learner.trainer",),

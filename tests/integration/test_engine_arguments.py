@@ -109,6 +109,42 @@ def test_logits_have_the_type_that_the_learners_have(
     assert settings.model_config.head_dtype == dtype
 
 
+def config_in_fp8(model: Path, method: str) -> Config:
+    config = config_with(model, {"kv_cache_dtype": "fp8"}, settings={"quantization": "off"})
+    server = config.rollout_server.model_copy(update={"quantization": method})
+    section = config.model.model_copy(update={"dtype": "bfloat16"})
+    return config.model_copy(update={"model": section, "rollout_server": server})
+
+
+def test_precisions_reach_vllm_by_their_names(model: Path) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
+
+    plain = engine_config(config_with(model, {}), seed=3)
+    assert plain.model_config.quantization is None
+    settings = engine_config(config_in_fp8(model, "fp8_per_channel"), seed=3)
+    assert settings.quant_config.get_name() == "online"
+    assert settings.cache_config.cache_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "method", "line"),
+    [
+        (True, "fp8_per_tensor", "needs a GPU; a CPU can compute with 'fp8_per_channel'"),
+        (False, "fp8_per_channel", "needs a GPU of compute capability 8.9 or above; set 'off'"),
+    ],
+)
+def test_a_machine_that_cannot_compute_in_fp8_refuses_in_one_line(
+    on_cpu: bool, method: str, line: str
+) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import check_precision
+
+    # vLLM's platform here is one that has no FP8.
+    with pytest.raises(ConfigError) as refused:
+        check_precision(method, on_cpu=on_cpu)
+    assert str(refused.value) == f"rollout_server.quantization = '{method}' {line}"
+    check_precision("off", on_cpu=on_cpu)
+
+
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(
     async_scheduling: bool, name: str
@@ -241,7 +277,7 @@ def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> 
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kv_cache_dtype": "FP8-E4M3", "load_format": "tensorizer", "quantization": "fp8"},
+        {"kv_cache_dtype": "FP8-E4M3", "load_format": "tensorizer"},
         {"compilation_config": {"cudagraph_mode": "none", "pass_config": {}, "mode": 3}},
         {"compilation_config": {"inductor_compile_config": {"x": {}}}},
         {"attention_backend": "FLASH_ATTN", "attention_config": {"backend": "FLASH_ATTN"}},

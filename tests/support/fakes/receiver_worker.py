@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from slipstream.rollout_server.weights.share_digests import whole_digests
 
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.plain_matrices import keep_matrices_plain
+from support.ranks.fp8_ranks import load, same_bits
 from support.ranks.loader_ranks import SHAPES, checkpoint, two_models
 
 Weights = Mapping[str, torch.Tensor]
@@ -23,14 +25,24 @@ SMALL, LARGE = 20_000, 30_000
 class Scene:
     """One worker and its sender; `seen` has the outcome of each update."""
 
-    def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shape: str,
+        *,
+        stage: bool,
+        moving: bool = False,
+        quantization: str | None = None,
+    ) -> None:
         keep_matrices_plain()
-        config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
+        sizes = replace(SHAPES[shape], quantization=quantization)
+        config, self._model, self._fresh = two_models(folder / shape, sizes, 0, 1)
         config.parallel_config.enable_eplb = moving
         self._worker = _worker(config, self._model)
         self._sender, self._stage, self._count = GlooSender("first"), stage, 0
         self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
-        self._model.load_weights(iter(self.first.items()))
+        self._config, self._is_quantised = config, quantization is not None
+        self._load(self._model, self.first)
         self.seen: list[Any] = []
 
     def publish(
@@ -76,12 +88,18 @@ class Scene:
             return
         finally:
             sending.join()
-        self._fresh.load_weights(iter(weights.items()))
+        self._load(self._fresh, weights)
         loaded = dict(self._model.named_parameters())
-        same = all(torch.equal(loaded[n], p) for n, p in self._fresh.named_parameters())
+        same = all(same_bits(loaded[n], p) for n, p in self._fresh.named_parameters())
         if base is not None:
             same &= whole_digests([result["shares"]]) == self._sender.digests(layout, weights)
         self.seen.append((result["by_plan"], same))
+
+    def _load(self, model: Any, weights: Weights) -> None:
+        if self._is_quantised:
+            load(self._config, model, weights)
+        else:
+            model.load_weights(iter(weights.items()))
 
     def meet_again(self, deadline_s: float = 30.0) -> None:
         """A new communicator at the next update, with this deadline of a bucket."""
@@ -131,9 +149,11 @@ def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     return scene.seen
 
 
-def deltas(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
+def deltas(
+    rank: int, folder: Path, shape: str, stage: bool, quantization: str | None = None
+) -> list[Any]:
     """Deltas between whole updates, one that stops, one that comes after it, and one more."""
-    scene = Scene(folder, shape, stage=stage)
+    scene = Scene(folder, shape, stage=stage, quantization=quantization)
     near = {name: altered(tensor) for name, tensor in scene.first.items()}
     scene.publish(scene.first, LARGE)
     for base, weights in ((scene.first, near), (near, scene.first), (scene.first, near)):
@@ -197,11 +217,13 @@ def value_of(answer: dict[str, Any]) -> Any:
 
 
 def _worker(config: Any, model: Any) -> Any:
-    from slipstream.rollout_server.weights.weight_receiver import BACKEND, SlipstreamWeightTransfer
+    from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
+    from slipstream.rollout_server.weights.weight_receiver import SlipstreamWeightTransfer
     from slipstream.rollout_server.weights.worker_extension import WorkerExtension
     from vllm.config import WeightTransferConfig, set_current_vllm_config
 
-    transfer = WeightTransferConfig(backend=BACKEND)
+    transfer = WeightTransferConfig(backend=KEEPING_BACKEND)
+    config.weight_transfer_config = transfer
 
     class Worker(WorkerExtension):
         """What vLLM's worker does around its weight-transfer engine."""

@@ -57,6 +57,7 @@ class Shape:
     config_class: str
     tied: bool = False
     extra: Mapping[str, int] | None = None
+    quantization: str | None = None
 
 
 SHAPES = {
@@ -288,6 +289,7 @@ def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=64,
+        quantization=shape.quantization,
     )
     return arguments.create_engine_config()
 

@@ -24,7 +24,7 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 
 from support.fakes.gloo_sender import GlooSender, layout_of
-from support.fakes.plain_matrices import keep_matrices_plain
+from support.fakes.plain_matrices import keep_matrices_plain, multiply_float8_fast
 from support.ranks.nccl_sender import NcclSender
 from support.rigs.running_replies import until_generated
 
@@ -37,6 +37,15 @@ TINY = {
     "head_dim": 64,
     "vocab_size": 128,
 }
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", TINY),
     "tied": ("LlamaConfig", TINY | {"tie_word_embeddings": True}),
@@ -47,19 +56,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 128},
     ),
-    "qwen3-0.6b": (
-        "Qwen3Config",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
+    # The width of the next one.
+    "qwen3-6-layers": ("Qwen3Config", WIDE | {"num_hidden_layers": 6}),
+    "qwen3-0.6b": ("Qwen3Config", WIDE | {"num_hidden_layers": 28}),
 }
 SEQUENCES = [[1, 4, 9, 13, 22, 30, 5], [1, 7, 7, 8], [2 + n % 90 for n in range(80)]]
 
@@ -125,13 +124,15 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
-            "weights": {"stage_on_server": options.stage},
+            "weights": {"stage_on_server": options.stage, "delta": options.delta},
             "rollout_server": {
                 "max_episodes": 256,
                 "threads": 1,
                 "enforce_eager": not options.graphs,
                 "gpu_memory_utilization": 0.4,
                 "tensor_parallel_size": options.tensor_parallel_size,
+                "quantization": options.quantization,
+                "engine": {"kv_cache_dtype": options.kv_cache_dtype},
             },
         }
         config = parse_config(table, source="rig")
@@ -142,8 +143,13 @@ class Rig:
         if options.plain:
             # The engine's processes are forked.
             keep_matrices_plain()
+        if process.is_cpu_build():
+            multiply_float8_fast()
         from slipstream.rollout_server.inference.engine import VllmEngine
 
+        from support.fakes.hashing_worker import use_hashing_worker
+
+        use_hashing_worker()
         started = time.monotonic()
         self.engine = await VllmEngine.start(config, seed=1)
         say("engine", start_s=round(time.monotonic() - started, 1), shape=options.shape)
@@ -213,6 +219,10 @@ class Rig:
     async def score(self) -> np.ndarray:
         return await self.engine.teacher_forced_logprobs(SEQUENCES)
 
+    async def bits(self) -> list[str]:
+        """A digest of each worker's parameters."""
+        return await self.engine._llm.collective_rpc("parameter_digest")
+
     async def gaps(
         self, replies: list[tuple[list[int], Generation]], *, bucket_mib: float
     ) -> tuple[float, float]:
@@ -249,6 +259,9 @@ async def main() -> None:
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
     parser.add_argument("--stage", action="store_true", help="receive beside the live weights")
+    parser.add_argument("--delta", default="off", help="weights.delta")
+    parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(1 if process.is_cpu_build() else 8)
@@ -272,8 +285,10 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     first = await rig.score()
     for label in ("b", "c", "b", "c", "b"):
         await rig.publish(label, bucket_mib=bucket_mib)
-    planned = await rig.score()
-    if isinstance(rig.sender, GlooSender):
+    planned, bits = await rig.score(), await rig.bits()
+    say("scored", weights="b", logprobs=[float(value) for value in planned])
+    takes_deltas = rig.options.quantization == "off" or rig.options.delta != "off"
+    if isinstance(rig.sender, GlooSender) and takes_deltas:
         await rig.publish("near", bucket_mib=bucket_mib, base="b")
         patched = await rig.score()
         await rig.publish("near", bucket_mib=bucket_mib)
@@ -287,9 +302,12 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         )
     # Other buckets: the loader again, with the same weights.
     await rig.publish("b", bucket_mib=1.5 * bucket_mib)
+    loaded = await rig.score()
     say(
         "scores",
-        equal=bool(np.array_equal(planned, await rig.score())),
+        bits_equal=bits == await rig.bits(),
+        equal=bool(np.array_equal(planned, loaded)),
+        differ=float(np.abs(planned - loaded).max()),
         differ_from_first=float(np.abs(planned - first).mean()),
     )
 
@@ -303,7 +321,13 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         say("failure", error=str(error), after_s=round(time.monotonic() - started, 2))
     rig.connect()
     await rig.publish("b", bucket_mib=1.5 * bucket_mib)
-    say("scores_after_failure", equal=bool(np.array_equal(planned, await rig.score())))
+    again = await rig.score()
+    say(
+        "scores_after_failure",
+        bits_equal=bits == await rig.bits(),
+        equal=bool(np.array_equal(planned, again)),
+        differ=float(np.abs(planned - again).max()),
+    )
 
     sampling = Sampling(1.0, 1.0, 0, 400, 1, 1000, ignore_eos=True)
     count = 16 if process.is_cpu_build() else 256

@@ -11,9 +11,11 @@ from slipstream.protocol.machine.address import address_parts
 from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection
+from slipstream.protocol.settings.engine_precision import computes_in_fp8, precision_problems
 from slipstream.protocol.settings.engine_table import engine_problems
 from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.protocol.settings.lora_section import LoraSection
+from slipstream.protocol.settings.measurement_rules import length_problems, profile_problems
 from slipstream.protocol.settings.measurement_sections import (
     EvaluationSection,
     ProfileSection,
@@ -44,8 +46,8 @@ from slipstream.protocol.settings.sections import (
     RolloutServerSection,
     RunSection,
     SecuritySection,
-    WeightsSection,
 )
+from slipstream.protocol.settings.weights_section import WeightsSection
 
 __all__ = [
     "AlgorithmSection",
@@ -110,6 +112,8 @@ class Config(Section):
         """Largest gap, in nats, of a probe that passes."""
         if self.weights.probe_tolerance is not None:
             return self.weights.probe_tolerance
+        if computes_in_fp8(self.rollout_server):
+            return 0.5
         rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
         return 0.16 if rounds else 1e-3
 
@@ -203,10 +207,16 @@ class Config(Section):
                 f"{self.learner.timeout_s:g}, {self.weights.join_deadline_s:g} and "
                 f"{self.weights.bucket_deadline_s:g}"
             )
+        distinct = self.algorithms.distinct
         for problem in itertools.chain(
             world_problems(self.learner),
             table_problems(self.learner),
             engine_problems(server.engine, max_episodes=server.max_episodes),
+            precision_problems(
+                server, model=self.model, lora=self.lora, weights=self.weights, algorithms=distinct
+            ),
+            length_problems(sampling, self.evaluations),
+            profile_problems(self.learner, self.run),
         ):
             raise ValueError(problem)
         lag = algorithm.max_staleness
@@ -218,7 +228,6 @@ class Config(Section):
             )
         check_algorithm(self)
         check_router_replay(self)
-        check_measurement(self)
         check_roles(self)
         check_lora(self)
         return self
@@ -313,36 +322,4 @@ def check_lora(config: Config) -> None:
     if rank and config.checkpoint.load is not None:
         raise ValueError(
             f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
-        )
-
-
-def check_measurement(config: Config) -> None:
-    """Raises ValueError when lengths, an evaluation or the profile do not fit the run."""
-    sampling, profile = config.sampling, config.learner.profile
-    if sampling.total_tokens < sampling.max_episode_tokens:
-        raise ValueError(
-            f"sampling.max_total_tokens must be 0 or at least max_episode_tokens, "
-            f"got {sampling.max_total_tokens} and {sampling.max_episode_tokens}"
-        )
-    if (sampling.max_prompt_tokens or 0) >= sampling.max_episode_tokens:
-        raise ValueError(
-            f"sampling.max_prompt_tokens must be below max_episode_tokens, "
-            f"got {sampling.max_prompt_tokens} and {sampling.max_episode_tokens}"
-        )
-    for evaluation in config.evaluations:
-        if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
-            raise ValueError(
-                f"sampling.max_episode_tokens must leave room for a prompt beside "
-                f"max_reply_tokens of evaluation {evaluation.name}, "
-                f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
-            )
-    if profile.start_step is not None and profile.start_step > config.run.steps:
-        raise ValueError(
-            f"learner.profile.start_step must be at most run.steps, "
-            f"got {profile.start_step} and {config.run.steps}"
-        )
-    if max(profile.ranks, default=0) >= config.learner.world_size:
-        raise ValueError(
-            f"learner.profile.ranks must be below learner.world_size, "
-            f"got {max(profile.ranks)} and {config.learner.world_size}"
         )

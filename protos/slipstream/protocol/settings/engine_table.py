@@ -38,6 +38,8 @@ OWNED = {
     "seed": "it is drawn anew at each start",
     "max_model_len": "set sampling.max_episode_tokens",
     "max_num_seqs": "set rollout_server.max_episodes",
+    "quantization": "set rollout_server.quantization",
+    "quantization_config": "set rollout_server.quantization",
     "tensor_parallel_size": _WORKERS,
     "pipeline_parallel_size": _WORKERS,
     "prefill_context_parallel_size": _WORKERS,

@@ -13,7 +13,6 @@ from slipstream.protocol.settings.measurement_sections import (
 )
 from slipstream.protocol.settings.section import (
     Address,
-    Host,
     Positive,
     Reference,
     Seconds,
@@ -211,6 +210,9 @@ class LearnerSection(Section):
     timeout_s: Silence = 600.0
 
 
+Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+
+
 class RolloutServerSection(Section):
     """A rollout server and its vLLM engine."""
 
@@ -260,6 +262,10 @@ class RolloutServerSection(Section):
     # Passed by name to the chat template, as `enable_thinking = false` is. Those of an environment
     # come before them, those of an agent's request before both.
     chat_template_kwargs: TemplateValues = {}
+    # Precision of the engine's linear layers, under vLLM's names. fp8_per_channel: weights in
+    # float8 with a scale for each row, made of the weights that arrive; fp8_per_tensor: a scale for
+    # each matrix. Needs a GPU of compute capability 8.9; CPUs compute fp8_per_channel, slowly.
+    quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}
@@ -287,45 +293,6 @@ class RolloutServerSection(Section):
     def has_graphs(self, *, on_cpu: bool) -> bool:
         """Whether the engine's steps are CUDA graphs."""
         return not (on_cpu or self.is_eager(on_cpu=on_cpu))
-
-
-DeltaSetting = Literal["off", "gpu", "host"]
-
-
-class WeightsSection(Section):
-    """The transport of new weights to the rollout servers."""
-
-    # nccl: between GPUs; ipc: within one host, also on a shared GPU; gloo: TCP, from main memory.
-    # auto: gloo if any part computes on a CPU, ipc on a shared GPU, else nccl.
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    # Address of trainer rank 0's machine that the transport of weights uses.
-    host: Host = "127.0.0.1"
-    # Element type on the wire; None: model.dtype.
-    wire_dtype: Literal["float32", "bfloat16"] | None = None
-    # Size at which a bucket is closed; the size of the largest tensor, if that is more.
-    bucket_mib: Positive = 64
-    # Engines receive new weights into separate memory and pause for the copy alone: pauses are
-    # shorter, and the server needs more memory, as much as the weights take on the wire.
-    stage_on_server: bool = False
-    # Send only the elements that changed since the last publish, bucket by bucket where that is at
-    # most half as long. The trainer keeps the published weights for it, gpu: beside its own
-    # weights, with an eighth more; host: in main memory, which takes longer. An engine's worker
-    # takes memory for one bucket.
-    delta: DeltaSetting = "off"
-    # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
-    # loads.
-    bucket_deadline_s: float = Field(2.0, ge=0.1)
-    # Limit of preparing, of joining the communicator and of loading the received weights.
-    join_deadline_s: Silence = 20.0
-    # Publish after every n-th step.
-    publish_every_steps: Positive = 1
-    # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first
-    # publish always has a probe.
-    verify_every: Positive = 10
-    # Largest gap of a probe, in nats: the typical error of a logit, estimated from
-    # log-probabilities. None: 1e-3 in float32, and 0.16 if model.dtype or wire_dtype is bfloat16,
-    # where rounding alone gives 0.06.
-    probe_tolerance: float | None = Field(None, gt=0)
 
 
 class SecuritySection(Section):

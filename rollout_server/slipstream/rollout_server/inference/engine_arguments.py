@@ -14,6 +14,7 @@ from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.drafting_scheduler import draft_values
 from slipstream.rollout_server.inference.passed_table import table_problems
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
+from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, WeightTransferConfig
@@ -28,6 +29,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     """Builds vLLM's whole configuration, before a model is loaded; ConfigError if vLLM refuses."""
     passed = passed_through(config.rollout_server.engine)
     on_cpu = current_platform.is_cpu()
+    check_precision(config.rollout_server.quantization, on_cpu=on_cpu)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.router_replay != "off":
@@ -48,6 +50,15 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
+
+
+def check_precision(quantization: str, *, on_cpu: bool) -> None:
+    """Raises ConfigError when this machine does not compute with `quantization`."""
+    start = f"rollout_server.quantization = {quantization!r} needs a GPU"
+    if on_cpu and quantization == "fp8_per_tensor":
+        raise ConfigError(f"{start}; a CPU can compute with 'fp8_per_channel'")
+    if not on_cpu and quantization != "off" and not current_platform.supports_fp8():
+        raise ConfigError(f"{start} of compute capability 8.9 or above; set 'off'")
 
 
 def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
@@ -78,10 +89,13 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": settings.is_eager(on_cpu=current_platform.is_cpu()),
         "enable_prefix_caching": settings.enable_prefix_caching,
+        "quantization": None if settings.quantization == "off" else settings.quantization,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(
+            backend=BACKEND if config.weights.delta == "off" else KEEPING_BACKEND
+        ),
         **draft_values(settings),
         **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
     }

@@ -246,7 +246,7 @@ class PlanCheck:
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
         """Takes a bucket that the loader was given; `buffer` must not be written any more."""
-        self._open += [(copy, buffer) for copy in self._plan.copies[place]]
+        self._take(place, buffer)
         self._settle()
 
     def failure(self) -> str | None:
@@ -254,11 +254,14 @@ class PlanCheck:
         self._settle()
         return self._open[0][0].parameter if self._open else None
 
+    def _take(self, place: int, buffer: torch.Tensor) -> None:
+        self._open += [(copy, buffer) for copy in self._plan.copies[place]]
+
     def _settle(self) -> None:
         self._open = [
             (copy, buffer)
             for copy, buffer in self._open
-            if not _equal_bits(*_pair(copy, buffer, self._parameters))
+            if not equal_bits(*_pair(copy, buffer, self._parameters))
         ]
 
 
@@ -271,7 +274,8 @@ def _pair(
     return destination, copy.source.within(typed, int(typed.storage_offset()))
 
 
-def _equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
+def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Returns whether `destination` has the bits that a copy of `source` would give it."""
     bits = _BITS[destination.element_size()]
     expected = source.to(destination.device, destination.dtype)
     return torch.equal(destination.view(bits), expected.view(bits))
@@ -284,6 +288,8 @@ class Replay:
         self._plan = plan
         self._parameters = parameters
         self._batches: dict[tuple[int, int], list[_Batch]] = {}
+        # Buckets that parameters are made of, and not copied from alone.
+        self._unfinished: frozenset[int] = frozenset()
 
     def prepare(self, place: int, buffer: torch.Tensor) -> None:
         """Cuts all views for a bucket that will arrive in `buffer`."""
@@ -314,6 +320,10 @@ class Replay:
         self.prepare(place, buffer)
         for batch in self._batches[place, buffer.data_ptr()]:
             torch._foreach_copy_(batch.sources, batch.destinations)
+
+    def only_copies(self, place: int) -> bool:
+        """Whether a bucket's copies are all that its parameters need."""
+        return place not in self._unfinished
 
     def forget_buffers(self) -> None:
         """Drops the views of `prepare`: their memory will not be used again."""

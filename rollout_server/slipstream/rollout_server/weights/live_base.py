@@ -66,7 +66,10 @@ class LiveBase:
         # same share.
         self._names = ["".join(map(_name_of, of_bucket)) for of_bucket in views]
         kernels = _open_kernels(device)
-        parts = [live_parts(plan, place, parameters, kernels) for place in range(len(views))]
+        parts = [
+            live_parts(plan, place, parameters, kernels) if replay.only_copies(place) else None
+            for place in range(len(views))
+        ]
         self._parts = parts
         self._digests = open_digests(
             tuple(
@@ -77,6 +80,11 @@ class LiveBase:
         )
         self._room: Tensor | None = None
         self._changed: Sequence[int] = ()
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the worker holds all of each tensor."""
+        return all(self._holds_all)
 
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
         """Takes the numbers of changed elements; returns the buckets as they will travel."""

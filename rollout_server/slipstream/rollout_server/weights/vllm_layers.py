@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from slipstream.rollout_server.weights.copy_plan import NotCopied
+from slipstream.rollout_server.weights.fp8_linears import FP8_METHODS
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -39,7 +40,7 @@ def check_layers(model: torch.nn.Module) -> None:
     """Raises NotCopied when a layer keeps its weights in another form or derives others."""
     for name, module in model.named_modules():
         method = vars(module).get("quant_method")
-        if method is not None and type(method) not in PLAIN_METHODS:
+        if method is not None and type(method) not in (*PLAIN_METHODS, *FP8_METHODS):
             raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
         if isinstance(module, MLAAttention):
             raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")

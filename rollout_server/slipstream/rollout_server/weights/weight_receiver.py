@@ -24,8 +24,9 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.rollout_server.weights import plan_recording, vllm_layers
 from slipstream.rollout_server.weights.adapter_slot import Arriving
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
-from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut
+from slipstream.rollout_server.weights.copy_plan import cut
 from slipstream.rollout_server.weights.copying import Copying
+from slipstream.rollout_server.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
 from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.staging import Staging
@@ -73,8 +74,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _stages = False
     _staging: Staging | None = None
     _copying: Copying | None = None
-    _plan: CopyPlan | None = None
-    _replay: Replay | None = None
+    _plan: Fp8Plan | None = None
+    _replay: Fp8Replay | None = None
     # The base of deltas; None where only whole updates can be received.
     _live: LiveBase | None = None
     # The same if the announced update is a delta.
@@ -238,7 +239,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         receiver, incoming = self._receiver, self._incoming
         if receiver is None or incoming is None or not incoming.own_buffers:
             raise WeightSyncError("no update was announced")
-        self._check = None if self._plan is None else PlanCheck(self._plan, self._parameters)
+        self._check = None if self._plan is None else Fp8Check(self._plan, self._parameters)
         self._receive_s, waiting_s = 0.0, time.perf_counter()
         for place, buffer in enumerate(receiver.receive(incoming)):
             self._receive_s += time.perf_counter() - waiting_s
@@ -316,18 +317,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._is_whole = False
         (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
 
-    def _conclude(self, check: PlanCheck) -> None:
+    def _conclude(self, check: Fp8Check) -> None:
         assert self._plan is not None
-        different = check.failure()
-        parameters = dict(self.model.named_parameters())
-        moved = [n for n, p in self._parameters.items() if parameters.get(n) is not p]
-        if different is None and not moved:
-            self._replay = Replay(self._plan, parameters)
-            self._live = plan_recording.live_base(self._plan, self._replay, parameters, self.device)
-            plan_recording.log_plan(self._plan)
-        else:
-            plan_recording.log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
+        parts = (self._plan, check, self._parameters, self.model)
+        self._replay = plan_recording.proved_replay(*parts)
+        if self._replay is None:
             self._plan = None
+        else:
+            self._live = plan_recording.live_base(self._plan, self._replay, self.device)
         self._check = None
 
     def _settle(self) -> None:
@@ -346,4 +343,5 @@ def _id_of(order: weights_pb2.PublishOrder) -> str:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SlipstreamWeightTransfer)
+    for backend in (BACKEND, plan_recording.KEEPING_BACKEND):
+        WeightTransferEngineFactory.register_engine(backend, SlipstreamWeightTransfer)

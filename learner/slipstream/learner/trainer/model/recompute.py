@@ -102,7 +102,7 @@ class Recompute:
     """The plan of one trained model: measures in the first pass, decides before the second."""
 
     def __init__(self, models: Sequence[Megatron], learner: LearnerSection, memory: Memory) -> None:
-        """Takes this rank's chunks without wrappers; one layer of each is not recomputed at first."""
+        """Takes this rank's chunks without wrappers; at first one layer of each keeps its own."""
         blocks = [model.decoder for model in models]
         self._configs = {
             id(config): config

@@ -20,7 +20,7 @@ from slipstream.learner.trainer.weights.weight_stream import (
 )
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.sections import DeltaSetting
+from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, layout_to_pb
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.v1 import weights_pb2

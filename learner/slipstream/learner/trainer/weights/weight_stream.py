@@ -29,7 +29,7 @@ from slipstream.learner.trainer.weights.stream_digests import (
     open_digests,
 )
 from slipstream.protocol.settings.config import Config, WeightsSection
-from slipstream.protocol.settings.sections import DeltaSetting
+from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import (
     Bucket,
     TensorSpec,

@@ -14,7 +14,7 @@ from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.sections import DeltaSetting
+from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests

@@ -1,0 +1,55 @@
+"""Weights into a real engine with linear layers in FP8 and CUDA graphs, and its gap to the learner.
+
+Prints the time of each stage of each publish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from support.references.learner_scores import gaps_of  # noqa: E402
+from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+LIMIT_S = 300
+
+
+@pytest.mark.parametrize(
+    ("method", "cache", "delta"),
+    [
+        ("fp8_per_channel", "auto", "off"),
+        ("fp8_per_tensor", "auto", "off"),
+        ("fp8_per_channel", "fp8", "gpu"),
+    ],
+)
+@pytest.mark.parametrize("shape", ["biased", "qwen3-6-layers", "qwen3-0.6b"])
+def test_a_plan_quantises_as_vllms_loader_does(
+    tmp_path: Path, method: str, cache: str, delta: str, shape: str
+) -> None:
+    if torch.cuda.device_count() < 1:
+        pytest.skip("needs a GPU")
+    is_large = shape.startswith("qwen3")
+    options = ["--graphs", "--bucket-mib", "64"] if is_large else []
+    report = run_rig(
+        tmp_path,
+        *("--shape", shape, "--quantization", method, "--kv-cache-dtype", cache),
+        *("--delta", delta, *options),
+        limit_s=LIMIT_S,
+    )
+    gaps = gaps_of(tmp_path, report, device="cuda")
+    line = json.dumps({"shape": shape, "method": method, "cache": cache, **asdict(gaps)})
+    print(line)
+    if "OUT" in os.environ:
+        with (Path(os.environ["OUT"]) / "fp8_gaps.jsonl").open("a") as file:
+            file.write(line + "\n")
+    # Kernels for few tokens round otherwise than those for many.
+    judge(report, takes_deltas=delta != "off", score_rounding=0.05)
+    assert 1e-3 < gaps.own < 0.5 * gaps.other

@@ -1,0 +1,37 @@
+"""A real engine with linear layers in FP8 that is sent new weights, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from support.references.learner_scores import gaps_of  # noqa: E402
+from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("cache", "delta"), [("auto", "off"), pytest.param("fp8", "gpu", marks=pytest.mark.slow)]
+)
+def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
+    tmp_path: Path, cache: str, delta: str
+) -> None:
+    report = run_rig(
+        tmp_path,
+        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache, "--delta", delta),
+        limit_s=300,
+    )
+    judge(report, takes_deltas=delta != "off")
+    gaps = gaps_of(tmp_path, report, device="cpu")
+    print(gaps)
+    # Rounding is there, and wrong weights are far beyond it.
+    assert 1e-3 < gaps.own < 0.25 * gaps.other
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers_take_the_scales_of_whole_rows(tmp_path: Path) -> None:
+    options = ("--quantization", "fp8_per_channel", "--tensor-parallel-size", "2")
+    judge(run_rig(tmp_path, *options, limit_s=300), takes_deltas=False)

@@ -1,0 +1,68 @@
+"""Copy plans that quantise to FP8 against vLLM's own loader, bit for bit, alone and sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from support.fakes.receiver_worker import deltas  # noqa: E402
+from support.ranks.fp8_ranks import Quantised, quantised  # noqa: E402
+from support.ranks.loader_ranks import in_ranks  # noqa: E402
+
+SHAPES = ["llama_tied", "qwen2_with_bias", "qwen3_with_qk_norm"]
+Outcomes = dict[tuple[str, int], list[dict[str, Quantised]]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        (method, tp_size): quantised(folder, tp_size, method)
+        for method in ("fp8_per_channel", "fp8_per_tensor")
+        for tp_size in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("method", ["fp8_per_channel", "fp8_per_tensor"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantising_by_the_plan_gives_the_loaders_bits_in_place(
+    outcomes: Outcomes, shape: str, method: str, tp_size: int
+) -> None:
+    for rank in outcomes[method, tp_size]:
+        found = rank[shape]
+        assert found.different == ()
+        assert not found.moved
+        # Four matrices and their scales in each of two blocks.
+        assert found.num_matrices == 8
+        assert len([name for name in found.changed if name.endswith("weight_scale")]) == 8
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("method", ["fp8_per_channel", "fp8_per_tensor"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_proof_accepts_the_loaders_bits_and_no_others(
+    outcomes: Outcomes, shape: str, method: str, tp_size: int
+) -> None:
+    for rank in outcomes[method, tp_size]:
+        assert rank[shape].proof is None
+        assert len(rank[shape].proofs_of_altered) == 16
+        assert None not in rank[shape].proofs_of_altered
+
+
+def test_matrices_share_landings(outcomes: Outcomes) -> None:
+    for ranks in outcomes.values():
+        for found in ranks[0].values():
+            assert 0 < found.landing_bytes < 0.7 * found.plain_bytes
+
+
+def test_a_receiver_that_keeps_plain_weights_applies_deltas(tmp_path: Path) -> None:
+    (seen,) = in_ranks(1, deltas, tmp_path, "llama_tied", False, "fp8_per_channel")
+    loader, plan = (False, True), (True, True)
+    assert seen[:6] == [loader, plan, plan, plan, plan, plan]
+    assert "did not arrive" in seen[6]
+    assert seen[8:] == [plan, plan]

@@ -1,0 +1,28 @@
+"""vLLM's worker with one more call: a digest of the bits of all its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from slipstream.rollout_server.inference import engine_arguments
+from slipstream.rollout_server.weights.worker_extension import WorkerExtension
+
+
+class HashingWorker(WorkerExtension):
+    """See `WorkerExtension`."""
+
+    def parameter_digest(self) -> str:
+        """Digest of names and bits; padding counts too."""
+        model: Any = self.weight_transfer_engine.model
+        found = hashlib.blake2b()
+        for name, tensor in sorted(model.named_parameters()):
+            found.update(name.encode())
+            found.update(tensor.data.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return found.hexdigest()
+
+
+def use_hashing_worker() -> None:
+    """Has engines of this process start such workers."""
+    engine_arguments._WORKER_EXTENSION = f"{HashingWorker.__module__}.{HashingWorker.__name__}"
