@@ -21,6 +21,7 @@ from slipstream.client.launch.preflight import (
     check_installed,
     check_passed_settings,
     check_port,
+    check_reference,
     check_settings,
     check_weights_host,
 )
@@ -74,6 +75,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     placement = place_here(config, **local)
     config = share_memory(config, placement)
     check_transport(config, placement)
+    await check_reference(config)
     await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config))
@@ -161,6 +163,7 @@ async def run_rollout_server(
     if dry_run:
         return describe_server(config).show()
     placement = place_here(config, servers=1)
+    await check_reference(config)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)

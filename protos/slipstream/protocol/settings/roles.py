@@ -42,6 +42,8 @@ def reference_config(config: Config) -> Config | None:
     if not config.algorithms.measures_divergence or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
+    if section.server is not None:
+        return None
     changed = _in_place_of_policy(config, section)
     if section.dtype is None:
         return changed

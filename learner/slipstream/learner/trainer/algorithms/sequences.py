@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.algorithms.advantages import (
     Episode,
@@ -20,6 +21,7 @@ from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.rewards import is_counted, shaped_rewards
 from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection
 from slipstream.protocol.settings.config import Config
@@ -34,6 +36,8 @@ class ModelEstimates:
     reference_logprobs: LogprobArray | None = None
     # The critic's estimate before each token was sampled.
     values: LogprobArray | None = None
+    # What a server says of the sampled tokens and the most likely ones; None without a server.
+    served: ReferenceLogprobs | None = None
 
 
 NO_ESTIMATES = ModelEstimates()
@@ -177,9 +181,18 @@ def _token_estimates(
     if any(one.values is not None for one in known):
         returns = _float32([worth.returns for worth in worths if worth.returns is not None])
     return [
-        TokenEstimates(advantage, one.reference_logprobs, one.values, wanted)
+        TokenEstimates(advantage, one.reference_logprobs, one.values, wanted, *_likely(one.served))
         for advantage, one, wanted in zip(advantages, known, returns, strict=True)
     ]
+
+
+def _likely(
+    served: ReferenceLogprobs | None,
+) -> tuple[npt.NDArray[np.int64] | None, LogprobArray | None]:
+    """Returns the reference's most likely tokens and their log-probabilities, or None twice."""
+    if served is None or not served.top_k:
+        return None, None
+    return served.top_ids.astype(np.int64), served.top_logprobs
 
 
 def _shared(trajectory: Trajectory, advantages: FloatArray) -> FloatArray:

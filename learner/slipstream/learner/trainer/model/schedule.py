@@ -46,7 +46,7 @@ def forward_backward(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, TokenLoss]:
         logprobs, entropy = vocab_parallel_logprobs(
-            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
+            hidden[0], model.output_weight, micro_batch.all_targets, rows[place], projection
         )
         found = loss(place, micro_batch, logprobs, entropy)
         kept = dataclasses.replace(found, loss=found.loss.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
@@ -28,15 +29,27 @@ class Roles:
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
     critic: Critic | None = None
+    # Whether the reference is behind a server: the trajectories carry what it says.
+    is_served: bool = False
 
     def estimates(self, batch: Batch) -> list[ModelEstimates]:
-        """Returns the estimates for each trajectory; the same on every rank."""
+        """Returns the estimates for each trajectory; the same on every rank.
+
+        If `is_served`, `check_references` must have passed the batch.
+        """
         nothing = [None] * len(batch.trajectories)
         logprobs = self.reference.logprobs(batch) if self.reference is not None else nothing
         values = self.critic.values(batch) if self.critic is not None else nothing
-        return [
+        found = [
             ModelEstimates(reference_logprobs=a, values=b)
             for a, b in zip(logprobs, values, strict=True)
+        ]
+        if not self.is_served:
+            return found
+        return [
+            dataclasses.replace(one, reference_logprobs=t.reference.logprobs, served=t.reference)
+            for one, t in zip(found, batch.trajectories, strict=True)
+            if t.reference is not None
         ]
 
     def memories(self) -> list[HostMemory]:
@@ -88,4 +101,5 @@ def open_roles(config: Config, policy: Policy) -> Roles:
         with named(config, "critic"):
             critic = Critic(of_critic, policy.ranks)
     every = config.reference.refresh_every_steps if config.reference is not None else 0
-    return Roles(reference, every, critic)
+    is_served = config.reference is not None and config.reference.server is not None
+    return Roles(reference, every, critic, is_served)
