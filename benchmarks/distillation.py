@@ -42,7 +42,7 @@ def students(teacher: str, base_url: str) -> dict[str, list[str]]:
         "student, by the teacher": student_settings("k2", f"path={teacher}"),
         "student, by a server": student_settings("k2", *served),
         "student, by a server's likely tokens": student_settings(
-            "forward_top_k", *served, f"server.top_k={TOP_K}"
+            "forward_top_k", *served, f"top_k={TOP_K}"
         ),
     }
 

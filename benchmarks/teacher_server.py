@@ -15,6 +15,7 @@ from pathlib import Path
 
 NAME = "teacher"
 _START_LIMIT_S = 300.0
+_END_LIMIT_S = 30.0
 _POLL_S = 0.2
 
 
@@ -47,13 +48,21 @@ def teacher_server(model: Path, log: Path, *, more: Sequence[str] = ()) -> Itera
         _wait(server, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
+        _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """Ends all processes of the server's session; some of them ignore SIGTERM for a while."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline_s = time.monotonic() + _END_LIMIT_S
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+            os.killpg(server.pid, number)
+            while time.monotonic() < deadline_s:
+                # The first process is there for the others until it is collected.
+                server.poll()
+                os.killpg(server.pid, 0)
+                time.sleep(_POLL_S)
+    server.wait()
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from slipstream.client.reward_model import RewardModel  # noqa: E402
 from teacher_server import NAME, teacher_server  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
 
 REPLIES = ("a", "b c", "c b a")
 

@@ -36,12 +36,12 @@ def make_teacher(folder: Path, *more: str) -> Path:
 
 
 def settings_with(url: str) -> dict[str, object]:
-    server = {"base_url": url, "model": NAME, "top_k": TOP_K}
+    server = {"base_url": url, "model": NAME}
     return {
         "run__steps": STEPS,
         "algorithm__advantage": "none",
         "algorithm__kl": {"coefficient": 1.0, "estimator": "forward_top_k"},
-        "reference": {"server": server},
+        "reference": {"server": server, "top_k": TOP_K},
     }
 
 

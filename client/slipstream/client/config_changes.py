@@ -56,7 +56,7 @@ def check_resumable(before: Config, now: Config) -> None:
     was_asked, is_asked = _likely_tokens(before), _likely_tokens(now)
     if was_asked != is_asked:
         raise ConfigError(
-            f"reference.server.top_k must stay {was_asked} when a run goes on, got {is_asked}: "
+            f"reference.top_k must stay {was_asked} when a run goes on, got {is_asked}: "
             "recorded replies carry this number of likely tokens; choose another run.name for a "
             "new run"
         )
@@ -80,7 +80,7 @@ def _stored_models(config: Config) -> dict[str, bool]:
 def _likely_tokens(config: Config) -> int | None:
     """The number of likely tokens that a server gives for the reference; None without a server."""
     reference = config.reference
-    return reference.server.top_k if reference is not None and reference.server else None
+    return reference.top_k if reference is not None and reference.server else None
 
 
 def _value(config: Config, key: str) -> object:

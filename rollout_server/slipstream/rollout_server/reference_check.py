@@ -33,7 +33,9 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
     import openai
 
     quick = settings.model_copy(update={"max_retries": 1})
-    server = ReferenceServer(quick, vocab_size=vocabulary_size(config))
+    assert config.reference is not None
+    top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
+    server = ReferenceServer(quick, top_k=top_k, vocab_size=vocab_size)
     try:
         await _check_length(server, settings, config.sampling.max_episode_tokens + 1)
         tokenizer = _tokenizer(config)

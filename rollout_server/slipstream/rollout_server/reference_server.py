@@ -54,8 +54,11 @@ class ReferenceServer:
     `max_retries` times after 408, 409, 429, 5xx, a broken connection or `timeout_s`.
     """
 
-    def __init__(self, settings: ReferenceServerSection, *, vocab_size: int) -> None:
-        """`vocab_size` bounds the ids that are taken; ConfigError for a key that has no file."""
+    def __init__(self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int) -> None:
+        """Asks for `top_k` likely tokens, whose ids are below `vocab_size`; 0: it is not known.
+
+        ConfigError for a key that has no file.
+        """
         # vLLM brings it.
         import openai
 
@@ -66,7 +69,7 @@ class ReferenceServer:
             max_retries=settings.max_retries,
         )
         self._settings = settings
-        self._vocab_size = vocab_size
+        self._top_k, self._vocab_size = top_k, vocab_size
         self._open = asyncio.Semaphore(settings.max_open)
         self.name = f"the reference model {settings.model} at {settings.base_url}"
 
@@ -104,7 +107,7 @@ class ReferenceServer:
                     prompt=list(sequence.token_ids),
                     max_tokens=1,
                     temperature=0.0,
-                    extra_body={"prompt_logprobs": settings.top_k},
+                    extra_body={"prompt_logprobs": self._top_k},
                 )
             except openai.OpenAIError as error:
                 said = " ".join(str(error).split())[:_MAX_SHOWN]
@@ -119,7 +122,7 @@ class ReferenceServer:
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
         """Returns what an answer says of the sampled tokens, or the reason why it cannot serve."""
-        tokens, top_k = sequence.token_ids, self._settings.top_k
+        tokens, top_k = sequence.token_ids, self._top_k
         try:
             choices = msgspec.json.decode(data, type=_Answer).choices
         except msgspec.MsgspecError as error:

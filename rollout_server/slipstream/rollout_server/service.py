@@ -220,7 +220,8 @@ class RolloutServer:
         section = self._config.reference
         if section is None or section.server is None:
             return None
-        opened = ReferenceServer(section.server, vocab_size=vocabulary_size(self._config))
+        vocab_size = vocabulary_size(self._config)
+        opened = ReferenceServer(section.server, top_k=section.top_k, vocab_size=vocab_size)
         stack.push_async_callback(opened.aclose)
         return opened
 

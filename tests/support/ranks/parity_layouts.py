@@ -387,8 +387,8 @@ def config_of(job: str, folder: Path) -> Config:
     table["learner"] |= layout.learner
     table["sampling"] |= layout.sampling
     if "kl" in layout.algorithm:
-        server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher", "top_k": TOP_K}
-        table["reference"] = {"server": server}
+        server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
+        table["reference"] = {"server": server, "top_k": TOP_K}
         table["sampling"]["temperature"] = 1.0
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
     return parse_config(table, source=job)

@@ -106,9 +106,11 @@ def test_the_likely_tokens_of_a_reference_stay_and_its_address_may_change() -> N
         if top_k is None:
             return config()
         estimator = "forward_top_k" if top_k else "k2"
-        server = {"base_url": f"http://127.0.0.1:{port}/v1", "model": "m", "top_k": top_k}
+        server = {"base_url": f"http://127.0.0.1:{port}/v1", "model": "m"}
         return config(
-            algorithm__kl={"coefficient": 1.0, "estimator": estimator}, reference__server=server
+            algorithm__kl={"coefficient": 1.0, "estimator": estimator},
+            reference__server=server,
+            reference__top_k=top_k,
         )
 
     check_resumable(asking(4), asking(4, port=9001))

@@ -34,15 +34,15 @@ def endpoint() -> Iterator[ReferenceEndpoint]:
 
 
 def section(endpoint: ReferenceEndpoint, **changes: Any) -> ReferenceServerSection:
-    table = {"base_url": endpoint.url, "model": "teacher", "top_k": 3, "timeout_s": 30.0}
+    table = {"base_url": endpoint.url, "model": "teacher", "timeout_s": 30.0}
     return ReferenceServerSection.model_validate(table | changes)
 
 
 def with_server(config: Config, settings: ReferenceServerSection) -> Config:
     table = config.model_dump(mode="json", exclude_defaults=True)
-    estimator = "forward_top_k" if settings.top_k else "k2"
-    table["algorithm"]["kl"] = {"coefficient": 1.0, "estimator": estimator}
-    table["reference"] = {"server": settings.model_dump(mode="json", exclude_none=True)}
+    table["algorithm"]["kl"] = {"coefficient": 1.0, "estimator": "forward_top_k"}
+    server = settings.model_dump(mode="json", exclude_none=True)
+    table["reference"] = {"server": server, "top_k": 3}
     return parse_config(table, source="test")
 
 
@@ -50,8 +50,8 @@ def scored(tokens: list[int], sampled: list[int]) -> ScoredSequence:
     return ScoredSequence(tokens, np.array(sampled, dtype=np.bool_))
 
 
-async def ask(settings: ReferenceServerSection, *sequences: ScoredSequence) -> Any:
-    server = ReferenceServer(settings, vocab_size=VOCAB)
+async def ask(settings: ReferenceServerSection, *sequences: ScoredSequence, top_k: int = 3) -> Any:
+    server = ReferenceServer(settings, top_k=top_k, vocab_size=VOCAB)
     try:
         return await server.logprobs(sequences)
     finally:
@@ -78,7 +78,7 @@ async def test_a_likely_token_that_was_sampled_counts_as_both(endpoint) -> None:
 
 
 async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoint) -> None:
-    found = await ask(section(endpoint, top_k=0), scored([1, 4], [0, 1]))
+    found = await ask(section(endpoint), scored([1, 4], [0, 1]), top_k=0)
     assert found.logprobs.tolist() == [-5.0]
     assert found.top_ids.shape == found.top_logprobs.shape == (1, 0)
     assert endpoint.asked[0]["prompt_logprobs"] == 0

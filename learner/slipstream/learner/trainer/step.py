@@ -118,7 +118,7 @@ class TrainingStep:
         reference = self._config.reference
         if reference is not None and reference.server is not None:
             vocab_size = self._policy.vocab_size
-            check_references(batch, top_k=reference.server.top_k, vocab_size=vocab_size)
+            check_references(batch, top_k=reference.top_k, vocab_size=vocab_size)
         mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
         check_advantages(batch, sequences)

@@ -83,7 +83,7 @@ class KlSection(Section):
     placement: Literal["loss", "reward"] = "loss"
     # Estimator of the divergence at a sampled token. In the loss k1 does not move the policy.
     # forward_top_k, reverse_top_k: the divergence over the reference's most likely tokens, the rest
-    # as one; they need the loss and reference.server.top_k.
+    # as one; they need the loss and reference.top_k.
     estimator: KlEstimator = "k3"
 
     @property

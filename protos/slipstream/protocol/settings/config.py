@@ -124,7 +124,7 @@ class Config(Section):
         """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
         if self.reference is not None and self.reference.server is not None:
-            per_token += reference_bytes_per_token(self.reference.server.top_k)
+            per_token += reference_bytes_per_token(self.reference.top_k)
         branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
         return TRAJECTORY_OVERHEAD_BYTES + branches + per_token * self.sampling.total_tokens
 

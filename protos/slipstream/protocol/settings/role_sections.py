@@ -30,9 +30,6 @@ class ReferenceServerSection(Section):
     model: str
     # A file with the server's key; None: it asks for none.
     api_key_file: Path | None = None
-    # Most likely tokens of each position, for `kl.estimator` forward_top_k and reverse_top_k; 0:
-    # the sampled tokens alone. vLLM gives at most its own --max-logprobs, 20 by default.
-    top_k: int = Field(0, ge=0, le=MAX_TOP_K)
     # Calls that one rollout server has open at one time.
     max_open: Positive = 16
     # Limit of one call. A later call follows after 408, 409, 429, 5xx and broken connections too.
@@ -60,13 +57,17 @@ class ReferenceSection(Section):
     parallel: ParallelSection | None = None
     # Like learner.transformer; None: the same settings.
     transformer: dict[str, JsonValue] | None = None
+    # Most likely tokens of each position, for `kl.estimator` forward_top_k and reverse_top_k; 0:
+    # the sampled tokens alone. A server gives at most its own --max-logprobs, 20 by default.
+    top_k: int = Field(0, ge=0, le=MAX_TOP_K)
     # A table of its own, below: the model is behind a server, and the ranks load none.
     server: ReferenceServerSection | None = None
 
     @model_validator(mode="after")
     def _is_one_model(self) -> ReferenceSection:
         fields = type(self).model_fields
-        others = [key for key, value in self if key != "server" and value != fields[key].default]
+        free = ("server", "top_k")
+        others = [k for k, value in self if k not in free and value != fields[k].default]
         if self.server is not None and others:
             raise ValueError(
                 f"{others[0]} has no effect with the table server: the ranks load no reference"
@@ -108,21 +109,17 @@ def served_problems(
     algorithms: EnvironmentAlgorithms,
     temperature: float,
 ) -> Iterator[str]:
-    """Yields one line for each rule that a reference behind a server breaks, or its lack."""
-    server = reference.server if reference is not None else None
+    """Yields one line for each rule that likely tokens and a reference behind a server break."""
     users = [each.kl.estimator for each in algorithms.distinct if each.kl.uses_top_k]
-    top_k = server.top_k if server is not None else 0
+    top_k = reference.top_k if reference is not None else 0
     if users and not top_k:
-        yield (
-            f"algorithm.kl.estimator = {users[0]!r} needs reference.server.top_k >= 1, got "
-            f"{top_k if server is not None else 'no table reference.server'}"
-        )
+        yield f"algorithm.kl.estimator = {users[0]!r} needs reference.top_k >= 1, got 0"
     if top_k and not users:
         yield (
-            f"reference.server.top_k must be 0 unless a kl.estimator is forward_top_k or "
-            f"reverse_top_k, got {top_k}"
+            f"reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
+            f"got {top_k}"
         )
-    if server is not None and temperature != 1.0:
+    if reference is not None and reference.server is not None and temperature != 1.0:
         yield (
             "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
             f"prompts at temperature 1, got {temperature:g}"

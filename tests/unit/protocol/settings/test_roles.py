@@ -250,7 +250,7 @@ def test_a_reference_behind_a_server_loads_no_model() -> None:
 def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
     plain = config_with(KL).max_trajectory_bytes
     sampled = config_with(KL, reference={"server": SERVER}).max_trajectory_bytes
-    likely = config_with(FORWARD, reference={"server": SERVER | {"top_k": 5}}).max_trajectory_bytes
+    likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).max_trajectory_bytes
     assert (sampled - plain, likely - plain) == (64 * 4, 64 * 44)
 
 
@@ -260,23 +260,22 @@ def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
         (
             FORWARD,
             None,
-            "algorithm.kl.estimator = 'forward_top_k' needs reference.server.top_k >= 1, got no "
-            "table reference.server",
+            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
         ),
         (
             FORWARD,
             {"server": SERVER},
-            "algorithm.kl.estimator = 'forward_top_k' needs reference.server.top_k >= 1, got 0",
+            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
         ),
         (
             KL,
-            {"server": SERVER | {"top_k": 2}},
-            "reference.server.top_k must be 0 unless a kl.estimator is forward_top_k or "
-            "reverse_top_k, got 2",
+            {"server": SERVER, "top_k": 2},
+            "reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
+            "got 2",
         ),
         (
             {"kl": FORWARD["kl"] | {"placement": "reward"}},
-            {"server": SERVER | {"top_k": 2}},
+            {"server": SERVER, "top_k": 2},
             "algorithm: kl.estimator = 'forward_top_k' is no cost of a sampled token: "
             "kl.placement must be 'loss', got 'reward'",
         ),

@@ -107,7 +107,7 @@ def _of_reference(trajectory: Trajectory, facts: KnownFacts) -> str:
     if found.top_k != top_k:
         return (
             f"it has {found.top_k} likely tokens of a reference, "
-            f"reference.server.top_k is {'not set' if top_k is None else top_k}"
+            f"reference.top_k is {'not set' if top_k is None else top_k}"
         )
     largest = int(found.top_ids.max(initial=0))
     if facts.vocabulary and largest >= facts.vocabulary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
@@ -13,6 +13,7 @@ from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
 from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
 from slipstream.learner.trainer.roles.reference import Reference
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.roles import (
     critic_config,
@@ -38,19 +39,13 @@ class Roles:
         If `is_served`, `check_references` must have passed the batch.
         """
         nothing = [None] * len(batch.trajectories)
-        logprobs = self.reference.logprobs(batch) if self.reference is not None else nothing
+        known: Sequence[ReferenceLogprobs | None] = nothing
+        if self.is_served:
+            known = [trajectory.reference for trajectory in batch.trajectories]
+        elif self.reference is not None:
+            known = self.reference.logprobs(batch)
         values = self.critic.values(batch) if self.critic is not None else nothing
-        found = [
-            ModelEstimates(reference_logprobs=a, values=b)
-            for a, b in zip(logprobs, values, strict=True)
-        ]
-        if not self.is_served:
-            return found
-        return [
-            dataclasses.replace(one, reference_logprobs=t.reference.logprobs, served=t.reference)
-            for one, t in zip(found, batch.trajectories, strict=True)
-            if t.reference is not None
-        ]
+        return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
     def memories(self) -> list[HostMemory]:
         """Returns the memories of the models in use, without the policy's."""

@@ -176,12 +176,12 @@ def reference_of(top_k: int, largest: int) -> ReferenceLogprobs:
         (
             {"reference": reference_of(2, 9)},
             3,
-            "it has 2 likely tokens of a reference, reference.server.top_k is 3",
+            "it has 2 likely tokens of a reference, reference.top_k is 3",
         ),
         (
             {"reference": reference_of(2, 9)},
             None,
-            "it has 2 likely tokens of a reference, reference.server.top_k is not set",
+            "it has 2 likely tokens of a reference, reference.top_k is not set",
         ),
         (
             {"reference": reference_of(2, 10)},
