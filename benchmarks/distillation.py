@@ -2,10 +2,11 @@
 
     python benchmarks/distillation.py
 
-The teacher is the quickstart's model after its run; the student has the same sizes and random
-weights. No reward trains the student: the divergence from the teacher at each token of its replies
-is the only part of its loss. Prints one table and writes benchmarks/results/distillation.json.
-Takes about four minutes on two cores.
+The teacher is the quickstart's model after its run; the students have the same sizes and random
+weights. No reward trains them: the divergence from the teacher at each token of their replies is
+the only part of the loss. One student's teacher is a model on the trainer's ranks. The others ask a
+vLLM server: one about the sampled tokens, one about the likely tokens too. Prints one table and
+writes benchmarks/results/distillation.json. Takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -17,18 +18,33 @@ from pathlib import Path
 
 from measure import progress, table, write_result
 from quickstart_runs import Run, make_model, run_quickstart
+from teacher_server import NAME as MODEL
+from teacher_server import teacher_server
 
 NAME = "distillation"
+TOP_K = 8
 
 
-def student_settings(teacher: Path) -> list[str]:
+def student_settings(estimator: str, *reference: str) -> list[str]:
     """Returns the settings that make a run a distillation."""
     return [
         "algorithm.advantage=none",
         "algorithm.kl.coefficient=1.0",
-        "algorithm.kl.estimator=k2",
-        f"reference.path={teacher}",
+        f"algorithm.kl.estimator={estimator}",
+        *(f"reference.{setting}" for setting in reference),
     ]
+
+
+def students(teacher: str, base_url: str) -> dict[str, list[str]]:
+    """Returns the settings of each student, whose teacher is a folder or behind `base_url`."""
+    served = (f"server.base_url={base_url}", f"server.model={MODEL}")
+    return {
+        "student, by the teacher": student_settings("k2", f"path={teacher}"),
+        "student, by a server": student_settings("k2", *served),
+        "student, by a server's likely tokens": student_settings(
+            "forward_top_k", *served, f"top_k={TOP_K}"
+        ),
+    }
 
 
 def heldout(run: Run) -> dict[int, float]:
@@ -47,16 +63,21 @@ def main() -> int:
         taught = run_quickstart(folder, "teacher", [*steps, "learner.export_final=true"])
         progress(f"teacher: {heldout(taught)}")
         teacher = folder / "teacher" / "checkpoints" / "final"
-        learnt = run_quickstart(folder, "student", [*steps, *student_settings(teacher)])
-        progress(f"student: {heldout(learnt)}")
-    found = {"teacher, by rewards": heldout(taught), "student, by the teacher": heldout(learnt)}
+        found, divergence = {"teacher, by rewards": heldout(taught)}, {}
+        with teacher_server(teacher, folder / "server.log", more=["--dtype", "float32"]) as url:
+            for number, (kind, settings) in enumerate(students(str(teacher), url).items()):
+                learnt = run_quickstart(folder, f"student-{number}", [*steps, *settings])
+                progress(f"{kind}: {heldout(learnt)}")
+                found[kind] = heldout(learnt)
+                divergence[kind] = [row["kl_reference"] for row in learnt.rows]
     header = ["model", *(f"step {step}" for step in heldout(taught))]
     rows = [[kind, *(f"{value:.3f}" for value in by.values())] for kind, by in found.items()]
-    divergence = [row["kl_reference"] for row in learnt.rows]
     lines = table(header, rows)
     print("\n".join(lines))
     record = {"steps": arguments.steps, "heldout": found, "kl_reference": divergence}
-    write_result(NAME, {**record, "settings": student_settings(Path("TEACHER")), "table": lines})
+    write_result(
+        NAME, {**record, "settings": students("TEACHER", "http://SERVER/v1"), "table": lines}
+    )
     return 0
 
 

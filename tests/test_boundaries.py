@@ -30,7 +30,7 @@ STAIRS = (
     *("own_log", "progress", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
     *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration"),
-    *("application", "__main__"),
+    *("application", "check", "__main__"),
 )
 # Packages whose modules and folders form no circle either.
 FLIGHTS = (

@@ -16,7 +16,14 @@ from support.fakes.parity_models import make_models
 from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches
 from support.ranks.rank_pool import RankPool
-from support.ranks.role_ranks import CRITIC_RATE, LAYOUTS, STEP_METRICS, VALUE_CLIP, config_of
+from support.ranks.role_ranks import (
+    CRITIC_RATE,
+    LAYOUTS,
+    STEP_METRICS,
+    TOP_K,
+    VALUE_CLIP,
+    config_of,
+)
 from support.references.plain_policy import conversations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,7 +153,7 @@ def test_the_reference_says_what_the_start_folder_says(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
-    expected = []
+    expected, likely = [], []
     trajectories = batches(config_of(layout, folder))[0].trajectories
     for trajectory, _ in itertools.chain.from_iterable(map(conversations, trajectories)):
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
@@ -154,7 +161,10 @@ def test_the_reference_says_what_the_start_folder_says(
             logprobs = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1)
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
         expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0][mask])
+        best = logprobs[mask].topk(TOP_K)
+        likely.append(torch.zeros(logprobs[mask].shape).scatter(1, best.indices, best.values))
     found = one_rank[layout][0]
+    torch.testing.assert_close(found["likely"], torch.cat(likely), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5)
     assert found["gradients_of_reference"] == 0
 
@@ -179,7 +189,8 @@ def check_layout(layout: str, one_rank: dict[str, list[dict]], ranks: list[dict]
     reference = "one-trees" if of_layout.sampling else "one"
     expected = one_rank["one-tied" if of_layout.model == "tied" else reference][0]
     for found in ranks:
-        torch.testing.assert_close(found["reference"], expected["reference"], rtol=1e-5, atol=2e-5)
+        for name in ("reference", "likely"):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=2e-5)
         for name in ("values", "references"):
             for ours, theirs in zip(found[name], expected[name], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)

@@ -16,6 +16,7 @@ from slipstream.client.environment import (
     StepResult,
     ToolCall,
 )
+from slipstream.protocol.task_view import TaskView
 
 if TYPE_CHECKING:
     from slipstream.client.client import Client
@@ -30,6 +31,7 @@ __all__ = [
     "Reply",
     "ResetResult",
     "StepResult",
+    "TaskView",
     "ToolCall",
 ]
 

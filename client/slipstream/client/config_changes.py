@@ -53,6 +53,13 @@ def check_resumable(before: Config, now: Config) -> None:
                 f"{key} cannot be {change} when a run goes on: its checkpoints hold {held} model; "
                 "choose another run.name for a new run"
             )
+    was_asked, is_asked = _likely_tokens(before), _likely_tokens(now)
+    if was_asked != is_asked:
+        raise ConfigError(
+            f"reference.top_k must stay {was_asked} when a run goes on, got {is_asked}: "
+            "recorded replies carry this number of likely tokens; choose another run.name for a "
+            "new run"
+        )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
         assert isinstance(old, int)
@@ -68,6 +75,12 @@ def _stored_models(config: Config) -> dict[str, bool]:
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
+
+
+def _likely_tokens(config: Config) -> int | None:
+    """The number of likely tokens that a server gives for the reference; None without a server."""
+    reference = config.reference
+    return reference.top_k if reference is not None and reference.server else None
 
 
 def _value(config: Config, key: str) -> object:

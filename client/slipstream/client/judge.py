@@ -66,7 +66,7 @@ class Judge:
         that is not empty; "7/10" are two. With "json" it is the field `score` of the object from
         the reply's first { to its last }. ConfigError names what cannot work.
         """
-        _check(
+        check_rules(
             (answer in ANSWERS, f"answer must be one of {', '.join(ANSWERS)}, got {answer!r}"),
             (
                 math.isfinite(lowest) and math.isfinite(highest) and lowest < highest,
@@ -111,7 +111,9 @@ class Judge:
                 )
             except openai.OpenAIError as error:
                 kind = type(error).__name__
-                raise JudgeError(f"{self._name} failed: {kind}: {_short(str(error))}") from error
+                raise JudgeError(
+                    f"{self._name} failed: {kind}: {in_one_line(str(error))}"
+                ) from error
         if not answer.choices:
             raise JudgeError(f"{self._name} gave no reply")
         choice = answer.choices[0]
@@ -140,7 +142,7 @@ class Judge:
             wanted = (
                 "an object with the number `score`" if is_json else "one number on its last line"
             )
-            raise JudgeError(f"{self._name} must reply with {wanted}, got {_short(text)!r}")
+            raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
         if not self._lowest <= score <= self._highest:
             raise JudgeError(
                 f"{self._name} must score from {self._lowest:g} to {self._highest:g}, got {score:g}"
@@ -157,7 +159,8 @@ def openai_client(base_url: str = _NOWHERE, api_key: str = "none") -> AsyncOpenA
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
 
 
-def _check(*rules: tuple[object, str]) -> None:
+def check_rules(*rules: tuple[object, str]) -> None:
+    """Raises ConfigError with the message of the first rule that is not kept."""
     for is_kept, message in rules:
         if not is_kept:
             raise ConfigError(message)
@@ -180,5 +183,6 @@ def _field_score(text: str) -> float | None:
     return float(score) if is_number else None
 
 
-def _short(text: str) -> str:
+def in_one_line(text: str) -> str:
+    """Returns the beginning of a text, without line breaks."""
     return " ".join(text.split())[:MAX_SHOWN]

@@ -14,6 +14,7 @@ import zlib
 import numpy as np
 from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.protocol.routed_experts import RoutedExperts, unpack_experts
 from slipstream.protocol.types import (
     Branch,
@@ -81,6 +82,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         pack_logprobs(trajectory.behavior_logprobs),
     )
     routed = experts_to_pb(trajectory.routed_experts)
+    reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
         run_id=trajectory.run_id,
         group_id=trajectory.group_id,
@@ -106,7 +108,12 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         num_turns=trajectory.num_turns,
         generation_s=trajectory.generation_s,
         environment_s=trajectory.environment_s,
-        checksum=_checksum(token_ids, logprobs, routed.expert_ids if routed else b""),
+        checksum=_checksum(
+            token_ids,
+            logprobs,
+            routed.expert_ids if routed else b"",
+            *_reference_arrays(reference or pb.ReferenceLogprobs()),
+        ),
         prompt_text=trajectory.prompt_text,
         reply_text=trajectory.reply_text,
         routed_experts=routed,
@@ -120,6 +127,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             for branch in trajectory.branches
         ],
         is_given=trajectory.is_given,
+        reference=reference,
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -133,6 +141,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         message.token_ids,
         message.behavior_logprobs,
         message.routed_experts.expert_ids,
+        *_reference_arrays(message.reference),
     )
     if _checksum(*arrays) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
@@ -184,6 +193,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             for branch in message.branches
         ),
         is_given=message.is_given,
+        reference=reference_from_pb(message),
     )
     _check(trajectory)
     return trajectory
@@ -216,6 +226,38 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
     )
 
 
+def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
+    """Returns the wire form of a reference model's log-probabilities; None without any."""
+    if reference is None:
+        return None
+    return pb.ReferenceLogprobs(
+        logprobs=pack_logprobs(reference.logprobs),
+        top_k=reference.top_k,
+        top_ids=pack_tokens(reference.top_ids),
+        top_logprobs=pack_logprobs(reference.top_logprobs),
+    )
+
+
+def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
+    """Returns the reference's log-probabilities of a wire form, None without any; ProtocolError."""
+    if not message.HasField("reference"):
+        return None
+    found, arrays = message.reference, _reference_arrays(message.reference)
+    sampled = len(message.behavior_logprobs) // 4
+    sizes = [4 * sampled, 4 * sampled * found.top_k, 4 * sampled * found.top_k]
+    if [len(data) for data in arrays] != sizes:
+        raise ProtocolError(
+            f"group {message.group_id}: the reference's arrays for {sampled} sampled tokens and "
+            f"top_k {found.top_k} must have {sizes} bytes, got {[len(data) for data in arrays]}"
+        )
+    shape = (sampled, found.top_k)
+    return ReferenceLogprobs(
+        unpack_logprobs(found.logprobs),
+        unpack_tokens(found.top_ids).reshape(shape),
+        unpack_logprobs(found.top_logprobs).reshape(shape),
+    )
+
+
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """Returns the bytes that a queue carries; ProtocolError above 32 MiB."""
     data = trajectory_to_pb(trajectory).SerializeToString()
@@ -240,8 +282,12 @@ def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(sum(span.length for span in run), version) for version, run in grouped)
 
 
-def _checksum(token_ids: bytes, logprobs: bytes, expert_ids: bytes) -> int:
-    return zlib.crc32(expert_ids, zlib.crc32(logprobs, zlib.crc32(token_ids)))
+def _reference_arrays(reference: pb.ReferenceLogprobs) -> tuple[bytes, bytes, bytes]:
+    return reference.logprobs, reference.top_ids, reference.top_logprobs
+
+
+def _checksum(*arrays: bytes) -> int:
+    return functools.reduce(lambda found, array: zlib.crc32(array, found), arrays, 0)
 
 
 def _check_branches(trajectory: Trajectory) -> None:
@@ -283,4 +329,7 @@ def _check(trajectory: Trajectory) -> None:
         raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
     if not np.logical_and.reduce(np.isfinite(trajectory.behavior_logprobs)):
         raise ProtocolError(f"{name}: a log-probability is not a finite number")
+    reference = trajectory.reference
+    if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
+        raise ProtocolError(f"{name}: {fault}")
     _check_branches(trajectory)

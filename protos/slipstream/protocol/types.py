@@ -10,6 +10,7 @@ from typing import NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.routed_experts import RoutedExperts
 
 GroupId = NewType("GroupId", str)
@@ -148,7 +149,7 @@ class Trajectory:
     itself, and a token is sampled in one branch only. Without any, all runs are one sequence.
 
     `is_given`: the environment gave all replies, so no policy sampled them; they count as sampled
-    tokens otherwise.
+    tokens otherwise. `reference` has what a reference model behind a server says of them.
     """
 
     run_id: str
@@ -178,6 +179,7 @@ class Trajectory:
     routed_experts: RoutedExperts | None = None
     branches: tuple[Branch, ...] = ()
     is_given: bool = False
+    reference: ReferenceLogprobs | None = None
 
     @property
     def trajectory_id(self) -> TrajectoryId:
@@ -210,6 +212,14 @@ class Trajectory:
             )
             run, token, sampled = ends
         return tuple(found)
+
+    def unpredicted(self) -> list[int]:
+        """Returns the places among the sampled tokens of each that begins its sequence."""
+        return [
+            part.sampled.start
+            for part in self.sequences()
+            if part.sampled.stop > part.sampled.start and not self.run_lengths[part.runs.start]
+        ]
 
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
         """Returns one flag for each token of `token_ids`: true if the model sampled it."""

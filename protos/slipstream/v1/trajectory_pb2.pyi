@@ -83,6 +83,18 @@ class RoutedExperts(_message.Message):
     num_experts: int
     def __init__(self, expert_ids: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., num_experts: _Optional[int] = ...) -> None: ...
 
+class ReferenceLogprobs(_message.Message):
+    __slots__ = ("logprobs", "top_k", "top_ids", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    top_k: int
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., top_k: _Optional[int] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+
 class Branch(_message.Message):
     __slots__ = ("num_runs", "share", "name", "reward")
     NUM_RUNS_FIELD_NUMBER: _ClassVar[int]
@@ -96,7 +108,7 @@ class Branch(_message.Message):
     def __init__(self, num_runs: _Optional[int] = ..., share: _Optional[float] = ..., name: _Optional[str] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches", "is_given")
+    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches", "is_given", "reference")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +144,7 @@ class Trajectory(_message.Message):
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     IS_GIVEN_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     group_id: str
     member: int
@@ -160,7 +173,8 @@ class Trajectory(_message.Message):
     routed_experts: RoutedExperts
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
     is_given: bool
-    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., is_given: bool = ...) -> None: ...
+    reference: ReferenceLogprobs
+    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., is_given: bool = ..., reference: _Optional[_Union[ReferenceLogprobs, _Mapping]] = ...) -> None: ...
 
 class DeliverRequest(_message.Message):
     __slots__ = ("trajectory", "trajectory_id")

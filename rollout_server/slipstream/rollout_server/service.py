@@ -24,6 +24,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.settings.config import Config, address_parts
+from slipstream.protocol.settings.config_file import vocabulary_size
 from slipstream.protocol.types import ServerId
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
@@ -31,6 +32,7 @@ from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.session import (
     SESSION_WAITS,
     End,
@@ -114,6 +116,7 @@ class RolloutServer:
                     environments,
                     self._waits,
                     Agents(self._engine, self._config.rollout_server),
+                    self._open_reference(stack),
                 )
                 watches = [
                     group.create_task(self._engine.watch()),
@@ -208,6 +211,19 @@ class RolloutServer:
         return await stack.enter_async_context(
             GrpcSender(channel, self._credentials, queue.max_bytes)
         )
+
+    def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
+        """Returns the connection to the reference's server, which `stack` closes; None: no server.
+
+        ConfigError when its key cannot be read.
+        """
+        section = self._config.reference
+        if section is None or section.server is None:
+            return None
+        vocab_size = vocabulary_size(self._config)
+        opened = ReferenceServer(section.server, top_k=section.top_k, vocab_size=vocab_size)
+        stack.push_async_callback(opened.aclose)
+        return opened
 
     def _report_environment(self, report: fleet_pb2.EnvironmentReport) -> None:
         self._outbox.put(fleet_pb2.ServerMessage(environment=report))

@@ -31,6 +31,7 @@ from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.process import is_cpu_build
+from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -97,6 +98,8 @@ class SessionServices:
     environments: Environments
     waits: SessionWaits
     agents: Agents
+    # Answers for the reference model; None: no server does.
+    reference: ReferenceServer | None = None
 
 
 class Session:
@@ -128,6 +131,7 @@ class Session:
                 services.renderer,
                 self._ledger,
                 services.agents,
+                services.reference,
                 retry_s=services.waits.retry_s,
             ),
             services.sender,

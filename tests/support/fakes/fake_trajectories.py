@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.routed_experts import RoutedExperts, expert_dtype
 from slipstream.protocol.types import (
     Branch,
@@ -59,6 +60,20 @@ def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
     ids = random.integers(0, num_experts, shape)
     ids[random.random(shape) < 0.2] = missing
     return RoutedExperts(ids.astype(expert_dtype(num_experts)), num_experts)
+
+
+@st.composite
+def references(draw: st.DrawFn, num_sampled: int) -> ReferenceLogprobs:
+    """Draws what a reference says of `num_sampled` tokens, and up to three likely ones of each."""
+    top_k = draw(st.integers(0, 3))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    ids = random.integers(0, 2**31, (num_sampled, 1)) + np.arange(top_k)
+    shares = random.dirichlet(np.ones(top_k + 1), num_sampled)[:, :top_k]
+    return ReferenceLogprobs(
+        -random.random(num_sampled).astype(np.float32),
+        ids.astype(np.uint32),
+        np.log(shares).astype(np.float32),
+    )
 
 
 @st.composite
@@ -120,6 +135,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reply_text=draw(texts),
         routed_experts=draw(st.none() | routed_experts(num_tokens)),
         branches=draw(branches(len(run_lengths))),
+        reference=draw(st.none() | references(num_sampled)),
     )
 
 

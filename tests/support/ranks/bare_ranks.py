@@ -70,7 +70,10 @@ def run_rank(folder: Path, job: str) -> None:
     # The adapters are on again.
     metrics.append(step.run(second).metrics)
     if policy.ranks.is_main:
-        joined = {name: torch.from_numpy(np.concatenate(each)) for name, each in found.items()}
+        joined = {
+            name: torch.from_numpy(np.concatenate([one.logprobs for one in each]))
+            for name, each in found.items()
+        }
         kind = type(roles.reference).__name__
         torch.save({"metrics": metrics, "kind": kind, **joined}, folder / f"bare-{job}.pt")
     policy.ranks.close()

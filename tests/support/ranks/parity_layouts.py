@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
@@ -116,6 +117,10 @@ CISPO = {
 GIVEN = {"advantage": "score", "loss": "reinforce", "mini_batches": 2}
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
+# Likely tokens of a reference behind a server.
+TOP_K = 3
+FORWARD = {"kl": {"coefficient": 0.5, "estimator": "forward_top_k"}}
+REVERSE = {"mini_batches": 2, "kl": {"coefficient": 0.5, "estimator": "reverse_top_k"}}
 TREES = {"max_total_tokens": 120}
 
 # Every common beginning is computed once, however short.
@@ -157,6 +162,9 @@ LAYOUTS = {
     "one-replay-glm": Layout(1, "glm", algorithm=REPLAY),
     "one-replay-deepseek2": Layout(1, "deepseek2", algorithm=REPLAY),
     "one-replay-gpt-oss": Layout(1, "gpt-oss", algorithm=REPLAY),
+    "one-forward-top-k": Layout(1, algorithm=FORWARD),
+    "one-reverse-top-k": Layout(1, algorithm=REVERSE),
+    "one-trees-reverse-top-k": Layout(1, algorithm=REVERSE, sampling=TREES),
     "one-trees": Layout(1, sampling=TREES),
     "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
     "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
@@ -175,6 +183,13 @@ LAYOUTS = {
     "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO),
     "cp2-given": Layout(2, parallel={"cp": 2}, algorithm=GIVEN),
     "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO),
+    "tp2-sp-forward-top-k": Layout(2, parallel=SP, algorithm=FORWARD),
+    "pp2-forward-top-k": Layout(2, parallel={"pp": 2}, algorithm=FORWARD),
+    "cp2-forward-top-k": Layout(2, parallel={"cp": 2}, algorithm=FORWARD),
+    "dp2-reverse-top-k": Layout(2, algorithm=REVERSE, is_slow=True),
+    "tp2-sp-trees-shared-reverse-top-k": Layout(
+        2, parallel=SP, learner=SHARED, algorithm=REVERSE, sampling=TREES
+    ),
     "tp2": Layout(2, parallel={"tp": 2}),
     "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
     "tp2-sp": Layout(2, parallel=SP),
@@ -371,6 +386,10 @@ def config_of(job: str, folder: Path) -> Config:
     table["algorithm"] |= layout.algorithm
     table["learner"] |= layout.learner
     table["sampling"] |= layout.sampling
+    if "kl" in layout.algorithm:
+        server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
+        table["reference"] = {"server": server, "top_k": TOP_K}
+        table["sampling"]["temperature"] = 1.0
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
     return parse_config(table, source=job)
 
@@ -392,6 +411,8 @@ def batches(config: Config) -> list[Batch]:
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
         found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
+    if config.reference is not None:
+        found = [with_reference(one) for one in found]
     return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
 
 
@@ -402,6 +423,22 @@ def given(batch: Batch) -> Batch:
         dataclasses.replace(t, behavior_logprobs=values, is_given=True)
         for t, values in zip(batch.trajectories, zeros, strict=True)
     ]
+    return dataclasses.replace(batch, trajectories=tuple(changed))
+
+
+def with_reference(batch: Batch) -> Batch:
+    """Any likely tokens, with probabilities that leave a rest."""
+    random = np.random.default_rng(batch.step)
+
+    def known(trajectory: Trajectory) -> ReferenceLogprobs:
+        size = trajectory.num_sampled_tokens
+        ids = random.random((size, VOCAB)).argsort(axis=-1)[:, :TOP_K].astype(np.uint32)
+        shares = random.dirichlet(np.ones(TOP_K + 1), size)[:, :TOP_K]
+        return ReferenceLogprobs(
+            np.full(size, -1.0, dtype=np.float32), ids, np.log(shares).astype(np.float32)
+        )
+
+    changed = [dataclasses.replace(t, reference=known(t)) for t in batch.trajectories]
     return dataclasses.replace(batch, trajectories=tuple(changed))
 
 

@@ -40,13 +40,14 @@ def train(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
-    step = TrainingStep(policy, config)
+    step = TrainingStep(policy, config, open_roles(config, policy))
     extraordinary = {
         "overflow": overflow,
         "nothing-trained": nothing_trained,

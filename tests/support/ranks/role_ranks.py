@@ -21,10 +21,12 @@ import torch.distributed as dist
 from pydantic import JsonValue
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config, LearnerSection, ParallelSection
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import LogprobArray
 
+from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, TREES, VPP, batches, probe
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ CRITIC_RATE = 1e-3
 # Narrow enough that some values reach the clip in a second mini-batch.
 VALUE_CLIP = 0.03
 REFRESH_STEPS = 2
+# Likely tokens of the reference, but of the model with tied weights.
+TOP_K = 4
 STEP_METRICS = (
     "loss",
     "grad_norm",
@@ -110,6 +114,9 @@ def config_of(name: str, folder: Path) -> Config:
         "refresh_every_steps": REFRESH_STEPS,
         "parallel": layout.reference,
     }
+    if layout.model != "tied":
+        table["algorithm"]["kl"]["estimator"] = "forward_top_k"
+        table["reference"]["top_k"] = TOP_K
     table["critic"] = {
         "learning_rate": CRITIC_RATE,
         "warmup_steps": 0 if layout.model == "tied" else 1,
@@ -162,7 +169,8 @@ def roles(folder: Path, job: str) -> None:
     first = batches(config)[0]
     before = weights()
     found: dict = {
-        "reference": _joined(reference.logprobs(first)),
+        "reference": _joined(_sampled(reference.logprobs(first))),
+        "likely": _likely(reference.logprobs(first)),
         "gradients_of_reference": sum(
             parameter.requires_grad
             for chunk in reference.model.chunks
@@ -201,7 +209,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
     found: dict = {"metrics": [], "references": [], "weights": []}
     for batch in batches(config):
         found["metrics"].append(step.run(batch).metrics)
-        found["references"].append(_joined(reference.logprobs(batches(config)[0])))
+        found["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
         found["weights"].append({n: t.clone() for n, t in hf_tensors(policy, torch.float32)})
         if batch.step + 1 == REFRESH_STEPS:
             found["policy"] = _joined(sequence_logprobs(policy, probe(config), max_tokens=64))
@@ -256,7 +264,7 @@ def start(folder: Path, saved: str, layout: str) -> None:
     assert critic is not None
     first = batches(config)[0]
     found = {
-        "reference": _joined(reference.logprobs(first)),
+        "reference": _joined(_sampled(reference.logprobs(first))),
         "values": _joined(critic.values(first)),
         "kl_reference": run.step.run(first).metrics["kl_reference"],
     }
@@ -292,6 +300,17 @@ class _Run:
             "metrics": {name: metrics[name] for name in STEP_METRICS},
             "values": _joined(self.roles.critic.values(last)),
         }
+
+
+def _sampled(found: list[ReferenceLogprobs]) -> list[LogprobArray]:
+    return [one.logprobs for one in found]
+
+
+def _likely(found: list[ReferenceLogprobs]) -> torch.Tensor:
+    """Log-probabilities of likely tokens at their places in the vocabulary, 0 elsewhere."""
+    ids = torch.from_numpy(np.concatenate([one.top_ids for one in found]).astype(np.int64))
+    values = torch.from_numpy(np.concatenate([one.top_logprobs for one in found]))
+    return torch.zeros(len(ids), VOCAB).scatter(1, ids, values)
 
 
 def _joined(arrays: list[LogprobArray]) -> torch.Tensor:

@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import Trajectory
 from torch import Tensor
 
 from support.ranks.parity_layouts import probe
-
-TEMPERATURE = 0.8
 
 
 class ForcedExperts:
@@ -65,6 +64,8 @@ class Tokens:
     before: Tensor
     behavior: Tensor
     advantage: float
+    # The divergence from a reference at each token; 0 without one.
+    divergence: Tensor
 
 
 class PlainPolicy:
@@ -95,22 +96,28 @@ class PlainPolicy:
         self, token_ids: np.ndarray, temperature: float, routed: RoutedExperts | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of all tokens but the first, and the entropies."""
+        logprobs, ids = self.vocabulary(token_ids, temperature, routed)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, ids[1:, None])[:, 0], entropies
+
+    def vocabulary(
+        self, token_ids: np.ndarray, temperature: float, routed: RoutedExperts | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the whole vocabulary before each token but the first; the ids."""
         self.forced.expert_ids = None if routed is None else routed.expert_ids
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
-        logprobs = (self.model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, ids[0, 1:, None])[:, 0], entropies
+        return (self.model(ids).logits[0, :-1] / temperature).log_softmax(-1), ids[0]
 
     def probe(self) -> Tensor:
         with torch.no_grad():
             return torch.cat([self.predictions(ids, 1.0)[0] for ids in probe(self.config)])
 
     def step(self, batch: Batch) -> dict[str, float]:
-        algorithm = self.config.algorithm
+        algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
         with torch.no_grad():
             before = {
                 t.trajectory_id: [
-                    self.predictions(one.token_ids, TEMPERATURE, one.routed_experts)[0]
+                    self.predictions(one.token_ids, temperature, one.routed_experts)[0]
                     for one, _ in conversations(t)
                 ]
                 for t in batch.trajectories
@@ -149,9 +156,29 @@ class PlainPolicy:
     def _tokens(self, trajectory: Trajectory, before: Tensor, advantage: float) -> Tokens:
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
         routed = trajectory.routed_experts
-        policy, entropy = self.predictions(trajectory.token_ids, TEMPERATURE, routed)
+        logprobs, ids = self.vocabulary(
+            trajectory.token_ids, self.config.sampling.temperature, routed
+        )
+        policy = logprobs.gather(1, ids[1:, None])[:, 0]
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
         behavior = torch.from_numpy(trajectory.behavior_logprobs.copy())
-        return Tokens(policy[mask], entropy[mask], before[mask], behavior, advantage)
+        divergence = self._divergence(logprobs[mask], trajectory.reference)
+        return Tokens(policy[mask], entropy[mask], before[mask], behavior, advantage, divergence)
+
+    def _divergence(self, logprobs: Tensor, reference: ReferenceLogprobs | None) -> Tensor:
+        """The divergence from the reference over its likely tokens and all others as one."""
+        if reference is None:
+            return torch.zeros(len(logprobs))
+        ids = torch.from_numpy(reference.top_ids.astype(np.int64))
+        is_likely = torch.zeros(logprobs.shape, dtype=torch.bool).scatter(1, ids, True)
+        policy = logprobs.exp()
+        rest = policy.masked_fill(is_likely, 0.0).sum(-1, keepdim=True)
+        policy = torch.cat([policy.gather(1, ids), rest], dim=1)
+        likely = torch.from_numpy(reference.top_logprobs.copy()).exp()
+        known = torch.cat([likely, 1 - likely.sum(-1, keepdim=True)], dim=1)
+        if self.config.algorithm.kl.estimator == "forward_top_k":
+            return torch.nn.functional.kl_div(policy.log(), known, reduction="none").sum(-1)
+        return torch.nn.functional.kl_div(known.log(), policy, reduction="none").sum(-1)
 
     def _losses(self, tokens: Tokens) -> Tensor:
         algorithm = self.config.algorithm
@@ -169,6 +196,7 @@ class PlainPolicy:
             if algorithm.loss == "gspo":
                 ratio = (tokens.policy - anchor).mean().exp().expand(len(anchor))
             losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        losses = losses + algorithm.kl.coefficient * tokens.divergence
         return weight * losses - algorithm.entropy_coefficient * tokens.entropy
 
     def _weight(self, tokens: Tokens) -> Tensor:
@@ -215,6 +243,12 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, float]]:
             behavior_logprobs=trajectory.behavior_logprobs[sampled:last],
             routed_experts=routed
             and RoutedExperts(routed.expert_ids[token:end], routed.num_experts),
+            reference=trajectory.reference
+            and ReferenceLogprobs(
+                trajectory.reference.logprobs[sampled:last],
+                trajectory.reference.top_ids[sampled:last],
+                trajectory.reference.top_logprobs[sampled:last],
+            ),
             branches=(),
         )
         found.append((one, branch.share))

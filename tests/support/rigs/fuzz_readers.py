@@ -6,6 +6,7 @@ A reader raises the errors that it names, in one line, and nothing else; it take
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import zlib
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 from slipstream.client.environment import Environment, StepResult
@@ -25,10 +27,17 @@ from slipstream.learner.controller.trajectories.quarantine import read_claim
 from slipstream.learner.trainer.orders import read_order
 from slipstream.protocol.bounds import check_bounds, decode
 from slipstream.protocol.call_record import CallRecord
-from slipstream.protocol.codec import decode_trajectory, unpack_logprobs, unpack_tokens
+from slipstream.protocol.codec import (
+    decode_trajectory,
+    encode_trajectory,
+    trajectory_from_pb,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.seal import opener
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import SamplingSection
 from slipstream.protocol.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
 from slipstream.protocol.weights.buckets import layout_from_pb
@@ -126,9 +135,25 @@ def _trajectory(honest: bytes, draw: random.Random) -> bytes:
     changed = nearly(message, draw, WORDS)
     assert isinstance(changed, trajectory_pb2.Trajectory)
     if draw.random() < 0.6:
+        said = changed.reference
         arrays = (changed.token_ids, changed.behavior_logprobs, changed.routed_experts.expert_ids)
-        changed.checksum = zlib.crc32(b"".join(arrays))
+        likely = (said.logprobs, said.top_ids, said.top_logprobs)
+        changed.checksum = zlib.crc32(b"".join(arrays + likely))
     return changed.SerializePartialToString()
+
+
+def _with_reference(trajectory: trajectory_pb2.Trajectory) -> bytes:
+    """The trajectory with two likely tokens of a reference at each sampled token."""
+    changed = trajectory_pb2.Trajectory()
+    changed.CopyFrom(trajectory)
+    number = len(changed.behavior_logprobs) // 4
+    reference = ReferenceLogprobs(
+        np.full(number, -2, np.float32),
+        np.tile(np.array([1, 2], np.uint32), (number, 1)),
+        np.full((number, 2), -2, np.float32),
+    )
+    known = dataclasses.replace(trajectory_from_pb(changed), reference=reference)
+    return encode_trajectory(known)
 
 
 def _told(trajectory: Trajectory) -> object:
@@ -181,7 +206,7 @@ def message_readers() -> list[Reader]:
     return [
         Reader(
             "trajectory",
-            (trajectory.SerializeToString(), honest_tree()),
+            (trajectory.SerializeToString(), honest_tree(), _with_reference(trajectory)),
             lambda data, _: _told(decode_trajectory(data)),
             (ProtocolError,),
             _trajectory,

@@ -99,3 +99,21 @@ def test_other_settings_may_change() -> None:
             weights__bucket_mib=1,
         ),
     )
+
+
+def test_the_likely_tokens_of_a_reference_stay_and_its_address_may_change() -> None:
+    def asking(top_k: int | None, port: int = 9000) -> Config:
+        if top_k is None:
+            return config()
+        estimator = "forward_top_k" if top_k else "k2"
+        server = {"base_url": f"http://127.0.0.1:{port}/v1", "model": "m"}
+        return config(
+            algorithm__kl={"coefficient": 1.0, "estimator": estimator},
+            reference__server=server,
+            reference__top_k=top_k,
+        )
+
+    check_resumable(asking(4), asking(4, port=9001))
+    for before, now in ((4, 5), (0, 4), (None, 0), (0, None)):
+        with pytest.raises(ConfigError, match=f"must stay {before} .*, got {now}: recorded"):
+            check_resumable(asking(before), asking(now))

@@ -20,6 +20,7 @@ from slipstream.protocol.codec import (
     version_to_pb,
 )
 from slipstream.protocol.errors import ProtocolError
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.types import (
     Branch,
@@ -47,6 +48,12 @@ def same(left: Trajectory, right: Trajectory) -> bool:
                 right_ids.shape,
             ) or left_ids.tobytes() != right_ids.tobytes():
                 return False
+        elif isinstance(a, ReferenceLogprobs) and isinstance(b, ReferenceLogprobs):
+            for array, other in zip(vars(a).values(), vars(b).values(), strict=True):
+                if (array.dtype, array.shape) != (other.dtype, other.shape):
+                    return False
+                if array.tobytes() != other.tobytes():
+                    return False
         elif a != b:
             return False
     return True
@@ -254,3 +261,50 @@ def test_a_branch_keeps_its_own_reward_or_none(reward: float | None) -> None:
     )
     (branch,) = trajectory_from_pb(trajectory_to_pb(episode)).branches
     assert branch.reward == reward
+
+
+def with_reference(logprobs, top_ids, top_logprobs) -> bytes:
+    """A trajectory of two sampled tokens with these log-probabilities of a reference."""
+    reference = ReferenceLogprobs(
+        np.array(logprobs, np.float32),
+        np.array(top_ids, np.uint32),
+        np.array(top_logprobs, np.float32),
+    )
+    return encode_trajectory(dataclasses.replace(make_trajectory(1, 2), reference=reference))
+
+
+@pytest.mark.parametrize(
+    ("top_ids", "top_logprobs", "cause"),
+    [
+        ([[1, 2], [3, 3]], [[-1, -1], [-1, -1]], "names a token twice"),
+        ([[1, 2], [3, 4]], [[-0.5, -0.6], [-1, -1]], "add up to 1.15"),
+        ([[1, 2], [3, 4]], [[-0.5, -3], [0.5, -9]], "is 0.5, above 0"),
+        ([[1, 2], [3, 4]], [[-0.5, -3], [np.nan, -9]], "is nan, above 0"),
+        ([[1, 2], [3, 4]], [[-0.5, -3], [-np.inf, -9]], "is not a finite number"),
+        ([[1, 2]], [[-0.5, -3]], r"must have \[8, 16, 16\] bytes, got \[8, 8, 8\]"),
+    ],
+)
+def test_log_probabilities_that_no_reference_can_give_are_refused(
+    top_ids, top_logprobs, cause: str
+) -> None:
+    with pytest.raises(ProtocolError, match=cause):
+        decode_trajectory(with_reference([-1, -2], top_ids, top_logprobs))
+
+
+def test_changed_log_probabilities_of_a_reference_break_the_checksum() -> None:
+    data = with_reference([-1, -2], [[1, 2], [3, 4]], [[-1, -2], [-2, -3]])
+    message = pb.Trajectory.FromString(data)
+    message.reference.top_ids = message.reference.top_ids[::-1]
+    with pytest.raises(ProtocolError, match="checksum"):
+        trajectory_from_pb(message)
+
+
+def test_a_sampled_first_token_has_no_prediction_that_could_be_wrong() -> None:
+    reference = ReferenceLogprobs(
+        np.zeros(2, np.float32), np.array([[0, 0], [1, 2]], np.uint32), -np.ones((2, 2), np.float32)
+    )
+    first = dataclasses.replace(make_trajectory(0, 2), reference=reference)
+    assert decode_trajectory(encode_trajectory(first)).reference is not None
+    second = dataclasses.replace(make_trajectory(1, 2), reference=reference)
+    with pytest.raises(ProtocolError, match="names a token twice"):
+        decode_trajectory(encode_trajectory(second))

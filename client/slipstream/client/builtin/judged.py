@@ -1,4 +1,4 @@
-"""Questions from a file, whose replies another model scores by a rubric."""
+"""Questions from a file, whose replies another model scores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.builtin.question_files import Row, read_rows
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, Reply, StepResult
 from slipstream.client.judge import Judge, openai_client
+from slipstream.client.reward_model import RewardModel
 from slipstream.protocol.errors import ConfigError
 
 
@@ -43,8 +44,7 @@ class Judged(Environment[Row]):
         """
         if "{reply}" not in rubric:
             raise ConfigError(f"rubric must contain {{reply}}, got {rubric!r}")
-        if "{question}" not in instruction:
-            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+        _check_instruction(instruction)
         self._judge = Judge(
             base_url,
             model,
@@ -60,15 +60,7 @@ class Judged(Environment[Row]):
         )
         self._instruction = instruction
         self._question = question
-        self._rows = list(read_rows(Path(path)))
-        for number, row in enumerate(self._rows, start=1):
-            if not isinstance(row.get(question), str):
-                raise ConfigError(
-                    f"{path}, row {number}: column {question!r} must hold a text; the columns are "
-                    f"{', '.join(map(repr, row))}"
-                )
-        if not self._rows:
-            raise ConfigError(f"{path} has no rows")
+        self._rows = _questions(path, question)
 
     def tasks(self) -> list[Row]:
         """Returns the rows of the file."""
@@ -91,6 +83,59 @@ class Judged(Environment[Row]):
         }
         score = await self._judge.score(fields | {"reply": reply}, endpoint)
         return StepResult(self._judge.share(score), metrics={"score": score})
+
+
+class Rewarded(Environment[Row]):
+    """Asks the questions of a .jsonl or .parquet file; the reward is a reward model's score."""
+
+    def __init__(
+        self,
+        path: str,
+        base_url: str,
+        model: str,
+        *,
+        question: str = "question",
+        instruction: str = "{question}",
+        api_key_file: str | None = None,
+        label: int = 0,
+        as_probability: bool = False,
+        max_open: int = 16,
+        timeout_s: float = 60.0,
+        max_retries: int = 5,
+    ) -> None:
+        """`base_url` and `model` name the reward model, whose key is in `api_key_file`.
+
+        `label` and what follows it are as in `RewardModel`. ConfigError names what cannot work.
+        """
+        _check_instruction(instruction)
+        self._model = RewardModel(
+            base_url,
+            model,
+            label=label,
+            as_probability=as_probability,
+            api_key=_key_in(api_key_file),
+            max_open=max_open,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+        )
+        self._instruction, self._question = instruction, question
+        self._rows = _questions(path, question)
+
+    def tasks(self) -> list[Row]:
+        """Returns the rows of the file."""
+        return self._rows
+
+    def reset(self, task: Row) -> list[Message]:
+        """Asks the question."""
+        text = self._instruction.replace("{question}", task[self._question])
+        self._asked = {"role": "user", "content": text}
+        return [Message(**self._asked)]
+
+    async def step(self, reply: str) -> StepResult:
+        """Asks the reward model about the question and the reply without its reasoning."""
+        said = reply.content if isinstance(reply, Reply) else reply
+        score = await self._model.score([self._asked, {"role": "assistant", "content": said}])
+        return StepResult(score)
 
 
 class JudgedByStart(AgentEnvironment[Row]):
@@ -121,6 +166,25 @@ class JudgedByStart(AgentEnvironment[Row]):
         return AgentOutcome(result.reward, metrics=result.metrics)
 
 
+def _check_instruction(instruction: str) -> None:
+    if "{question}" not in instruction:
+        raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+
+
+def _questions(path: str, question: str) -> list[Row]:
+    """Returns the rows of a file; ConfigError for one without a text in the column `question`."""
+    rows = list(read_rows(Path(path)))
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get(question), str):
+            raise ConfigError(
+                f"{path}, row {number}: column {question!r} must hold a text; the columns are "
+                f"{', '.join(map(repr, row))}"
+            )
+    if not rows:
+        raise ConfigError(f"{path} has no rows")
+    return rows
+
+
 def _key_in(path: str | None) -> str:
     if path is None:
         return "none"
@@ -129,5 +193,5 @@ def _key_in(path: str | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file {path} cannot be read: {error}") from error
     if not key:
-        raise ConfigError(f"api_key_file {path} is empty: put the judge's key into it")
+        raise ConfigError(f"api_key_file {path} is empty: put the key into it")
     return key

@@ -15,12 +15,14 @@ from slipstream.client.launch.dry_run import describe_dry_run, describe_server
 from slipstream.client.launch.engine_checks import check_cache, check_compiler
 from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.launch.preflight import (
+    check_choosers,
     check_controller,
     check_engine,
     check_environments,
     check_installed,
     check_passed_settings,
     check_port,
+    check_reference,
     check_settings,
     check_weights_host,
 )
@@ -74,6 +76,8 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     placement = place_here(config, **local)
     config = share_memory(config, placement)
     check_transport(config, placement)
+    await check_reference(config)
+    await check_choosers(config)
     await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config))
@@ -126,6 +130,7 @@ async def run_learner(
     placement = place_here(config, ranks=per_node)
     if has_controller:
         check_weights_host(config)
+        await check_choosers(config)
         await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=node_rank))
@@ -161,6 +166,7 @@ async def run_rollout_server(
     if dry_run:
         return describe_server(config).show()
     placement = place_here(config, servers=1)
+    await check_reference(config)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)

@@ -42,6 +42,7 @@ from slipstream.learner.controller.services.status_service import StatusServicer
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.tasks.own_choice import own_choices
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -100,10 +101,12 @@ class Controller:
             num_steps=config.run.steps,
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
         )
+        curricula = {e.name: e.curriculum for e in config.environments if e.curriculum}
         self._environments = EnvironmentBook(
             seed=config.run.seed,
             max_failed_groups=config.controller.max_failed_groups,
-            curricula={e.name: e.curriculum for e in config.environments if e.curriculum},
+            curricula=curricula,
+            choosers=own_choices(curricula, search_path=os.getcwd()),
         )
         self._fleet = Fleet(self._run)
         self._ledger = TokenLedger(self._fleet.epochs)

@@ -22,6 +22,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.data_checks import (
     check_advantages,
     check_data,
+    check_references,
     untrainable,
 )
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
@@ -114,6 +115,10 @@ class TrainingStep:
         )
         if self._replays:
             check_experts(batch.trajectories, self._policy.chunks[0].config)
+        reference = self._config.reference
+        if reference is not None and reference.server is not None:
+            vocab_size = self._policy.vocab_size
+            check_references(batch, top_k=reference.top_k, vocab_size=vocab_size)
         mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
         check_advantages(batch, sequences)

@@ -15,7 +15,10 @@ AdvantageKind: TypeAlias = Literal[
 LossKind: TypeAlias = Literal["ppo", "gspo", "cispo", "sapo", "reinforce"]
 AggregationKind: TypeAlias = Literal["token_mean", "sequence_mean", "fixed"]
 DecayKind: TypeAlias = Literal["none", "linear", "cosine", "sqrt"]
+KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "forward_top_k", "reverse_top_k"]
 WeightKind: TypeAlias = Literal["none", "token", "sequence"]
+
+TOP_K_ESTIMATORS: tuple[KlEstimator, ...] = ("forward_top_k", "reverse_top_k")
 
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 
@@ -78,8 +81,15 @@ class KlSection(Section):
     coefficient: float = Field(0.0, ge=0)
     # loss: a term beside the policy's loss; reward: subtracted from the reward of each token.
     placement: Literal["loss", "reward"] = "loss"
-    # Estimator of the divergence at a sampled token. In the loss only k2 and k3 move the policy.
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    # Estimator of the divergence at a sampled token. In the loss k1 does not move the policy.
+    # forward_top_k, reverse_top_k: the divergence over the reference's most likely tokens, the rest
+    # as one; they need the loss and reference.top_k.
+    estimator: KlEstimator = "k3"
+
+    @property
+    def uses_top_k(self) -> bool:
+        """Whether the penalty reads the reference's most likely tokens."""
+        return self.coefficient > 0 and self.estimator in TOP_K_ESTIMATORS
 
 
 class OverlongSection(Section):
@@ -234,6 +244,11 @@ class AlgorithmSection(Section):
             yield (
                 "kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3, or "
                 "kl.placement = 'reward'"
+            )
+        if self.kl.uses_top_k and self.kl.placement == "reward":
+            yield (
+                f"kl.estimator = {self.kl.estimator!r} is no cost of a sampled token: "
+                "kl.placement must be 'loss', got 'reward'"
             )
 
     @property

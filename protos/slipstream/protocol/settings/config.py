@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import model_validator
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
 from slipstream.protocol.machine.address import address_parts
+from slipstream.protocol.reference_logprobs import reference_bytes_per_token
 from slipstream.protocol.reservation import smallest_queue
 from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from slipstream.protocol.settings.checkpoint_section import CheckpointSection
@@ -33,6 +34,7 @@ from slipstream.protocol.settings.role_sections import (
     RoleSection,
     in_place_of,
     renamed,
+    served_problems,
 )
 from slipstream.protocol.settings.sampling_section import SamplingSection
 from slipstream.protocol.settings.section import Section
@@ -119,12 +121,14 @@ class Config(Section):
 
     @property
     def max_trajectory_bytes(self) -> int:
-        """Upper bound of a trajectory's bytes in a queue: texts and metrics, but no experts."""
+        """Upper bound of a trajectory's bytes in a queue, without experts."""
         return self.trajectory_bytes()
 
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
         """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
+        if self.reference is not None and self.reference.server is not None:
+            per_token += reference_bytes_per_token(self.reference.top_k)
         branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
         return TRAJECTORY_OVERHEAD_BYTES + branches + per_token * self.sampling.total_tokens
 
@@ -217,6 +221,7 @@ class Config(Section):
             ),
             length_problems(sampling, self.evaluations),
             profile_problems(self.learner, self.run),
+            served_problems(self.reference, self.algorithms, sampling.temperature),
         ):
             raise ValueError(problem)
         lag = algorithm.max_staleness

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-from slipstream.protocol.settings.section import Positive, Section
+from pydantic import Field, JsonValue, model_validator
+from slipstream.protocol.settings.section import Positive, Reference, Section
 
 # The newest groups of a task whose rewards the journal's reader keeps.
 MAX_WINDOW = 16
+# Settings that only one rule reads.
+_READ_BY = {"every_rounds": "skip", "floor": "sample", "chooser": "own", "args": "own"}
 
 
 class CurriculumSection(Section):
@@ -20,8 +22,9 @@ class CurriculumSection(Section):
 
     # skip: tasks come in their order, and a task is passed over while its newest `window` groups
     # were all solved or all failed; sample: tasks are drawn in proportion to 4 p (1 - p), where p
-    # is the mean success of the newest groups, and a task without any counts as 1.
-    rule: Literal["skip", "sample"]
+    # is the mean success of the newest groups, and a task without any counts as 1; own: the class
+    # `chooser` names each next task.
+    rule: Literal["skip", "sample", "own"]
     # Number of newest groups of a task that count.
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 2
     # A group whose mean reward is this or less has failed: its success is 0.
@@ -33,6 +36,10 @@ class CurriculumSection(Section):
     every_rounds: Positive = 4
     # With sample: smallest value in place of 4 p (1 - p).
     floor: float = Field(0.05, ge=0.01, le=1)
+    # With own: the class, package.module:Class, from the working directory or Python's path.
+    chooser: Reference | None = None
+    # With own: keyword arguments of the class.
+    args: dict[str, JsonValue] = {}
 
     @model_validator(mode="after")
     def _ordered(self) -> CurriculumSection:
@@ -41,8 +48,12 @@ class CurriculumSection(Section):
                 f"failed_reward must be below solved_reward, got {self.failed_reward} and "
                 f"{self.solved_reward}"
             )
-        for name, rule in (("every_rounds", "skip"), ("floor", "sample")):
-            if name in self.model_fields_set and self.rule != rule:
+        if self.rule == "own" and self.chooser is None:
+            raise ValueError("rule = 'own' needs chooser, a class as package.module:Class")
+        for name, rule in _READ_BY.items():
+            default = type(self).model_fields[name].default
+            # A run writes defaults into its resolved settings, and reads them again.
+            if getattr(self, name) != default and self.rule != rule:
                 raise ValueError(f"{name} has no effect with rule = {self.rule!r}")
         return self
 

@@ -26,7 +26,8 @@ from slipstream.protocol.settings.role_sections import (
 
 def reference_is_policy(config: Config) -> bool:
     """Whether the reference is the policy with its adapters switched off, and no other model."""
-    is_other = config.reference is not None and config.reference != ReferenceSection()
+    section = config.reference or ReferenceSection()
+    is_other = section != ReferenceSection(top_k=section.top_k)
     # Replayed routers follow the policy's own forward pass.
     replays = config.algorithm.router_replay != "off"
     return (
@@ -42,6 +43,8 @@ def reference_config(config: Config) -> Config | None:
     if not config.algorithms.measures_divergence or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
+    if section.server is not None:
+        return None
     changed = _in_place_of_policy(config, section)
     if section.dtype is None:
         return changed

@@ -292,6 +292,7 @@ class Dispatcher:
                 will_retry=False,
                 reward=0.0,
                 routed_experts=None,
+                reference=None,
             )
         name = trajectory.trajectory_id
         data = seal(self._identity.delivery_key, name, encode_trajectory(trajectory))

@@ -48,6 +48,7 @@ from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+from slipstream.rollout_server.reference_server import ReferenceFailed, ReferenceServer
 from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")
@@ -94,6 +95,8 @@ class EpisodeServices:
     renderer: Renderer
     ledger: EpochCounters
     agents: Agents
+    # Answers for the reference model; None: no server does.
+    reference: ReferenceServer | None = None
     retry_s: float = RETRY_S
 
 
@@ -133,6 +136,7 @@ class Episode:
                 )
             )
             status = await self._converse(session)
+            await self._ask_reference(status)
         except _Cancelled:
             status = Status.CANCELLED
         except EnvironmentFailed as error:
@@ -143,6 +147,8 @@ class Episode:
             status, failure = Status.FAILED, Failure(FailureKind.PROMPT_TOO_LONG, str(error))
         except GenerationFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.ENGINE, str(error))
+        except ReferenceFailed as error:
+            status, failure = Status.FAILED, Failure(FailureKind.INFRASTRUCTURE, str(error))
         finally:
             if session is not None:
                 session.close()
@@ -216,6 +222,14 @@ class Episode:
                 "the agent returned a result without any reply of the model",
             )
         return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
+
+    async def _ask_reference(self, status: Status) -> None:
+        server, recording = self._services.reference, self._recording
+        if server is not None and self._is_trained(status):
+            recording.close()
+            before_s = recording.environment_s
+            recording.reference = await self._ask(server.logprobs(recording.sequences()))
+            recording.environment_s = before_s
 
     async def _generate(self, max_tokens: int) -> Generation:
         if self._cancelled:
@@ -314,14 +328,17 @@ class Episode:
             routed_experts=self._routed_experts(status),
             branches=recording.branches,
             is_given=recording.is_given,
+            reference=recording.reference if self._is_trained(status) else None,
         )
+
+    def _is_trained(self, status: Status) -> bool:
+        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
+        return self._task.purpose is Purpose.TRAINING and has_reward
 
     def _routed_experts(self, status: Status) -> RoutedExperts | None:
         """Returns the experts if training may replay them: they take more bytes than all else."""
         recording = self._recording
-        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
-        is_trained = self._task.purpose is Purpose.TRAINING and has_reward
-        if not recording.expert_ids or not is_trained:
+        if not recording.expert_ids or not self._is_trained(status):
             return None
         return RoutedExperts.of_parts(
             recording.expert_ids,

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.reservation import max_text_bytes
 from slipstream.protocol.types import Branch, LogprobArray, VersionSpan
 from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import Generation, Sampling
+from slipstream.rollout_server.reference_server import ScoredSequence
 
 # Largest number of metrics that a trajectory carries, and of characters in their names.
 _MAX_METRICS = 16
@@ -45,6 +47,8 @@ class Recording:
     ended_branches: tuple[Branch, ...] = ()
     # The number of tokens before the conversation that goes on.
     start: int = 0
+    # What the server of a reference model says of the sampled tokens.
+    reference: ReferenceLogprobs | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -135,6 +139,17 @@ class Recording:
             missing = len(self.token_ids) - sum(map(len, self.expert_ids))
             self.expert_ids.append(_unknown(missing, known))
         self.start = len(self.token_ids)
+
+    def sequences(self) -> list[ScoredSequence]:
+        """Returns the tokens of each branch, or of all runs; call it after `close`."""
+        found, run, token = [], 0, 0
+        for branch in self.branches or (Branch(len(self.run_lengths)),):
+            lengths = self.run_lengths[run : run + branch.num_runs]
+            is_sampled = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+            end = token + len(is_sampled)
+            found.append(ScoredSequence(self.token_ids[token:end], is_sampled))
+            run, token = run + branch.num_runs, end
+        return found
 
     def close(self) -> None:
         """Ends the record: a branch whose last context has no reply gets an empty one."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -550,3 +551,17 @@ def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_to
         check_model(
             config_with(replay, ("model.path", str(mixture)), *long, ("queue.max_bytes", 1 << 40))
         )
+
+
+@pytest.mark.parametrize(
+    "curriculum",
+    [
+        {"rule": "skip", "every_rounds": 2},
+        {"rule": "sample", "floor": 0.1},
+        {"rule": "own", "chooser": "m:C", "args": {"a": [1]}},
+    ],
+)
+def test_a_curriculum_is_read_again_from_the_settings_that_a_run_writes(curriculum) -> None:
+    environment = {"name": "e", "reference": "m:E", "curriculum": curriculum}
+    config = parse_config(SMALLEST | {"environments": [environment]}, source="test")
+    assert parse_config(tomllib.loads(dump_config(config)), source="config.toml") == config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from slipstream.protocol.settings.config_file import (
     load_config,
     parse_config,
 )
-from slipstream.protocol.settings.roles import critic_config, reference_config
+from slipstream.protocol.settings.roles import critic_config, reference_config, reference_is_policy
 from support.fakes.model_folders import write_loadable_files
 
 Table = dict[str, JsonValue]
@@ -230,3 +231,77 @@ def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(
         reference={"path": path, "refresh_every_steps": 3},
     )
     assert message.startswith("reference.refresh_every_steps must be 0")
+
+
+SERVER: Table = {"base_url": "http://127.0.0.1:9000/v1", "model": "teacher"}
+FORWARD: Table = {"kl": {"coefficient": 1.0, "estimator": "forward_top_k"}}
+
+
+def test_a_reference_behind_a_server_loads_no_model() -> None:
+    for table in ({"lora": {"rank": 8}}, {}):
+        config = config_with(KL, reference={"server": SERVER}, **table)
+        assert reference_config(config) is None
+        assert not reference_is_policy(config)
+        # The settings as a run writes them are read again.
+        again = parse_config(tomllib.loads(dump_config(config)), source="config.toml")
+        assert again == config
+
+
+def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
+    plain = config_with(KL).max_trajectory_bytes
+    sampled = config_with(KL, reference={"server": SERVER}).max_trajectory_bytes
+    likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).max_trajectory_bytes
+    assert (sampled - plain, likely - plain) == (64 * 4, 64 * 44)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reference", "cause"),
+    [
+        (
+            FORWARD,
+            None,
+            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
+        ),
+        (
+            FORWARD,
+            {"server": SERVER},
+            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
+        ),
+        (
+            KL,
+            {"server": SERVER, "top_k": 2},
+            "reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
+            "got 2",
+        ),
+        (
+            {"kl": FORWARD["kl"] | {"placement": "reward"}},
+            {"server": SERVER, "top_k": 2},
+            "algorithm: kl.estimator = 'forward_top_k' is no cost of a sampled token: "
+            "kl.placement must be 'loss', got 'reward'",
+        ),
+        (
+            KL,
+            {"server": SERVER, "refresh_every_steps": 2},
+            "reference: refresh_every_steps has no effect with the table server: the ranks load "
+            "no reference",
+        ),
+    ],
+)
+def test_servers_of_a_reference_that_cannot_work_are_refused(algorithm, reference, cause) -> None:
+    tables = {} if reference is None else {"reference": reference}
+    assert refusal(algorithm, **tables) == cause
+
+
+def test_a_server_answers_at_temperature_1_alone() -> None:
+    sampling = {**SMALLEST["sampling"], "temperature": 0.8}
+    assert refusal(KL, reference={"server": SERVER}, sampling=sampling) == (
+        "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
+        "prompts at temperature 1, got 0.8"
+    )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9000/v1", "http://127.0.0.1:9000", "http:///v1"])
+def test_the_address_of_a_reference_is_that_of_an_openai_api(address: str) -> None:
+    cause = refusal(KL, reference={"server": SERVER | {"base_url": address}})
+    assert cause.startswith("reference.server.base_url: ")
+    assert repr(address) in cause

@@ -17,6 +17,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks.own_choice import ChoiceFailed
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,8 @@ class NewLeases:
         self._episodes = book.episodes_by_environment()
         # Versions of servers that have room and were refused; a refusal holds for the whole pass.
         self._refused: set[int] = set()
+        # The cause of each environment that was suspended because its tasks cannot be chosen.
+        self.suspended: dict[str, str] = {}
         # Versions for which the staleness rule allows no more groups.
         self._full: set[int] = set()
 
@@ -181,7 +184,13 @@ class NewLeases:
                 grant = self._lease_again(room, old)
             else:
                 assert entry is not None
-                grant = self._lease_new(room, entry)
+                try:
+                    grant = self._lease_new(room, entry)
+                except ChoiceFailed as error:
+                    # The other environments go on.
+                    self._environments.suspend(entry, str(error))
+                    self.suspended[entry.spec.name] = str(error)
+                    continue
             heapq.heapreplace(self._heap, (free + size, place, room))
             self._num_groups -= 1
             self._num_episodes -= size

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
@@ -157,6 +158,8 @@ class Scheduler:
                 self._note(lease)
                 break
             granted.append(lease)
+        for name, cause in leases.suspended.items():
+            self._run.events.add(f"environment {name} is suspended: {cause}", Severity.ERROR)
         return granted
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:

@@ -1,4 +1,4 @@
-"""The choice of tasks by their recent rewards: pure, no clock and no I/O.
+"""The choice of tasks by their recent rewards: pure, no clock and no I/O of its own.
 
 Each choice is a function of the run's seed, the number of the choice and the results before it.
 """
@@ -10,7 +10,9 @@ from collections import Counter
 from enum import Enum
 
 from slipstream.learner.controller.records.task_results import TaskResults
-from slipstream.protocol.settings.curriculum_section import CurriculumSection
+from slipstream.learner.controller.tasks.own_choice import OwnChoice
+from slipstream.protocol.settings.curriculum_section import MAX_WINDOW, CurriculumSection
+from slipstream.protocol.task_view import TaskView
 from slipstream.protocol.types import GroupId
 
 
@@ -28,12 +30,22 @@ class Curriculum:
 
     curriculum.note(group_id, 7, 1.0)  # a group of task 7 had the mean reward 1
     curriculum.passes_over(7, 1)       # rule "skip": whether round 1 leaves task 7 out
-    curriculum.draw(100, number)       # rule "sample": one of 100 tasks
+    curriculum.draw(100, number)       # rules "sample" and "own": one of 100 tasks
     """
 
-    def __init__(self, settings: CurriculumSection, seed: str, results: TaskResults) -> None:
-        """`results` are those of an earlier start of the run, and change with `note`."""
+    def __init__(
+        self,
+        settings: CurriculumSection,
+        seed: str,
+        results: TaskResults,
+        chooser: OwnChoice | None = None,
+    ) -> None:
+        """`results` are those of an earlier start of the run, and change with `note`.
+
+        `chooser` makes the choices of the rule "own".
+        """
         self.settings = settings
+        self._chooser = chooser
         self._seed, self._results = seed, results
         self._standings = Counter(self._standing(task) for task in results.tasks())
         # Number of tasks that were passed over or drawn in vain.
@@ -60,8 +72,19 @@ class Curriculum:
         """Draws one of `num_tasks` tasks: any is drawn, and kept with its own probability.
 
         A draw is kept at least with the probability `floor`, so it ends soon for any number of
-        tasks, and no sum over all of them is needed.
+        tasks, and no sum over all of them is needed. With the rule "own" the user's class chooses;
+        ChoiceFailed where it does not.
         """
+        if self._chooser is not None:
+            results = self._results
+            view = TaskView(
+                num_tasks,
+                number,
+                self._seed,
+                tried=results.tasks(),
+                rewards=lambda task_index: results.newest(task_index, MAX_WINDOW),
+            )
+            return self._chooser.choose(view)
         source = random.Random(f"{self._seed}/draw/{number}")
         while True:
             task_index = source.randrange(num_tasks)

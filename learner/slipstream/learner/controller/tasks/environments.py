@@ -17,6 +17,7 @@ from slipstream.learner.controller.records.history import (
 from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
+from slipstream.learner.controller.tasks.own_choice import OwnChoice
 from slipstream.protocol.settings.curriculum_section import CurriculumSection
 from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
@@ -123,11 +124,12 @@ class EnvironmentBook:
         seed: int,
         max_failed_groups: int,
         curricula: Mapping[str, CurriculumSection] | None = None,
+        choosers: Mapping[str, OwnChoice] | None = None,
     ) -> None:
-        """`curricula` has the settings of environments whose tasks are chosen by rewards."""
+        """`curricula`: settings of the choice of tasks; `choosers`: users' classes of rule own."""
         self._seed = seed
         self._max_failed_groups = max_failed_groups
-        self._curricula = curricula or {}
+        self._curricula, self._choosers = curricula or {}, choosers or {}
         self.entries: dict[str, EnvironmentEntry] = {}
         # Counts of each environment, and open groups, from the journal of an earlier start.
         self._earlier: dict[str, EnvironmentHistory] = {}
@@ -143,7 +145,8 @@ class EnvironmentBook:
         earlier = self._earlier.pop(spec.name, None)
         if (settings := self._curricula.get(spec.name)) is not None:
             results = TaskResults() if earlier is None else earlier.results
-            entry.curriculum = Curriculum(settings, f"{self._seed}/{spec.name}", results)
+            seed, chooser = f"{self._seed}/{spec.name}", self._choosers.get(spec.name)
+            entry.curriculum = Curriculum(settings, seed, results, chooser)
         if earlier is not None:
             open_groups = self._open_groups.values()
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
@@ -173,6 +176,11 @@ class EnvironmentBook:
         """The cause of each suspended training environment, by name."""
         state = pb.ENVIRONMENT_STATE_SUSPENDED
         return {e.spec.name: e.cause for e in self.training() if e.state == state}
+
+    @staticmethod
+    def suspend(entry: EnvironmentEntry, cause: str) -> None:
+        """Leases no more groups of an environment; those that are leased may end."""
+        entry.state, entry.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
 
     def evaluations(self) -> list[EnvironmentEntry]:
         """The environments that are only evaluated."""
@@ -206,7 +214,8 @@ class EnvironmentBook:
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
         """Index and seed of the next task; its number is then `next_number` - 1.
 
-        Without a curriculum every task comes once, in a seeded order, and then again.
+        Without a curriculum every task comes once, in a seeded order, and then again. Raises what
+        `Curriculum.draw` raises.
         """
         number, task_index = self._choose(entry)
         entry.next_number = number + 1
@@ -220,7 +229,7 @@ class EnvironmentBook:
         first, curriculum = entry.next_number, entry.curriculum
         if curriculum is None:
             return first, self._in_order(entry, first)
-        if curriculum.settings.rule == "sample":
+        if curriculum.settings.rule != "skip":
             return first, curriculum.draw(entry.num_tasks, first)
         for number in range(first, first + min(entry.num_tasks, MAX_PASSED_OVER)):
             task_index = self._in_order(entry, number)

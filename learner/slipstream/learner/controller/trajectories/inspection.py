@@ -128,6 +128,8 @@ class Inspector:
     def _facts(self) -> KnownFacts:
         progress, config = self._progress, self._run.config
         sampling = config.sampling
+        reference = config.reference
+        is_served = reference is not None and reference.server is not None
         return KnownFacts(
             servers=self._fleet.epochs,
             newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
@@ -138,6 +140,7 @@ class Inspector:
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
             max_turns=sampling.max_turns,
+            reference_top_k=reference.top_k if reference is not None and is_served else None,
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:

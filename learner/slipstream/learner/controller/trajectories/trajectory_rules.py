@@ -30,6 +30,8 @@ class KnownFacts:
     max_total_tokens: int
     max_branches: int
     max_turns: int
+    # Likely tokens that the reference's server gives; None: no server answers for a reference.
+    reference_top_k: int | None = None
 
 
 def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
@@ -52,9 +54,8 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
     # The ufuncs themselves: the functions around them take as long again for an episode.
     if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:
         return f"a log-probability is {highest}, above 0"
-    excess = _excess(trajectory, facts)
-    if excess:
-        return excess
+    if fault := _excess(trajectory, facts) or _of_reference(trajectory, facts):
+        return fault
     return "" if group is None else _misfit(trajectory, group, facts.max_staleness)
 
 
@@ -93,6 +94,24 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
     size, most = len(trajectory.token_ids), facts.max_total_tokens
     if size > most:
         return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
+    return ""
+
+
+def _of_reference(trajectory: Trajectory, facts: KnownFacts) -> str:
+    """The reason why the reference's log-probabilities are not those of this run; empty: none."""
+    found, top_k = trajectory.reference, facts.reference_top_k
+    if found is None:
+        is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
+        lacks = is_trained and top_k is not None
+        return "it lacks the log-probabilities of reference.server" if lacks else ""
+    if found.top_k != top_k:
+        return (
+            f"it has {found.top_k} likely tokens of a reference, "
+            f"reference.top_k is {'not set' if top_k is None else top_k}"
+        )
+    largest = int(found.top_ids.max(initial=0))
+    if facts.vocabulary and largest >= facts.vocabulary:
+        return f"token {largest} of its reference is outside the vocabulary of {facts.vocabulary}"
     return ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
+import torch
+from slipstream.protocol.settings.algorithm_section import KlEstimator
 from torch import Tensor
 
-KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-
 MAX_LOG_RATIO = 20.0
+# A rest of probability below this counts as this: float32 does not know a smaller rest of 1.
+MIN_REST = 1e-6
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
@@ -41,3 +41,31 @@ def kl_estimate(
         case "k3":
             # exp(r) - 1 would round the small difference away for a small r.
             return log_ratio.expm1() - log_ratio
+        case "forward_top_k" | "reverse_top_k":
+            raise ValueError(f"{estimator} is no estimate at a sampled token")
+
+
+def top_k_divergence(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """Returns the divergence at each position over the reference's most likely tokens, [tokens].
+
+    Both are [tokens, top k], log-probabilities of the same tokens in the whole vocabulary. All
+    other tokens count as one, so the value is at most the divergence over the vocabulary, and 0
+    where both agree. With p the policy and q the reference:
+    - forward_top_k = KL(q || p), the sum of q * (log q - log p);
+    - reverse_top_k = KL(p || q), the sum of p * (log p - log q).
+    Log ratios are limited to -20 .. 20. The rest of a distribution is at least `MIN_REST`.
+    """
+    policy, reference = _with_rest(policy_logprobs), _with_rest(reference_logprobs)
+    log_ratio = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "forward_top_k":
+        return (reference.exp() * log_ratio).sum(-1)
+    assert estimator == "reverse_top_k", estimator
+    return -(policy.exp() * log_ratio).sum(-1)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """Appends the logarithm of the probability that is left."""
+    rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST)
+    return torch.cat([logprobs, rest.log()], dim=-1)

@@ -10,12 +10,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.algorithms.correction import Correction, correct
-from slipstream.learner.trainer.algorithms.kl import kl_estimate
+from slipstream.learner.trainer.algorithms.kl import kl_estimate, top_k_divergence
 from slipstream.learner.trainer.algorithms.objectives import TokenLosses, token_losses
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.protocol.settings.algorithm_section import AlgorithmSection
+from slipstream.protocol.settings.algorithm_section import (
+    TOP_K_ESTIMATORS,
+    AlgorithmSection,
+    KlEstimator,
+)
 from torch import Tensor
 
 Terms = TypeVar("Terms", TokenLosses, Correction)
@@ -59,19 +63,23 @@ def policy_loss(
     * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
     It also applies to the divergence, which is a mean over tokens of the policy.
 
-    `old_logprobs` belong to the policy before the first mini-batch, the proximal policy; None: no
-    mini-batch has changed the policy yet. REINFORCE has no proximal policy: its weight leads from
-    the behavior policy to the present one. `entropy` carries a gradient if its coefficient is not
-    0. `others[n - 1]` is the algorithm of a token whose `algorithm_ids` is n > 0. Collective over
-    `group`, the context parallel ranks, unless it is None.
+    `policy_logprobs` belong to `micro_batch.all_targets`; `old_logprobs` to its targets and the
+    policy before the first mini-batch, the proximal policy; None: no mini-batch has changed the
+    policy yet. REINFORCE has no proximal policy: its weight leads from the behavior policy to the
+    present one. `entropy` carries a gradient if its coefficient is not 0. `others[n - 1]` is the
+    algorithm of a token whose `algorithm_ids` is n > 0. Collective over `group`, the context
+    parallel ranks, unless it is None.
     """
     mask = micro_batch.loss_mask
+    top: Tensor | None = None
+    if policy_logprobs.dim() > 1:
+        policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
     logprobs = (policy_logprobs, policy_logprobs.detach() if old_logprobs is None else old_logprobs)
     sequences = SequenceSums(micro_batch, group)
     ids = micro_batch.algorithm_ids
-    terms = _terms(logprobs, entropy, micro_batch, algorithm, sequences)
+    terms = _terms((*logprobs, top), entropy, micro_batch, algorithm, sequences)
     for place, other in enumerate(others if ids is not None else (), start=1):
-        found = _terms(logprobs, entropy, micro_batch, other, sequences)
+        found = _terms((*logprobs, top), entropy, micro_batch, other, sequences)
         assert ids is not None
         terms = _chosen(ids == place, found, terms)
     losses = torch.where(mask, micro_batch.loss_weights * terms.losses, 0.0)
@@ -87,14 +95,17 @@ def policy_loss(
 
 
 def _terms(
-    logprobs: tuple[Tensor, Tensor],
+    logprobs: tuple[Tensor, Tensor, Tensor | None],
     entropy: Tensor,
     micro_batch: MicroBatch,
     algorithm: AlgorithmSection,
     sequences: SequenceSums,
 ) -> _Terms:
-    """Returns what `algorithm` makes of every token; `logprobs` are the policy's now and before."""
-    policy, proximal = logprobs
+    """Returns what `algorithm` makes of every token; `logprobs` are the policy's.
+
+    These are of the targets now and before, and of the reference's most likely tokens now.
+    """
+    policy, proximal, top = logprobs
     corrected = policy.detach() if algorithm.loss == "reinforce" else proximal
     behavior = micro_batch.behavior_logprobs
     # A token that no policy sampled needs no correction: its ratio is 1.
@@ -105,13 +116,24 @@ def _terms(
     losses = correction.weights * parts.losses
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
-        reference = micro_batch.reference_logprobs
-        assert reference is not None, "the divergence needs the reference model's log-probabilities"
-        divergence = kl_estimate(policy, reference, kl.estimator)
+        divergence = _divergence(policy, top, micro_batch, kl.estimator)
         losses = losses + kl.coefficient * correction.weights * divergence
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
     return _Terms(losses, behavior, parts, correction)
+
+
+def _divergence(
+    policy: Tensor, top: Tensor | None, micro_batch: MicroBatch, estimator: KlEstimator
+) -> Tensor:
+    if estimator in TOP_K_ESTIMATORS:
+        likely = micro_batch.top_logprobs
+        assert top is not None, "the divergence needs the reference's most likely tokens"
+        assert likely is not None
+        return top_k_divergence(top, likely, estimator)
+    reference = micro_batch.reference_logprobs
+    assert reference is not None, "the divergence needs the reference model's log-probabilities"
+    return kl_estimate(policy, reference, estimator)
 
 
 def _chosen(is_other: Tensor, other: _Terms, terms: _Terms) -> _Terms:

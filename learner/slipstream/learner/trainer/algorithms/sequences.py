@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.algorithms.advantages import (
     Episode,
@@ -20,6 +21,7 @@ from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.rewards import is_counted, shaped_rewards
 from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection
 from slipstream.protocol.settings.config import Config
@@ -30,8 +32,8 @@ from slipstream.protocol.types import LogprobArray, Trajectory
 class ModelEstimates:
     """Estimates of the reference model and the critic for one trajectory, [sampled tokens] each."""
 
-    # Natural logarithm, at the sampling temperature.
-    reference_logprobs: LogprobArray | None = None
+    # At the sampling temperature.
+    reference: ReferenceLogprobs | None = None
     # The critic's estimate before each token was sampled.
     values: LogprobArray | None = None
 
@@ -149,11 +151,11 @@ def _token_costs(
     kl = algorithm.kl
     if not kl.coefficient or kl.placement != "reward" or trajectory.is_given:
         return np.zeros(trajectory.num_sampled_tokens)
-    assert estimates.reference_logprobs is not None, "a cost of divergence needs a reference model"
+    assert estimates.reference is not None, "a cost of divergence needs a reference model"
     # The cost is the behavior policy's divergence, because that policy sampled the tokens.
     divergence = kl_estimate(
         torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
-        torch.from_numpy(estimates.reference_logprobs.astype(np.float64)),
+        torch.from_numpy(estimates.reference.logprobs.astype(np.float64)),
         kl.estimator,
     )
     return kl.coefficient * divergence.numpy()
@@ -177,9 +179,24 @@ def _token_estimates(
     if any(one.values is not None for one in known):
         returns = _float32([worth.returns for worth in worths if worth.returns is not None])
     return [
-        TokenEstimates(advantage, one.reference_logprobs, one.values, wanted)
+        TokenEstimates(
+            advantage,
+            one.reference.logprobs if one.reference is not None else None,
+            one.values,
+            wanted,
+            *_likely(one.reference),
+        )
         for advantage, one, wanted in zip(advantages, known, returns, strict=True)
     ]
+
+
+def _likely(
+    reference: ReferenceLogprobs | None,
+) -> tuple[npt.NDArray[np.int64] | None, LogprobArray | None]:
+    """Returns the reference's most likely tokens and their log-probabilities, or None twice."""
+    if reference is None or not reference.top_k:
+        return None, None
+    return reference.top_ids.astype(np.int64), reference.top_logprobs
 
 
 def _shared(trajectory: Trajectory, advantages: FloatArray) -> FloatArray:

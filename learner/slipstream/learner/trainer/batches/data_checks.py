@@ -9,6 +9,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import TrainingSequence, round_up
 from slipstream.protocol.bounds import largest
 from slipstream.protocol.errors import UntrainableBatch
+from slipstream.protocol.types import Trajectory
 from slipstream.v1 import trajectory_pb2
 
 MAX_TOLD = 3
@@ -47,6 +48,29 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
     if strange:
         raise untrainable(
             batch, strange, f"token {max(tokens)} is outside the vocabulary of {vocab_size}"
+        )
+
+
+def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
+    """UntrainableBatch for a trajectory without `top_k` likely tokens of the served reference."""
+
+    def fits(trajectory: Trajectory) -> bool:
+        found = trajectory.reference
+        return (
+            found is not None
+            and found.top_k == top_k
+            and int(found.top_ids.max(initial=0)) < vocab_size
+        )
+
+    faulty = [
+        index for index, owner in enumerate(batch.owners) if not fits(batch.trajectories[owner])
+    ]
+    if faulty:
+        raise untrainable(
+            batch,
+            faulty,
+            f"a trajectory lacks log-probabilities of reference.server with top_k {top_k} and a "
+            f"vocabulary of {vocab_size}",
         )
 
 

@@ -56,7 +56,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; all tensors are [tokens] except `cu_seqlens`, `expert_ids` and `paths`."""
+    """Packed sequences; tensors are [tokens] where nothing else is said."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -77,6 +77,10 @@ class MicroBatch:
     indices: tuple[int, ...]
     # None without a reference model.
     reference_logprobs: Tensor | None = None
+    # int64 and float32 [tokens, top k]: the reference's most likely tokens at the position, and
+    # their log-probabilities. Both None unless the loss reads them.
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
     # Both None without a critic.
     values: Tensor | None = None
     returns: Tensor | None = None
@@ -87,6 +91,13 @@ class MicroBatch:
     algorithm_ids: Tensor | None = None
     # The keys that each sequence sees; None: those of its own tokens.
     paths: Paths | None = None
+
+    @property
+    def all_targets(self) -> Tensor:
+        """The tokens whose log-probabilities the loss reads: `targets`, or [tokens, 1 + top k]."""
+        if self.top_ids is None:
+            return self.targets
+        return torch.cat([self.targets[:, None], self.top_ids], dim=1)
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""

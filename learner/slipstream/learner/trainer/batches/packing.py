@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ _NOTHING: FloatArray = np.zeros(0, dtype=np.float32)
 
 @dataclass(frozen=True)
 class TokenEstimates:
-    """Estimates for the sampled tokens of one trajectory, each float32 [sampled tokens].
+    """Estimates for the sampled tokens of one trajectory, float32 [sampled tokens].
 
     Advantages come from the rewards. The other estimates come from a reference model and a critic,
     which a run may lack.
@@ -41,32 +41,36 @@ class TokenEstimates:
     # The critic's estimate before each token was sampled, and its target.
     values: FloatArray | None = None
     returns: FloatArray | None = None
+    # int64 and float32 [sampled tokens, top k]: the reference's most likely tokens.
+    top_ids: npt.NDArray[np.int64] | None = None
+    top_logprobs: FloatArray | None = None
 
-    def map(self, change: Callable[[FloatArray], FloatArray]) -> TokenEstimates:
+    def map(self, change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> TokenEstimates:
         """Returns estimates with `change` applied to every array that is not None."""
-        reference, values, returns = (
-            None if known is None else change(known)
-            for known in (self.reference_logprobs, self.values, self.returns)
-        )
-        return TokenEstimates(change(self.advantages), reference, values, returns)
+        arrays = (None if known is None else change(known) for known in self.arrays[1:])
+        return TokenEstimates(change(self.advantages), *arrays)
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any] | None, ...]:
+        """All arrays, in the order of the fields."""
+        return tuple(getattr(self, one.name) for one in dataclasses.fields(self))
 
     @classmethod
     def map_all(
-        cls, many: Sequence[TokenEstimates], change: Callable[[FloatArray], list[FloatArray]]
+        cls,
+        many: Sequence[TokenEstimates],
+        change: Callable[[npt.NDArray[Any]], list[npt.NDArray[Any]]],
     ) -> list[TokenEstimates]:
         """Joins the arrays of `many`, and returns an entry for each part that `change` makes."""
-        advantages = change(np.concatenate([each.advantages for each in many]))
+        advantages, *others = zip(*(each.arrays for each in many), strict=True)
+        parts = change(np.concatenate(advantages))
 
-        def mapped(arrays: Sequence[FloatArray | None]) -> Sequence[FloatArray | None]:
+        def mapped(arrays: Sequence[npt.NDArray[Any] | None]) -> Sequence[npt.NDArray[Any] | None]:
             joined = _joined_or_none(arrays)
-            return [None] * len(advantages) if joined is None else change(joined)
+            return [None] * len(parts) if joined is None else change(joined)
 
-        columns = [
-            mapped([each.reference_logprobs for each in many]),
-            mapped([each.values for each in many]),
-            mapped([each.returns for each in many]),
-        ]
-        return [cls(*arrays) for arrays in zip(advantages, *columns, strict=True)]
+        columns = map(mapped, others)
+        return [cls(*arrays) for arrays in zip(parts, *columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class TrainingSequence:
         token_ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
 
         def placed(values: npt.NDArray[Item]) -> list[npt.NDArray[Item]]:
-            whole = np.zeros(len(sampled), dtype=values.dtype)
+            whole = np.zeros((len(sampled), *values.shape[1:]), dtype=values.dtype)
             whole[sampled] = values
             return parts_of(_predicted(whole, ends), ends)
 
@@ -201,6 +205,8 @@ def joined(
         reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
         values=_tensor(_joined_or_none([e.values for e in estimates])),
         returns=_tensor(_joined_or_none([e.returns for e in estimates])),
+        top_ids=_tensor(_joined_or_none([e.top_ids for e in estimates])),
+        top_logprobs=_tensor(_joined_or_none([e.top_logprobs for e in estimates])),
         expert_ids=_expert_ids(parts),
         algorithm_ids=_algorithm_ids(parts, lengths),
     )
@@ -261,7 +267,7 @@ def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.ND
 
     `ends` has the end of each of the joined sequences.
     """
-    moved = np.roll(values, -1)
+    moved = np.roll(values, -1, axis=0)
     moved[ends - 1] = 0
     return moved
 
@@ -278,7 +284,7 @@ def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
         return sequence
 
     def pad(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
-        return np.pad(values, (0, missing))
+        return np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)])
 
     experts = sequence.expert_ids
     if experts is not None:
@@ -300,21 +306,22 @@ def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
     return dataclasses.replace(
         nothing,
         loss_mask=np.zeros(length, dtype=np.bool_),
-        estimates=like.map(lambda _: np.zeros(length, dtype=np.float32)),
+        estimates=like.map(lambda one: np.zeros((length, *one.shape[1:]), dtype=one.dtype)),
     )
 
 
 @overload
-def _tensor(array: npt.NDArray[np.generic]) -> Tensor: ...
+def _tensor(array: npt.NDArray[Any]) -> Tensor: ...
 @overload
-def _tensor(array: FloatArray | None) -> Tensor | None: ...
-def _tensor(array: npt.NDArray[np.generic] | None) -> Tensor | None:
+def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None: ...
+def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None:
     return None if array is None else torch.from_numpy(array)
 
 
-def _joined_or_none(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
+def _joined_or_none(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
     known = [array for array in arrays if array is not None]
     if not known:
         return None
     assert len(known) == len(arrays), "all sequences of a step are estimated, or none"
-    return np.concatenate(known)
+    joined: npt.NDArray[Any] = np.concatenate(known)
+    return joined

@@ -29,14 +29,14 @@ class Columns:
 
 
 class Sums(NamedTuple):
-    """Sums over each row of logits, all [rows], written by `reduce`."""
+    """Sums over each row of logits, [rows] each, written by `reduce`."""
 
     # The largest logit.
     peaks: Tensor
     # Sum of exp(logit - peak), and of exp(logit - peak) * (logit - peak).
     totals: Tensor
     expected: Tensor
-    # The target's logit; 0 where this rank does not have it.
+    # The logits of the targets, [rows] or [rows, targets]; 0 where this rank does not have one.
     wanted: Tensor
 
 
@@ -57,9 +57,10 @@ def prepared(logits: Tensor, columns: Columns) -> Tensor:
 def reduce(logits: Tensor, places: Tensor, sums: Sums) -> None:
     """Fills `sums` for prepared `logits` [rows, width].
 
-    `places` [rows] are the columns of the targets, -1 where they are on another rank.
+    `places` [rows] or [rows, targets] are the columns of the targets, -1 where they are on another
+    rank.
     """
-    found = logits.gather(-1, places.clamp(min=0)[:, None]).squeeze(-1)
+    found = logits.gather(-1, _rows(places).clamp(min=0)).view_as(places)
     sums.wanted.copy_(found * (places >= 0))
     torch.amax(logits, dim=-1, out=sums.peaks)
     shifted = logits - sums.peaks[:, None]
@@ -77,20 +78,26 @@ def gradient(
 ) -> Tensor:
     """Returns the gradient [rows, width] of a sum over rows; overwrites prepared `logits`.
 
-    The sum is `slopes` * log-probability of the target, if the target is on this rank. `bends`, a
-    pair of factors and entropies, adds factor * entropy. Slopes and factors are already divided by
-    the temperature.
+    The sum is `slopes` * log-probability of each target, if the target is on this rank; both have
+    the shape of `places`. `bends`, a pair of factors and entropies, adds factor * entropy. Slopes
+    and factors are already divided by the temperature.
     """
     logprobs = logits.sub_(log_totals[:, None])
+    total = _rows(slopes).sum(-1, keepdim=True)
     if bends is None:
-        grad = logprobs.exp_().mul_(-slopes[:, None])
+        grad = logprobs.exp_().mul_(-total)
     else:
         factors, entropies = bends
         grad = logprobs.exp()
-        weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(slopes[:, None])
+        weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(total)
         grad.mul_(weights).neg_()
-    is_here = places >= 0
-    return grad.scatter_add_(-1, places.clamp(min=0)[:, None], (slopes * is_here)[:, None])
+    here = slopes * (places >= 0)
+    return grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(here))
+
+
+def _rows(values: Tensor) -> Tensor:
+    """Returns [rows, targets] for values of one target a row, or of several."""
+    return values if values.dim() > 1 else values[:, None]
 
 
 def cap_slopes(logits: Tensor, columns: Columns) -> Tensor:

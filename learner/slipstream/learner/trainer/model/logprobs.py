@@ -60,6 +60,7 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities of `targets` and entropies, float32 [tokens], natural logarithm.
 
+    `targets` is [tokens], or [tokens, targets] with as many log-probabilities for each token.
     `hidden` [tokens, hidden size] is the same on all ranks of the group; its gradient is this
     rank's term of a sum. `weight` [padded vocabulary / size of group, hidden size] is this rank's
     part. Only the positions `rows` are computed, the others are 0. Collective over the group.
@@ -68,8 +69,9 @@ def vocab_parallel_logprobs(
     found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
         hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection, is_trained
     )
-    nothing = found.new_zeros(len(targets))
-    return nothing.index_copy(0, rows, found), nothing.index_copy(0, rows, entropy)
+    nothing = found.new_zeros(targets.shape)
+    no_entropy = entropy.new_zeros(len(targets))
+    return nothing.index_copy(0, rows, found), no_entropy.index_copy(0, rows, entropy)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -84,9 +86,9 @@ class _Logprobs(torch.autograd.Function):
         projection: Projection,
         is_trained: bool,
     ) -> tuple[Tensor, Tensor]:
-        part = _Part(weight, projection)
+        part = _Part(weight, projection, is_one=targets.dim() == 1)
         places = part.places(targets)
-        sums = part.new_sums(len(targets))
+        sums = part.new_sums(targets.shape)
 
         # This is a function so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
@@ -105,7 +107,7 @@ class _Logprobs(torch.autograd.Function):
         ctx.projection = projection
         if not projection.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return sums.wanted - log_total, entropy
+        return sums.wanted - (log_total if targets.dim() == 1 else log_total[:, None]), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -116,7 +118,7 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, places, log_total, entropy = ctx.saved_tensors
         projection: Projection = ctx.projection
-        part = _Part(weight, projection)
+        part = _Part(weight, projection, is_one=places.dim() == 1)
         slopes = logprob_grad / projection.temperature
         bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -144,7 +146,8 @@ class _Logprobs(torch.autograd.Function):
 class _Part:
     """This rank's rows of the projection to the vocabulary."""
 
-    def __init__(self, weight: Tensor, projection: Projection) -> None:
+    def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
+        """`is_one`: each row has one target."""
         self._weight = weight
         self._projection = projection
         group = projection.tp_group
@@ -153,16 +156,15 @@ class _Part:
         num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
         self._columns = Columns(num_tokens, projection.temperature, projection.cap)
         self._dtype = projection.logits_dtype or weight.dtype
-        # The fused kernels know no cap.
-        is_plain = projection.cap is None
+        # The fused kernels know no cap, and one target.
+        is_plain = projection.cap is None and is_one
         self._is_fused = is_plain and weight.is_cuda and weight.dtype in _FUSED_TYPES
 
-    def new_sums(self, length: int) -> Sums:
-        """Returns uninitialised sums for `length` rows, at least float32."""
+    def new_sums(self, shape: torch.Size) -> Sums:
+        """Returns uninitialised sums for targets of this shape, at least float32."""
         dtype = torch.promote_types(self._weight.dtype, torch.float32)
-        return Sums(
-            *(torch.empty(length, dtype=dtype, device=self._weight.device) for _ in Sums._fields)
-        )
+        shapes = [shape[:1]] * 3 + [shape]
+        return Sums(*(torch.empty(one, dtype=dtype, device=self._weight.device) for one in shapes))
 
     def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
         """Splits the positions 0..length into chunks; a length of 0 gives one empty chunk.
@@ -267,9 +269,10 @@ def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     shift = peaks - top
     scale = shift.exp()
-    sums = torch.stack([totals * scale, (expected + shift * totals) * scale, wanted])
+    rows_of = wanted[None] if wanted.dim() == 1 else wanted.t()
+    sums = torch.stack([totals * scale, (expected + shift * totals) * scale, *rows_of])
     dist.all_reduce(sums, group=group)
-    wanted.copy_(sums[2])
+    wanted.copy_(sums[2] if wanted.dim() == 1 else sums[2:].t())
     return top + sums[0].log(), top + sums[1] / sums[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 
 import torch
 from slipstream.learner.trainer.model import rotary
@@ -250,10 +251,24 @@ def optimizer_config_of(config: Config) -> Megatron:
         "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
     }
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
+    _check_kind(str(values["optimizer"]), learner.optimizer)
     if values.get("optimizer_cpu_offload"):
         _check_host_optimizer(config)
     with refusals_of("learner.optimizer"):
         return OptimizerConfig(**values)
+
+
+def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
+    """Raises ConfigError for Muon, which calls a package in a form that nobody publishes."""
+    if kind not in ("adam", "sgd"):
+        raise ConfigError(
+            f"learner.optimizer.optimizer must be adam or sgd, got {kind!r}: Muon of Megatron-Core "
+            "0.16.1 needs the package emerging_optimizers as it was before 0.3.0, which no package "
+            "index has"
+        )
+    for name in passed:
+        if name.startswith("muon_"):
+            raise ConfigError(f"learner.optimizer.{name} has no effect: the optimizer is {kind}")
 
 
 def _check_host_optimizer(config: Config) -> None:

@@ -13,6 +13,7 @@ from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
 from slipstream.learner.trainer.batches.packing import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
+from slipstream.learner.trainer.model.likely import likely_tokens
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.model.offload import Part
@@ -46,7 +47,7 @@ def forward_backward(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, TokenLoss]:
         logprobs, entropy = vocab_parallel_logprobs(
-            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
+            hidden[0], model.output_weight, micro_batch.all_targets, rows[place], projection
         )
         found = loss(place, micro_batch, logprobs, entropy)
         kept = dataclasses.replace(found, loss=found.loss.detach())
@@ -70,19 +71,30 @@ def forward_backward(
 
 
 def forward_logprobs(
-    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    top_k: int = 0,
 ) -> list[Tensor]:
     """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
 
-    There is one tensor for each micro batch on the last pipeline stage, and [] on the others.
+    There is one tensor for each micro batch on the last pipeline stage, and [] on the others. With
+    a `top_k` it is [tokens, 1 + 2 * top_k]: behind that of the target the ids of the most likely
+    tokens, and then their log-probabilities.
     """
 
     def finish(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, _ = vocab_parallel_logprobs(
-            hidden[0], model.output_weight, micro_batch.targets, rows[place], projection
-        )
+        states, weight, targets = hidden[0], model.output_weight, micro_batch.targets
+        if top_k:
+            likely = likely_tokens(states[rows[place]], weight, top_k, projection)
+            ids = targets.new_zeros(len(targets), top_k).index_copy(0, rows[place], likely)
+            targets = torch.cat([targets[:, None], ids], dim=1)
+        logprobs, _ = vocab_parallel_logprobs(states, weight, targets, rows[place], projection)
+        if top_k:
+            logprobs = torch.cat([logprobs[:, :1], ids.float(), logprobs[:, 1:]], dim=1)
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
     rows = _trained_rows(model, micro_batches)

@@ -40,21 +40,21 @@ _LAUNCH = 32
 
 
 def batch_outputs(
-    model: ParallelModel, batch: Batch, forward: Forward, *, max_tokens: int
+    model: ParallelModel, batch: Batch, forward: Forward, *, max_tokens: int, width: int = 0
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    Each is float32 [sampled tokens], with 0 for the sampled first token of a sequence, which
-    nothing predicts. The
-    layout of `model` must be in force; each replica computes its share. Collective: besides the
-    model's own messages, it sums 4 bytes for each sampled token of the batch over all ranks.
+    Each is float32 [sampled tokens], or [sampled tokens, width] as `forward` gives with a `width`;
+    0 for the sampled first token of a sequence, which nothing predicts. The layout of `model` must
+    be in force; each replica computes its share. Collective: besides the model's own messages, it
+    sums 4 bytes for each output of the batch over all ranks.
     """
     nothing = [
         TokenEstimates(np.zeros(trajectory.num_sampled_tokens, dtype=np.float32))
         for trajectory in batch.trajectories
     ]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
-    found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens))
+    found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens, width=width))
     return [
         np.concatenate([_sampled_outputs(part, next(found)) for part in trajectory.sequences()])
         for trajectory in batch.trajectories
@@ -67,21 +67,23 @@ def masked_outputs(
     forward: Forward,
     *,
     max_tokens: int,
+    width: int = 0,
 ) -> list[LogprobArray]:
     """Returns for each sequence the float32 outputs at its loss mask; on every rank.
 
-    Collective, with the messages of `batch_outputs`.
+    Collective, with `width` and the messages of `batch_outputs`.
     """
     ranks = model.ranks
     wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
     outputs = forward([share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes])
     starts = [0, *accumulate(int(sequence.loss_mask.sum()) for sequence in sequences)]
-    found = torch.zeros(starts[-1], dtype=torch.float32)
+    tail = (width,) if width else ()
+    found = torch.zeros((starts[-1], *tail), dtype=torch.float32)
     if ranks.counts:
         for whole, values in zip(wholes, outputs, strict=True):
             bounds = whole.cu_seqlens.tolist()
             # Each context parallel rank has some values; the sum over all ranks completes them.
-            row = torch.zeros(bounds[-1], dtype=torch.float32)
+            row = torch.zeros((bounds[-1], *tail), dtype=torch.float32)
             row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
             places = whole.sequence_ids[whole.loss_mask]
             masked = row[whole.loss_mask]
@@ -178,4 +180,4 @@ def _shared_plan(
 
 def _sampled_outputs(part: TokenSequence, found: LogprobArray) -> LogprobArray:
     unpredicted = part.sampled.stop - part.sampled.start - len(found)
-    return np.concatenate([np.zeros(unpredicted, dtype=np.float32), found])
+    return np.concatenate([np.zeros((unpredicted, *found.shape[1:]), dtype=np.float32), found])

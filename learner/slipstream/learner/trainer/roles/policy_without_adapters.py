@@ -7,37 +7,29 @@ from contextlib import contextmanager
 
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
-from slipstream.learner.trainer.model.schedule import forward_logprobs
-from slipstream.learner.trainer.model.shares import batch_outputs
+from slipstream.learner.trainer.roles.reference import reference_logprobs
 from slipstream.learner.trainer.untyped import Megatron
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import LogprobArray
 
 
 class PolicyWithoutAdapters:
     """The policy with its adapters switched off, in place of a `Reference`."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        self._policy = policy
-        self._temperature = config.sampling.temperature
-        self._max_tokens = config.learner.micro_batch_tokens
+        self._policy, self._config = policy, config
 
     @property
     def model(self) -> ParallelModel:
         """The policy."""
         return self._policy
 
-    def logprobs(self, batch: Batch) -> list[LogprobArray]:
+    def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
         """Returns what `Reference.logprobs` would; collective."""
         policy, sharing = self._policy, self._policy.sharing
         noted = None if sharing is None else sharing.saved
         with without_adapters(policy.chunks):
-            found = batch_outputs(
-                policy,
-                batch,
-                lambda share: forward_logprobs(policy, share, temperature=self._temperature),
-                max_tokens=self._max_tokens,
-            )
+            found = reference_logprobs(policy, batch, self._config)
         if sharing is not None and noted is not None:
             # What this pass shares belongs to no training step.
             sharing.saved = noted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
@@ -14,8 +16,8 @@ from slipstream.learner.trainer.opening import load_frozen
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export import hf_tensors
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import LogprobArray
 from torch import Tensor
 
 
@@ -34,16 +36,10 @@ class Reference:
         """The model, for checkpoints."""
         return self._model
 
-    def logprobs(self, batch: Batch) -> list[LogprobArray]:
-        """Returns log-probabilities at the sampling temperature, shaped like `batch_outputs`."""
-        temperature = self._settings.sampling.temperature
+    def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
+        """Returns what `reference_logprobs` does, at the sampling temperature."""
         with self._ranks.in_force():
-            return batch_outputs(
-                self._model,
-                batch,
-                lambda share: forward_logprobs(self._model, share, temperature=temperature),
-                max_tokens=self._settings.learner.micro_batch_tokens,
-            )
+            return reference_logprobs(self._model, batch, self._settings)
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
@@ -86,6 +82,33 @@ class Reference:
         part = task.mapping.hf_to_megatron(found, task.megatron_module)
         if part is not None:
             task.param_weight.copy_(part)
+
+
+def reference_logprobs(
+    model: ParallelModel, batch: Batch, settings: Config
+) -> list[ReferenceLogprobs]:
+    """Returns log-probabilities for each trajectory, with `reference.top_k` likely tokens.
+
+    The layout of `model` must be in force; collective, with the messages of `batch_outputs`.
+    """
+    top_k = settings.reference.top_k if settings.reference is not None else 0
+    forward = functools.partial(
+        forward_logprobs, model, temperature=settings.sampling.temperature, top_k=top_k
+    )
+    found = batch_outputs(
+        model,
+        batch,
+        forward,
+        max_tokens=settings.learner.micro_batch_tokens,
+        width=1 + 2 * top_k if top_k else 0,
+    )
+    columns = [values.reshape(len(values), -1) for values in found]
+    return [
+        ReferenceLogprobs(
+            values[:, 0], values[:, 1 : 1 + top_k].astype(np.uint32), values[:, 1 + top_k :]
+        )
+        for values in columns
+    ]
 
 
 def _conversions(model: ParallelModel) -> list[Megatron]:

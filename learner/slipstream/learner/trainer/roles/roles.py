@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
@@ -12,6 +13,7 @@ from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
 from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
 from slipstream.learner.trainer.roles.reference import Reference
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.roles import (
     critic_config,
@@ -28,16 +30,22 @@ class Roles:
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
     critic: Critic | None = None
+    # Whether the reference is behind a server: the trajectories carry what it says.
+    is_served: bool = False
 
     def estimates(self, batch: Batch) -> list[ModelEstimates]:
-        """Returns the estimates for each trajectory; the same on every rank."""
+        """Returns the estimates for each trajectory; the same on every rank.
+
+        If `is_served`, `check_references` must have passed the batch.
+        """
         nothing = [None] * len(batch.trajectories)
-        logprobs = self.reference.logprobs(batch) if self.reference is not None else nothing
+        known: Sequence[ReferenceLogprobs | None] = nothing
+        if self.is_served:
+            known = [trajectory.reference for trajectory in batch.trajectories]
+        elif self.reference is not None:
+            known = self.reference.logprobs(batch)
         values = self.critic.values(batch) if self.critic is not None else nothing
-        return [
-            ModelEstimates(reference_logprobs=a, values=b)
-            for a, b in zip(logprobs, values, strict=True)
-        ]
+        return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
     def memories(self) -> list[HostMemory]:
         """Returns the memories of the models in use, without the policy's."""
@@ -88,4 +96,5 @@ def open_roles(config: Config, policy: Policy) -> Roles:
         with named(config, "critic"):
             critic = Critic(of_critic, policy.ranks)
     every = config.reference.refresh_every_steps if config.reference is not None else 0
-    return Roles(reference, every, critic)
+    is_served = config.reference is not None and config.reference.server is not None
+    return Roles(reference, every, critic, is_served)

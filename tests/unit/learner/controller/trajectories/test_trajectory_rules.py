@@ -7,6 +7,7 @@ import pytest
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.types import (
     Branch,
     GroupId,
@@ -157,3 +158,38 @@ def test_without_a_vocabulary_any_token_may_be() -> None:
 def test_a_trajectory_of_a_server_that_never_had_the_group_is_none() -> None:
     group = dataclasses.replace(GROUP, allowed={0xE: range(3)})
     assert contradiction(GOOD, group, FACTS) == "g was never leased to the server of epoch f"
+
+
+def reference_of(top_k: int, largest: int) -> ReferenceLogprobs:
+    ids = np.tile(np.arange(largest, largest - top_k, -1, dtype=np.uint32), (2, 1))
+    return ReferenceLogprobs(-np.ones(2, np.float32), ids, np.full((2, top_k), -3.0, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "top_k", "cause"),
+    [
+        ({"reference": reference_of(2, 9)}, 2, ""),
+        ({"reference": reference_of(0, 9)}, 0, ""),
+        ({}, 0, "it lacks the log-probabilities of reference.server"),
+        ({"purpose": Purpose.EVALUATION}, 2, ""),
+        ({"status": Status.CANCELLED}, 2, ""),
+        (
+            {"reference": reference_of(2, 9)},
+            3,
+            "it has 2 likely tokens of a reference, reference.top_k is 3",
+        ),
+        (
+            {"reference": reference_of(2, 9)},
+            None,
+            "it has 2 likely tokens of a reference, reference.top_k is not set",
+        ),
+        (
+            {"reference": reference_of(2, 10)},
+            2,
+            "token 10 of its reference is outside the vocabulary of 10",
+        ),
+    ],
+)
+def test_a_trajectory_has_what_the_runs_reference_says(changes, top_k, cause: str) -> None:
+    facts = dataclasses.replace(FACTS, reference_top_k=top_k)
+    assert contradiction(dataclasses.replace(GOOD, **changes), None, facts) == cause

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slipstream.learner.trainer.algorithms.kl import kl_estimate, safe_ratio
+from slipstream.learner.trainer.algorithms.kl import kl_estimate, safe_ratio, top_k_divergence
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -105,3 +105,48 @@ def test_ratio_is_limited_to_twenty_on_either_side() -> None:
     found = safe_ratio(torch.tensor([-1e3, 0.0, 1e3]))
     assert found.tolist() == pytest.approx([math.exp(-20), 1.0, math.exp(20)])
     assert torch.isfinite(found * found).all()
+
+
+def test_the_divergence_over_likely_tokens_by_hand() -> None:
+    # The policy gives 0.5 and 0.25, the reference 0.25 and 0.25; 0.25 and 0.5 are left.
+    policy = torch.tensor([[0.5, 0.25]]).log()
+    reference = torch.tensor([[0.25, 0.25]]).log()
+    forward = top_k_divergence(policy, reference, "forward_top_k")
+    assert forward.item() == pytest.approx(-0.25 * math.log(2) + 0.5 * math.log(2), rel=1e-5)
+    reverse = top_k_divergence(policy, reference, "reverse_top_k")
+    assert reverse.item() == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimator) -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    found = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator)
+    one, other = (reference, policy) if estimator == "forward_top_k" else (policy, reference)
+    expected = (one.exp() * (one - other)).sum()
+    assert found.item() == pytest.approx(expected.item(), abs=1e-9)
+    (ours,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(ours, gradient(expected, logits))
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_fewer_likely_tokens_give_less_of_the_divergence_and_none_where_both_agree(
+    k: int, estimator
+) -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1).detach()
+    whole = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator).item()
+    ids = reference.topk(k).indices
+    found = top_k_divergence(policy[None, ids], reference[None, ids], estimator).item()
+    assert -1e-9 <= found <= whole + 1e-9
+    assert top_k_divergence(reference[None, ids], reference[None, ids], estimator).item() == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+def test_certain_policies_and_references_give_finite_divergences_and_gradients(estimator) -> None:
+    for policy, reference in ([0.0, -60.0], [-0.7, -0.7]), ([-40.0, -50.0], [0.0, -9999.0]):
+        values = torch.tensor([policy], requires_grad=True)
+        found = top_k_divergence(values, torch.tensor([reference]), estimator)
+        assert found.isfinite().all()
+        assert gradient(found.sum(), values).isfinite().all()

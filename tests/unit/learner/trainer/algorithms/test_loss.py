@@ -305,3 +305,37 @@ def test_each_token_is_trained_by_the_algorithm_of_its_environment() -> None:
         assert gradients[3 * place : 3 * place + 3] == gradient(found, mine)
         parts.append(found.statistics.sums)
     assert torch.allclose(whole.statistics.sums, torch.stack(parts).sum(0))
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estimator: str) -> None:
+    settings = algorithm(
+        advantage="none", kl={"coefficient": 2.0, "estimator": estimator}, loss="reinforce"
+    )
+    torch.manual_seed(0)
+    # The columns of a token: the sampled token, then the reference's two likely ones.
+    policy = (torch.rand(3, 3) / 4).log().requires_grad_()
+    likely = (torch.rand(3, 2) / 4).log()
+    # The weights are 1.5, 2 (of 4) and, as context, nothing.
+    behavior = (policy[:, 0].detach() - torch.tensor([1.5, 4.0, 1.0]).log()).tolist()
+    batch = dataclasses.replace(
+        micro_batch(behavior, [0.0, 0.0, 0.0], [True, True, False]),
+        top_ids=torch.zeros(3, 2, dtype=torch.int64),
+        top_logprobs=likely,
+    )
+    found = loss_of(policy, batch, settings)
+
+    def with_rest(values: Tensor) -> Tensor:
+        return torch.cat([values.exp(), 1 - values.exp().sum(-1, keepdim=True)], dim=1)
+
+    one, other = with_rest(likely), with_rest(policy[:, 1:])
+    if estimator == "reverse_top_k":
+        one, other = other, one
+    divergence = (one * (one.log() - other.log())).sum(-1)
+    expected = 2.0 * (1.5 * divergence[0] + 2.0 * divergence[1])
+    torch.testing.assert_close(found.loss, expected, rtol=0, atol=1e-6)
+    (wanted,) = torch.autograd.grad(expected, policy)
+    (values,) = torch.autograd.grad(found.loss, policy)
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-6)
+    assert values[:2, 1:].all()
+    assert not values[2].any()

@@ -12,6 +12,7 @@ from slipstream.learner.trainer.algorithms.sequences import (
     weighted,
 )
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import (
@@ -24,6 +25,12 @@ from slipstream.protocol.types import (
 from support.fakes.fake_controller import make_batch
 
 OTHER = "other"
+
+
+def said(logprobs: np.ndarray) -> ReferenceLogprobs:
+    """What a reference says of sampled tokens alone."""
+    nothing = np.zeros((len(logprobs), 0))
+    return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
 
 
 def config(own: dict[str, JsonValue] | None = None, **algorithm: JsonValue) -> Config:
@@ -140,7 +147,7 @@ def test_estimates_of_other_models_are_cut_into_branches() -> None:
     one = Batch(0, "batch", (tree((3, 2), (1.0, 1.0), 1.0),))
     values = np.array([1, 2, 3, 4, 5], dtype=np.float32)
     settings = config(advantage="gae", gae={"gamma": 1, "lam": 1, "normalize": False})
-    first, second = training_sequences(one, settings, [ModelEstimates(values, values)])
+    first, second = training_sequences(one, settings, [ModelEstimates(said(values), values)])
     for known in (first.estimates.values, first.estimates.reference_logprobs):
         assert known is not None
         assert known.tolist() == [0, 1, 2, 3, 0]
@@ -177,7 +184,7 @@ def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_refer
     one = batch([0, 0, 0, 0, 0, 0])
     # The reference is log 2 less sure of the first episode's tokens: k1 costs 0.1 * log 2 for each.
     known = [
-        ModelEstimates(t.behavior_logprobs - (math.log(2) if i == 0 else 0.0))
+        ModelEstimates(said(t.behavior_logprobs - (math.log(2) if i == 0 else 0.0)))
         for i, t in enumerate(one.trajectories)
     ]
     cost = 0.1 * math.log(2) * one.trajectories[0].num_sampled_tokens
@@ -312,7 +319,7 @@ def test_costs_of_the_divergence_are_those_of_the_environment() -> None:
         {"kl": {"coefficient": 1.0, "placement": "reward", "estimator": "k1"}}, advantage="score"
     )
     one = mixed([0, 1, 2, 5, 5, 8])
-    known = [ModelEstimates(t.behavior_logprobs - 1) for t in one.trajectories]
+    known = [ModelEstimates(said(t.behavior_logprobs - 1)) for t in one.trajectories]
     lengths = [t.num_sampled_tokens for t in one.trajectories]
     found = training_sequences(one, settings, known)
     expected = [0, 1, 2, 5 - lengths[3], 5 - lengths[4], 8 - lengths[5]]

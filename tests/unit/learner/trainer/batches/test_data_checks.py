@@ -8,10 +8,12 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.data_checks import (
     check_advantages,
     check_data,
+    check_references,
     untrainable,
 )
 from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
 from slipstream.protocol.errors import UntrainableBatch
+from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.types import Status
 from support.fakes.fake_controller import make_batch, with_branches
 
@@ -103,3 +105,18 @@ def test_an_episode_is_named_once_whichever_of_its_branches_are_faulty() -> None
     owner = next(o for o in trees.owners if trees.owners.count(o) > 1)
     places = [place for place, one in enumerate(trees.owners) if one == owner]
     assert untrainable(trees, places, "why").trajectory_ids == ids(owner)
+
+
+def test_trajectories_without_the_likely_tokens_of_their_reference_are_named() -> None:
+    def known(index: int, top_k: int, largest: int) -> ReferenceLogprobs:
+        number = BATCH.trajectories[index].num_sampled_tokens
+        ids = np.tile(np.arange(largest, largest - top_k, -1, dtype=np.uint32), (number, 1))
+        minus = np.full(number, -3.0, dtype=np.float32)
+        return ReferenceLogprobs(minus, ids, np.tile(minus[:, None], top_k))
+
+    good = {index: known(index, 2, 31) for index in range(4)}
+    check_references(changed(BATCH, reference=good), top_k=2, vocab_size=32)
+    faults = {1: None, 2: known(2, 1, 31), 3: known(3, 2, 32)}
+    with pytest.raises(UntrainableBatch, match="lacks log-probabilities of reference.server") as e:
+        check_references(changed(BATCH, reference=good | faults), top_k=2, vocab_size=32)
+    assert set(e.value.trajectory_ids) == set(ids(1, 2, 3))

@@ -92,6 +92,35 @@ def test_what_models_estimate_of_sampled_tokens_stands_where_they_are_predicted(
     assert found.sequence_ids.tolist()[-1] == 1
 
 
+def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted() -> None:
+    batch = with_branches(
+        make_batch(0, num_groups=1, group_size=3, vocab_size=9, max_tokens=9),
+        vocab_size=9,
+        max_tokens=9,
+    )
+    known = []
+    for trajectory in batch.trajectories:
+        number = trajectory.num_sampled_tokens
+        ids = np.arange(2 * number, dtype=np.int64).reshape(number, 2) + 10
+        zeros = np.zeros(number, dtype=np.float32)
+        known.append(TokenEstimates(zeros, top_ids=ids, top_logprobs=-ids.astype(np.float32)))
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=0)
+    order = range(len(sequences))
+    found = build_micro_batch(sequences, list(order), multiple=100, sequence_multiple=4)
+    assert found.top_ids is not None
+    assert found.top_logprobs is not None
+    assert found.top_ids.shape == found.top_logprobs.shape == (len(found.token_ids), 2)
+    mask = found.loss_mask
+    expected = np.concatenate([one.top_ids for one in known])
+    assert found.top_ids[mask].tolist() == expected.tolist()
+    assert found.top_logprobs[mask].tolist() == (-expected).tolist()
+    assert not found.top_ids[~mask].any()
+    assert found.all_targets[:, 0].tolist() == found.targets.tolist()
+    assert found.all_targets[:, 1:].tolist() == found.top_ids.tolist()
+    # A rank whose share of a mini-batch is empty has as many targets as the others.
+    assert build_micro_batch(sequences, [], multiple=8).all_targets.shape == (8, 3)
+
+
 def test_every_sequence_is_padded_at_its_end_without_loss() -> None:
     first = sequence([5, 6, 7], [False, True, True], 0.5)
     second = sequence([8, 9], [False, True], -1.0)

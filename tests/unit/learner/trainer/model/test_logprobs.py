@@ -344,3 +344,48 @@ def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> N
         assert tensor.grad.dtype == torch.bfloat16
         difference = tensor.grad.double() - reference.grad
         assert difference.norm() < 1e-2 * reference.grad.norm()
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_logits", [1, 2 * VOCAB, 1000])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_several_targets_of_a_token_have_values_and_gradients_of_a_dense_softmax(
+    size: int, chunk_logits: int, entropy_gradient: bool
+) -> None:
+    hidden, weight, first, rows = make_case()
+    padded = torch.zeros(8 * size if size > 1 else 16, HIDDEN, dtype=weight.dtype)
+    padded[:VOCAB] = weight
+    # The first target is among the others at some tokens, and not at others.
+    others = torch.rand(TOKENS, VOCAB, dtype=torch.float64).argsort(-1)[:, :4]
+    targets = torch.cat([first[:, None], others], dim=1)
+    is_both = (others == first[:, None]).any(-1)
+    assert is_both[rows].any()
+    assert not is_both[rows].all()
+    outer = torch.randn(targets.shape, dtype=torch.float64)
+    bend = torch.randn(TOKENS, dtype=torch.float64)
+
+    def loss(found: Tensor, entropy: Tensor) -> Tensor:
+        total = (found * outer).sum()
+        return total + (entropy * bend).sum() if entropy_gradient else total
+
+    def work(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        states = hidden.clone().requires_grad_()
+        part = padded.chunk(size)[group.rank()].clone().requires_grad_()
+        projection = Projection(0.7, VOCAB, group, entropy_gradient, chunk_logits)
+        found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
+        states_grad, part_grad = torch.autograd.grad(loss(found, entropy), (states, part))
+        return found.detach(), entropy.detach(), states_grad, part_grad
+
+    results = on_ranks(size, work)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    columns = [dense(hidden, weight, one, rows, 0.7) for one in targets.unbind(1)]
+    expected, expected_entropy = torch.stack([one for one, _ in columns], 1), columns[0][1]
+    wanted = torch.autograd.grad(loss(expected, expected_entropy), (hidden, weight))
+    for found, entropy, _, _ in results:
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(entropy, expected_entropy)
+    torch.testing.assert_close(sum(states for _, _, states, _ in results), wanted[0])
+    weight_grad = torch.cat([part for _, _, _, part in results])
+    torch.testing.assert_close(weight_grad[:VOCAB], wanted[1])
+    assert not weight_grad[VOCAB:].any()

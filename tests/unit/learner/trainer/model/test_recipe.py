@@ -65,3 +65,24 @@ def test_optimizer_on_the_host_is_refused_where_it_cannot_work(
     recipe._check_host_optimizer(sharing(1, "bfloat16"))
     with pytest.raises(ConfigError, match="needs model.dtype bfloat16, got float32"):
         recipe._check_host_optimizer(sharing(1, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("table", "cause"),
+    [
+        (
+            {"optimizer": "muon"},
+            "learner.optimizer.optimizer must be adam or sgd, got 'muon': Muon of Megatron-Core "
+            "0.16.1 needs the package emerging_optimizers as it was before 0.3.0",
+        ),
+        (
+            {"muon_momentum": 0.9},
+            "learner.optimizer.muon_momentum has no effect: the optimizer is adam",
+        ),
+    ],
+)
+def test_muon_is_refused_with_the_package_that_it_lacks(table: dict, cause: str) -> None:
+    recipe._check_kind("sgd", {"optimizer": "sgd", "sgd_momentum": 0.8})
+    with pytest.raises(ConfigError) as caught:
+        recipe._check_kind(table.get("optimizer", "adam"), table)
+    assert str(caught.value).startswith(cause)

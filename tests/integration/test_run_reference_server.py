@@ -1,0 +1,83 @@
+"""A whole run whose reference is behind a real vLLM server."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from slipstream.v1 import trainer_pb2  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
+from teacher_server import NAME, teacher_server  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
+
+STEPS, TOP_K = 25, 8
+ROOT = Path(__file__).parents[2]
+
+
+def make_teacher(folder: Path, *more: str) -> Path:
+    """A model with other random weights than the student's."""
+    script = ROOT / "deploy" / "make_tiny_model.py"
+    subprocess.run([sys.executable, script, folder, "--seed", "5", *more], check=True)
+    return folder
+
+
+def settings_with(url: str) -> dict[str, object]:
+    server = {"base_url": url, "model": NAME}
+    return {
+        "run__steps": STEPS,
+        "algorithm__advantage": "none",
+        "algorithm__kl": {"coefficient": 1.0, "estimator": "forward_top_k"},
+        "reference": {"server": server, "top_k": TOP_K},
+    }
+
+
+def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_bit_for_bit(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    teacher = make_teacher(tmp_path / "teacher")
+    with teacher_server(teacher, tmp_path / "log", more=["--dtype", "float32"]) as url:
+        write_config(tmp_path, tiny_model, **settings_with(url))
+        result = run_command("run", "config.toml", cwd=tmp_path, limit_s=500)
+        assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+    check_ledger(summary_of(run))
+    losses = [row["loss"] for row in rows_of(run) if "step" in row]
+    assert statistics.mean(losses[-5:]) < 0.5 * statistics.mean(losses[:5])
+    divergence = [row["kl_reference"] for row in rows_of(run) if "step" in row]
+    assert statistics.mean(divergence[-5:]) < 0.5 * statistics.mean(divergence[:5])
+    batches = sorted((run / "journal" / "batches").glob("*.pb"))
+    recorded = trainer_pb2.RecordedBatch.FromString(batches[0].read_bytes())
+    assert {one.reference.top_k for one in recorded.trajectories} == {TOP_K}
+    # The server is gone: the journal has what it said.
+    replay = run_command("replay", run, limit_s=400)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert len(replay.stdout.splitlines()) == STEPS
+
+
+def test_a_server_with_another_tokenizer_is_refused_before_anything_starts(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    teacher = make_teacher(tmp_path / "teacher")
+    path = teacher / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a"', '"~"'))
+    with teacher_server(teacher, tmp_path / "log") as url:
+        write_config(tmp_path, tiny_model, **settings_with(url))
+        result = run_command("run", "config.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "must have the tokenizer of model.path" in line
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,260 @@
+"""The server of a reference model: what episodes carry of it, and what its failures do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from make_tiny_model import make_tokenizer
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.role_sections import ReferenceServerSection
+from slipstream.protocol.types import FailureKind, Status
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.reference_check import check_reference_server
+from slipstream.rollout_server.reference_server import (
+    ReferenceFailed,
+    ReferenceServer,
+    ScoredSequence,
+)
+from slipstream.rollout_server.session import SessionWaits
+from slipstream.v1 import fleet_pb2, trajectory_pb2
+from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
+
+
+@pytest.fixture
+def endpoint() -> Iterator[ReferenceEndpoint]:
+    with reference_endpoint() as served:
+        yield served
+
+
+def section(endpoint: ReferenceEndpoint, **changes: Any) -> ReferenceServerSection:
+    table = {"base_url": endpoint.url, "model": "teacher", "timeout_s": 30.0}
+    return ReferenceServerSection.model_validate(table | changes)
+
+
+def with_server(config: Config, settings: ReferenceServerSection) -> Config:
+    table = config.model_dump(mode="json", exclude_defaults=True)
+    table["algorithm"]["kl"] = {"coefficient": 1.0, "estimator": "forward_top_k"}
+    server = settings.model_dump(mode="json", exclude_none=True)
+    table["reference"] = {"server": server, "top_k": 3}
+    return parse_config(table, source="test")
+
+
+def scored(tokens: list[int], sampled: list[int]) -> ScoredSequence:
+    return ScoredSequence(tokens, np.array(sampled, dtype=np.bool_))
+
+
+async def ask(settings: ReferenceServerSection, *sequences: ScoredSequence, top_k: int = 3) -> Any:
+    server = ReferenceServer(settings, top_k=top_k, vocab_size=VOCAB)
+    try:
+        return await server.logprobs(sequences)
+    finally:
+        await server.aclose()
+
+
+async def test_the_sampled_tokens_of_all_sequences_come_back_in_order(endpoint) -> None:
+    found = await ask(section(endpoint), scored([1, 4, 5, 6], [0, 1, 0, 1]), scored([7, 8], [1, 1]))
+    # Likely tokens at place p are p, p + 1 and p + 2; nothing predicts the first token.
+    assert found.top_ids.tolist() == [[1, 2, 3], [3, 4, 5], [0, 0, 0], [1, 2, 3]]
+    assert found.logprobs.tolist() == [-5.0, -5.0, 0.0, -5.0]
+    assert found.top_logprobs[0].tolist() == pytest.approx([-0.7, -1.4, -2.1])
+    assert [asked["prompt"] for asked in endpoint.asked] in (
+        [[1, 4, 5, 6], [7, 8]],
+        [[7, 8], [1, 4, 5, 6]],
+    )
+    assert all(asked["model"] == "teacher" for asked in endpoint.asked)
+
+
+async def test_a_likely_token_that_was_sampled_counts_as_both(endpoint) -> None:
+    found = await ask(section(endpoint), scored([9, 2], [0, 1]))
+    assert found.top_ids.tolist() == [[2, 1, 3]] or found.top_ids.tolist() == [[1, 2, 3]]
+    assert found.logprobs.tolist() == pytest.approx([-1.4])
+
+
+async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoint) -> None:
+    found = await ask(section(endpoint), scored([1, 4], [0, 1]), top_k=0)
+    assert found.logprobs.tolist() == [-5.0]
+    assert found.top_ids.shape == found.top_logprobs.shape == (1, 0)
+    assert endpoint.asked[0]["prompt_logprobs"] == 0
+
+
+async def test_a_call_is_repeated_and_then_given_up(endpoint) -> None:
+    busy = (503, {"error": {"message": "no engine"}})
+    endpoint.answers = [busy, busy]
+    await ask(section(endpoint, max_retries=2), scored([1, 4], [0, 1]))
+    assert len(endpoint.asked) == 3
+    endpoint.answers = [busy, busy]
+    with pytest.raises(ReferenceFailed, match="the reference model teacher at http.*no engine"):
+        await ask(section(endpoint, max_retries=1), scored([1, 4], [0, 1]))
+
+
+async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
+    endpoint.hold.clear()
+    asking = asyncio.create_task(
+        ask(section(endpoint, max_open=2), *[scored([1, number], [0, 1]) for number in range(6)])
+    )
+    async with asyncio.timeout(60):
+        while endpoint.open < 2:
+            await asyncio.sleep(0.005)
+        endpoint.hold.set()
+        await asking
+    assert (len(endpoint.asked), endpoint.most_open) == (6, 2)
+
+
+def without_token(rows: list[Any]) -> list[Any]:
+    return [
+        row and {name: one for name, one in row.items() if one["logprob"] != -5} for row in rows
+    ]
+
+
+def logits(rows: list[Any]) -> list[Any]:
+    return [row and {name: {**one, "logprob": 3.5} for name, one in row.items()} for row in rows]
+
+
+def other_vocabulary(rows: list[Any]) -> list[Any]:
+    return [row and row | {"999": {"logprob": -0.7, "rank": 1}} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda rows: rows[:-1], "must give prompt_logprobs of 2 tokens, got 1"),
+        (lambda rows: None, "must give prompt_logprobs of 2 tokens, got none"),
+        (without_token, "must give the token and 3 likely ones at each position"),
+        (lambda rows: [None, {}], "must give the token and 3 likely ones at each position"),
+        (lambda rows: ["x"], "gave no completion"),
+        (logits, "must run with --logprobs-mode raw_logprobs: .* is 3.5, above 0"),
+        (other_vocabulary, "must give the token and 3 likely ones"),
+    ],
+)
+async def test_an_answer_that_cannot_serve_is_no_answer(endpoint, change, cause: str) -> None:
+    endpoint.change = change
+    with pytest.raises(ReferenceFailed, match=cause):
+        await ask(section(endpoint), scored([1, 4], [0, 1]))
+
+
+async def test_a_token_outside_the_vocabulary_is_refused(endpoint) -> None:
+    endpoint.change = lambda rows: [
+        row and {str(int(name) + 31): one for name, one in row.items()} | {"4": row["4"]}
+        for row in rows
+    ]
+    with pytest.raises(ReferenceFailed, match="names token 34, outside the vocabulary of 32"):
+        await ask(section(endpoint), scored([1, 4], [0, 1]))
+
+
+async def test_a_key_is_read_from_its_file(endpoint, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    await ask(section(endpoint, api_key_file=str(key)), scored([1, 4], [0, 1]))
+    assert endpoint.keys == ["Bearer secret"]
+    for text, cause in (("", "is empty"), (None, "cannot be read")):
+        key.write_text(text) if text is not None else key.unlink()
+        with pytest.raises(ConfigError, match=f"reference.server.api_key_file .* {cause}"):
+            await ask(section(endpoint, api_key_file=str(key)), scored([1, 4], [0, 1]))
+
+
+async def test_episodes_carry_what_the_reference_says(config, endpoint, start_server) -> None:
+    async with start_server(with_server(config, section(endpoint))) as server:
+        server.fleet.client.turns = 2
+        connection = await server.join()
+        connection.lease("g1", members=[0])
+        (trained,) = await server.fleet.wait_trajectories(1)
+        purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+        connection.lease("g2", members=[0], purpose=purpose)
+        _, judged = await server.fleet.wait_trajectories(2)
+    assert trained.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
+    places = [4, 5, 6, 7, 10, 11, 12, 13]
+    assert sorted(trained.reference.top_ids[0].tolist()) == [4, 5, 6]
+    assert [sorted(row) for row in trained.reference.top_ids.tolist()] == [
+        [place, place + 1, place + 2] for place in places
+    ]
+    assert len(trained.reference.logprobs) == trained.num_sampled_tokens
+    assert judged.status is Status.COMPLETED
+    assert judged.reference is None
+    assert [asked["prompt"] for asked in endpoint.asked] == [trained.token_ids.tolist()]
+
+
+async def test_an_episode_whose_reference_fails_has_failed(config, endpoint, start_server) -> None:
+    endpoint.answers = [(400, {"error": {"message": "too long"}})]
+    settings = with_server(config, section(endpoint))
+    async with start_server(settings, waits=SessionWaits(retry_s=0.01)) as server:
+        connection = await server.join()
+        connection.lease("g1", members=[0], max_attempts=2)
+        failed, good = await server.fleet.wait_trajectories(2)
+    assert (failed.status, failed.failure.kind) == (Status.FAILED, FailureKind.INFRASTRUCTURE)
+    assert "the reference model teacher at http" in failed.failure.message
+    assert "too long" in failed.failure.message
+    assert (failed.reward, failed.reference, failed.will_retry) == (0.0, None, True)
+    # The tokens were sampled all the same: the ledger counts them.
+    assert failed.num_sampled_tokens == 4
+    assert (good.status, good.attempt) == (Status.COMPLETED, 1)
+    assert good.reference is not None
+
+
+async def test_a_cancelled_episode_does_not_wait_for_the_reference(
+    config, endpoint, start_server
+) -> None:
+    endpoint.hold.clear()
+    async with start_server(with_server(config, section(endpoint))) as server:
+        connection = await server.join()
+        connection.lease("g1", members=[0])
+        async with asyncio.timeout(60):
+            while not endpoint.open:
+                await asyncio.sleep(0.005)
+        connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
+        (cancelled,) = await server.fleet.wait_trajectories(1)
+        endpoint.hold.set()
+    assert cancelled.status is Status.CANCELLED
+    assert cancelled.reference is None
+
+
+@pytest.fixture
+def checked(config: Config, endpoint: ReferenceEndpoint, renderer: Renderer) -> Config:
+    """Settings with a server that has the tokenizer of the model."""
+    endpoint.texts = renderer.decode_all
+    return with_server(config, section(endpoint))
+
+
+async def test_a_server_with_the_models_tokenizer_passes(endpoint, checked: Config) -> None:
+    await check_reference_server(checked, checked.reference.server)
+
+
+async def test_other_tokenizers_are_refused_in_one_line(
+    endpoint, checked: Config, tmp_path: Path
+) -> None:
+    make_tokenizer(tmp_path / "other")
+    other = Renderer(tmp_path / "other")
+    endpoint.texts = lambda ids: other.decode_all(ids).replace("d", "e")
+    with pytest.raises(ConfigError) as caught:
+        await check_reference_server(checked, checked.reference.server)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "must have the tokenizer of model.path; tokens 0 to 31 are" in message
+    assert len(endpoint.asked) == 0
+
+
+async def test_a_server_without_the_model_or_its_room_is_refused(endpoint, checked) -> None:
+    endpoint.max_model_len = 32
+    with pytest.raises(ConfigError, match="= 33 tokens, got max_model_len 32: raise its"):
+        await check_reference_server(checked, checked.reference.server)
+    wrong = checked.reference.server.model_copy(update={"model": "student"})
+    with pytest.raises(ConfigError, match="must be one of teacher at http.*, got student"):
+        await check_reference_server(checked, wrong)
+
+
+async def test_a_server_that_gives_no_log_probabilities_is_refused(endpoint, checked) -> None:
+    endpoint.answers = [(400, {"error": {"message": "greater than max allowed: 20"}})]
+    with pytest.raises(ConfigError, match="^reference.server: .*greater than max allowed: 20"):
+        await check_reference_server(checked, checked.reference.server)
+
+
+async def test_a_server_that_is_not_there_is_refused(checked: Config) -> None:
+    gone = checked.reference.server.model_copy(update={"base_url": "http://127.0.0.1:9/v1"})
+    with pytest.raises(ConfigError, match="^reference.server: .* failed: APIConnectionError"):
+        await check_reference_server(checked, gone)
