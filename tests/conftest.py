@@ -30,6 +30,17 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(refuse_processes)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports make millions of objects that stay: the collector need not look at them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Only tests outside tests/integration and tests/gpu have to be marked one by one."""
     here = Path(__file__).parent
