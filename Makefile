@@ -12,6 +12,8 @@ FAST_WORKERS ?= 3
 COMPOSE_FLAGS ?=
 
 export TORCHDYNAMO_DISABLE := 1
+# Hundreds of processes of the tests would compile the same modules each time.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 STAMP := $(VENV)/.installed
