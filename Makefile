@@ -7,7 +7,7 @@ PYTEST_FLAGS ?=
 # Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
 TEST_WORKERS ?= 2
 # Parts of the quick tests that run side by side: some wait for half of their time.
-FAST_WORKERS ?= 3
+FAST_WORKERS ?= 4
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
 
@@ -60,7 +60,7 @@ test: $(STAMP)
 
 # Everything that starts no process, with a fifth of the random examples. Each part imports what it alone needs: imports
 # are a third of the time, and workers that share all tests would each import everything.
-FAST_PARTS := rest client trainer controller
+FAST_PARTS := rest trainer client controller
 FAST_client := tests/unit/client
 FAST_trainer := tests/unit/learner/trainer tests/unit/rollout_server
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
@@ -70,7 +70,7 @@ test-fast: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)
 
 test-fast-%:
-	@FUZZ=0.2 $(BIN)/python -m pytest $(FAST_$*) -m "not process" -q $(PYTEST_FLAGS)
+	@FUZZ=0.2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST_$*) -m "not process" -q $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

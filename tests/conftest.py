@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
+if os.environ.get("FUZZ"):
+    # Before any test takes the number of examples that is usual.
+    importlib.import_module("support.rigs.fuzz_budget")
 
 
 @pytest.hookimpl(wrapper=True)

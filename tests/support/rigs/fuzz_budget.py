@@ -30,6 +30,11 @@ class Budget:
     rounds: int
 
 
+# Tests that name no number of examples try 100.
+settings.register_profile("fuzz", max_examples=times(100))
+settings.load_profile("fuzz")
+
+
 def _examples(number: int) -> settings:
     # The same examples each time, unless more are asked for: a change is to blame for a failure.
     return settings(
