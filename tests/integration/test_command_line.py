@@ -211,9 +211,9 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
 def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f'controller.address="127.0.0.1:{taken.getsockname()[1]}"'
-        wrong = "rollout_server.engine={blok_size=16}"
+        wrong = 'rollout_server.chat_template="nowhere"'
         result = run_command("run", "config.toml", address, wrong, cwd=folder)
-    check_refused(result, "unknown key rollout_server.engine.blok_size; did you mean 'block_size'?")
+    check_refused(result, "rollout_server.chat_template must be a file, got nowhere")
 
 
 @pytest.mark.skipif(uses_gpus(), reason="the GPUs may be there")
@@ -313,11 +313,17 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
     ]
 
 
-@pytest.mark.parametrize("command", ["learner", "rollout-server"])
-def test_a_dry_run_knows_the_names_of_vllms_arguments(command: str, folder: Path) -> None:
+def test_a_dry_run_knows_the_names_of_vllms_arguments(folder: Path) -> None:
     override = "rollout_server.engine={blok_size=16}"
-    result = run_command(command, "config.toml", override, "--dry-run", cwd=folder)
+    result = run_command("rollout-server", "config.toml", override, "--dry-run", cwd=folder)
     check_refused(result, "unknown key rollout_server.engine.blok_size; did you mean 'block_size'?")
+
+
+@pytest.mark.parametrize("command", ["run", "learner", "rollout-server"])
+def test_every_dry_run_checks_the_engine(command: str, folder: Path) -> None:
+    override = 'rollout_server.chat_template="nowhere"'
+    result = run_command(command, "config.toml", override, "--dry-run", cwd=folder)
+    check_refused(result, "rollout_server.chat_template must be a file, got nowhere")
 
 
 @pytest.mark.parametrize("command", ["learner", "rollout-server"])

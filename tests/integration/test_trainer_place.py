@@ -151,18 +151,6 @@ async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
         client.close()
 
 
-async def test_a_place_that_is_not_kept_is_free_after_a_while(tmp_path):
-    config = make_config(tmp_path)
-    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        await stub.Register(HELLO, wait_for_ready=True, timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError, match="has the place in this run"):
-            await stub.Register(HELLO, timeout=10)
-        client = ControllerClient(config)
-        await asyncio.to_thread(client.register, HELLO)
-        client.close()
-
-
 async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
     config = make_config(tmp_path)
     async with controlled(config), open_channel(config.controller.address, OPEN) as channel:

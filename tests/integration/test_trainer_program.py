@@ -457,8 +457,10 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(
         ) == [3]
     (failure,) = controller.failures
     assert failure.final
-    assert failure.message.startswith("ValueError: ")
+    assert failure.message.startswith(f"ValueError: {damaged}/config.json cannot be used: ")
     assert "none that is known" in failure.message
+    # Bridge would try the file again after 1, 2 and 4 s, as if it came from a network.
+    assert "attempts" not in failure.message
 
 
 def test_token_that_is_too_old_stops_the_trainer(

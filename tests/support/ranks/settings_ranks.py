@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.config_file import load_config, parse_config
 
 from support.ranks.parity_layouts import config_of
 
@@ -95,6 +95,8 @@ def run_rank(folder: Path, job: str) -> None:
         answer = built(changed(folder, PASSED))
     elif job == "names":
         answer = names_of_the_provider()
+    elif job.endswith(".toml"):
+        answer = refusal(load_config(folder / job))
     elif job == "mixture":
         answer = mixture(config_of("one-moe", folder))
     else:

@@ -1,6 +1,7 @@
-"""How long the fuzzing tests take: seconds in continuous integration, as long as asked by hand.
+"""How many random examples tests try: seconds of them, or as many as asked by hand.
 
 FUZZ=20 python -m pytest -k fuzzed     # twenty times as many examples, other ones each time
+FUZZ=0.2 python -m pytest tests/unit   # a fifth, the same ones each time: `make test-fast`
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
 
-TIMES = int(os.environ.get("FUZZ", "0"))
+_FUZZ = os.environ.get("FUZZ", "")
+_TIMES = float(_FUZZ or 1)
+
+
+def times(number: int) -> int:
+    """The number of examples of a test that tries `number` unless FUZZ says otherwise."""
+    return max(1, round(number * _TIMES))
 
 
 @dataclass(frozen=True)
@@ -23,15 +30,20 @@ class Budget:
     rounds: int
 
 
+# Tests that name no number of examples try 100.
+settings.register_profile("fuzz", max_examples=times(100))
+settings.load_profile("fuzz")
+
+
 def _examples(number: int) -> settings:
     # The same examples each time, unless more are asked for: a change is to blame for a failure.
     return settings(
-        max_examples=number * max(TIMES, 1),
-        derandomize=TIMES == 0,
+        max_examples=times(number),
+        derandomize=not _FUZZ or _TIMES < 1,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 
 
-BUDGET = Budget(_examples(120), _examples(120), 25 * max(TIMES, 1))
+BUDGET = Budget(_examples(120), _examples(120), times(25))

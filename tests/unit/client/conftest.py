@@ -1,5 +1,6 @@
-"""A warning in these tests is an error."""
+"""A warning in these tests is an error, and their clients of HTTP know no authority."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("error"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every client reads all authorities of the machine for 50 ms, and none is asked here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-authorities")))
+        yield
 
 
 @pytest.fixture(params=BACKENDS)

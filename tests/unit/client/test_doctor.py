@@ -195,20 +195,22 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
 @pytest.mark.process
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
-    ("engine", "verdict", "seen"),
+    ("changes", "verdict", "seen"),
     [
+        # What vLLM itself refuses, a dry run shows.
         (
-            {"blok_size": 16},
+            {"chat_template": "nowhere"},
             Verdict.PROBLEM,
-            "unknown key rollout_server.engine.blok_size; did you",
+            "rollout_server.chat_template must be a file, got nowhere",
         ),
-        ({"block_size": 16}, Verdict.OK, "vLLM has the arguments that are passed through: block_s"),
+        ({}, Verdict.OK, "vLLM has the arguments that are passed through: block_s"),
     ],
 )
 async def test_what_is_passed_to_vllm_is_looked_up(
-    tmp_path: Path, engine: dict, verdict: Verdict, seen: str
+    tmp_path: Path, changes: dict, verdict: Verdict, seen: str
 ) -> None:
-    (finding,) = await check_passed(config_of(tmp_path, rollout_server={"engine": engine}))
+    server = {"engine": {"block_size": 16}} | changes
+    (finding,) = await check_passed(config_of(tmp_path, rollout_server=server))
     assert finding.verdict is verdict
     assert finding.seen.startswith(seen)
 

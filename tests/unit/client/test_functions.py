@@ -199,6 +199,8 @@ FAKES = {
         "    return int(found[1]) if found else 0"
     ),
 }
+# These go on until each of the two tests has had its limit.
+ENDLESS = ("endless", "flood")
 
 
 @pytest.mark.parametrize("name", FAKES)
@@ -207,7 +209,7 @@ async def test_code_cannot_fake_a_pass(
 ) -> None:
     monkeypatch.setattr("slipstream.client.sandbox.sandbox.first_backend", lambda: backend)
     row = {"question": "?", "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"]}
-    tasks = functions(tmp_path, row, limit_s=8.0)
+    tasks = functions(tmp_path, row, limit_s=2.0 if name in ENDLESS else 8.0)
     found = await judged(tasks, block(FAKES[name]))
     assert found.reward == 0, found
     assert found.metrics["passed"] == 0

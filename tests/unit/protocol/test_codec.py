@@ -32,6 +32,7 @@ from slipstream.protocol.types import (
 )
 from slipstream.v1 import trajectory_pb2 as pb
 from support.fakes.fake_trajectories import make_trajectory, trajectories, versions
+from support.rigs.fuzz_budget import times
 
 
 def same(left: Trajectory, right: Trajectory) -> bool:
@@ -60,7 +61,7 @@ def same(left: Trajectory, right: Trajectory) -> bool:
 
 
 @given(trajectories())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_trajectory_comes_back_as_it_was_sent(trajectory: Trajectory) -> None:
     assert same(decode_trajectory(encode_trajectory(trajectory)), trajectory)
 
@@ -71,7 +72,7 @@ def test_a_version_comes_back_as_it_was_sent(version: PolicyVersion) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=times(500), deadline=None)
 def test_bytes_of_any_kind_are_a_trajectory_or_a_protocol_error(data: bytes) -> None:
     try:
         decode_trajectory(data)
@@ -80,7 +81,7 @@ def test_bytes_of_any_kind_are_a_trajectory_or_a_protocol_error(data: bytes) -> 
 
 
 @given(trajectories(), st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(
     trajectory: Trajectory, data: st.DataObject
 ) -> None:

@@ -22,10 +22,10 @@ from slipstream.protocol.staleness import (
     may_lease_counted,
     must_start_afresh,
 )
-from support.rigs.fuzz_budget import TIMES
+from support.rigs.fuzz_budget import times
 
 # All small runs are gone through besides; FUZZ=5 tries the schedules of a long test.
-NUM_SCHEDULES = 20_000 * max(TIMES, 1)
+NUM_SCHEDULES = times(20_000)
 
 sizes = st.integers(1, 4)
 deadlines = st.lists(st.integers(0, 12), max_size=12)
@@ -273,6 +273,7 @@ def explore(
     """Goes through all that two lagging servers and a controller can do; the verdict and states.
 
     `room`: groups that the queue holds; None: as many as the promise could ever allow and one more.
+    Servers whose versions are exchanged are in the same state: the older version stands first.
     """
     places = groups_per_step * (max_staleness + 1) + 1 if room is None else room
     start = (0, (0, 0), ())
@@ -286,7 +287,7 @@ def explore(
         following, given_up = [], []
         for server, version in product(range(2), range(step + 1)):
             if version > served[server]:
-                newer = tuple(version if i == server else v for i, v in enumerate(served))
+                newer = tuple(sorted((version, served[1 - server])))
                 following.append((step, newer, leased))
         if len(leased) < places:
             for version in set(served):
@@ -328,7 +329,7 @@ def test_the_bound_is_kept_and_nothing_gets_stuck_in_all_small_runs(
 ) -> None:
     verdict, num_states = explore(groups_per_step, max_staleness, num_steps, holds)
     assert verdict == "kept"
-    assert num_states > 300
+    assert num_states > 150
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -12,6 +12,7 @@ from slipstream.protocol.types import PolicyVersion, VersionSpan
 from slipstream.rollout_server.agents.conversations import Call, Conversations, Turn
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
+from support.rigs.fuzz_budget import times
 
 TOOLS = "tools"
 
@@ -158,7 +159,7 @@ class _Known:
     tokens: list[int]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200), deadline=None)
 @given(st.data())
 def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) -> None:
     talk, known, sampled = Talk(), [_Known((), [])], {}

@@ -70,6 +70,7 @@ def install() -> Megatron:
     # These imports register recipes that Bridge lacks.
     for name in ("families", "gpt_oss", "mixture_families", "qwen3_next"):
         importlib.import_module(f"slipstream.learner.trainer.model.{name}")
+    _cure_retries()
     _cure_padded_vocabulary()
     _cure_tied_embeddings()
     _cure_saved_buckets()
@@ -98,6 +99,24 @@ def _cure_names() -> None:
     for name in ("bridge.peft.utils", "core.transformer.multi_latent_attention"):
         module: Megatron = importlib.import_module(f"megatron.{name}")
         module.HAVE_TE = False
+
+
+def _cure_retries() -> None:
+    # Bridge reads config.json under a lock in the home folder, and after a failure three times
+    # more, in seven seconds: it thinks of downloads. Here the folder lies on a disk.
+    for name in ("conversion.auto_bridge", "hf_pretrained.causal_lm"):
+        module: Megatron = importlib.import_module(f"megatron.bridge.models.{name}")
+        module.safe_load_config_with_retry = _read_config
+
+
+def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Megatron:
+    if trust_remote_code:
+        raise ConfigError(f"code of a model's folder is never run, got {path}")
+    transformers: Megatron = importlib.import_module("transformers")
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **named)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}/config.json cannot be used: {error}") from error
 
 
 def _cure_padded_vocabulary() -> None:

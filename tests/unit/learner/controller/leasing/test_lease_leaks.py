@@ -20,6 +20,7 @@ from slipstream.protocol.types import (
     TrajectoryName,
 )
 from support.fakes.fake_trajectories import GOOD
+from support.rigs.fuzz_budget import times
 
 SIZE = 2
 NAMES = ("a", "b")
@@ -195,7 +196,7 @@ class World:
             self.take(self.travelling.pop(0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150), deadline=None)
 @given(st.data())
 def test_what_a_lease_reserved_is_free_when_all_has_ended(data: st.DataObject) -> None:
     world = World(data)

@@ -11,6 +11,7 @@ from slipstream.learner.trainer.batches.prefix_tree import (
     num_squares,
     num_tokens,
 )
+from support.rigs.fuzz_budget import times
 
 
 def sequence(tokens, trained):
@@ -98,7 +99,7 @@ def test_only_members_are_bundled(members):
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=times(400), deadline=None)
 @given(
     st.lists(st.tuples(tokens, st.integers(0, 2**14)), max_size=7),
     st.integers(1, 4),

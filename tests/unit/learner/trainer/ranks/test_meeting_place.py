@@ -72,7 +72,7 @@ def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolEx
 
 
 def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecutor) -> None:
-    came: Future[object] = threads.submit(meeting_place, 0, 2, timedelta(seconds=6))
+    came: Future[object] = threads.submit(meeting_place, 0, 2, timedelta(seconds=3))
     listening(port)
     # A rank of another program would come like this, and torch counts it.
     stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)

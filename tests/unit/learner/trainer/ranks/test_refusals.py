@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Launch
@@ -24,3 +26,14 @@ def test_rank_without_torchruns_environment_is_refused(monkeypatch: pytest.Monke
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="must set WORLD_SIZE"):
         Launch.from_environment()
+
+
+def test_a_config_that_cannot_be_used_is_named_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "dtype": "none"}')
+    with pytest.raises(ValueError, match=f"^{tmp_path}/config.json cannot be used: .*none"):
+        compat._read_config(str(tmp_path), trust_remote_code=False)
+
+
+def test_code_of_a_models_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"is never run, got {tmp_path}"):
+        compat._read_config(str(tmp_path), trust_remote_code=True)
