@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.learner.trainer.batches.images import ImageInputs
 from torch import Tensor
 
 
@@ -56,7 +57,9 @@ class Paths:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; all tensors are [tokens] except `cu_seqlens`, `expert_ids` and `paths`."""
+    """Packed sequences; all tensors are [tokens] except `cu_seqlens` and
+    those whose comments say otherwise.
+    """
 
     token_ids: Tensor
     position_ids: Tensor
@@ -87,6 +90,8 @@ class MicroBatch:
     algorithm_ids: Tensor | None = None
     # The keys that each sequence sees; None: those of its own tokens.
     paths: Paths | None = None
+    # None: no sequence has images.
+    images: ImageInputs | None = None
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
@@ -106,6 +111,7 @@ class MicroBatch:
             moved,
             cu_seqlens=to_device(self.cu_seqlens, device),
             paths=self.paths and self.paths.to(device),
+            images=self.images and self.images.to(device),
         )
 
 

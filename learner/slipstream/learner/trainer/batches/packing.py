@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batches.batch import token_lags
+from slipstream.learner.trainer.batches.images import ImageInputs, PlacedImage
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.routed_experts import ExpertArray
 from slipstream.protocol.types import TokenArray, Trajectory
@@ -85,6 +86,7 @@ class TrainingSequence:
     algorithm: int = 0
     # [tokens, layers, experts per token], like `RoutedExperts`; None: no experts are known.
     expert_ids: ExpertArray | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @classmethod
     def of_trajectories(
@@ -203,6 +205,7 @@ def joined(
         returns=_tensor(_joined_or_none([e.returns for e in estimates])),
         expert_ids=_expert_ids(parts),
         algorithm_ids=_algorithm_ids(parts, lengths),
+        images=_images(parts),
     )
 
 
@@ -216,6 +219,12 @@ def filler_to(
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
     return [_filler(missing, like)] if missing else []
+
+
+def _images(parts: Sequence[TrainingSequence]) -> ImageInputs | None:
+    if not any(part.images for part in parts):
+        return None
+    return ImageInputs.of([part.images for part in parts], [len(part) for part in parts])
 
 
 def _algorithm_ids(

@@ -46,7 +46,7 @@ def hf_tensors(
             conversion_tasks=_merged_tasks(policy) if merge else None,
             merge_adapter_weights=merge,
         ):
-            if name in VOCABULARY:
+            if name.endswith(VOCABULARY):
                 # Rows beyond the vocabulary are padding.
                 weight = weight[: policy.vocab_size]
             name = name.replace(".base_layer.", ".")

@@ -1,0 +1,79 @@
+"""The pixels of images as models with vision take them: one rule for servers and trainer.
+
+Both call transformers' PIL processor, on every host: torchvision would resize otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.errors import ConfigError
+
+
+class Pixels(NamedTuple):
+    """One image: float32 [patches, values of a patch], and its grid of patches, (1, height, width).
+
+    The patches of one token follow each other.
+    """
+
+    values: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The processor of one model folder, from its preprocessor_config.json."""
+
+    # transformers' Qwen2VLImageProcessorPil.
+    inner: Any
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ImageProcessor:
+        """Returns the processor of a folder; ConfigError for one that cannot be read."""
+        return _load(str(folder))
+
+    @property
+    def merge(self) -> int:
+        """The patches on each side of the square that makes one token."""
+        return int(self.inner.merge_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens of the largest image."""
+        side = int(self.inner.patch_size) * self.merge
+        return int(self.inner.size["longest_edge"]) // side**2
+
+    def num_tokens(self, pixels: Pixels) -> int:
+        """Returns the tokens that stand for an image in a prompt."""
+        return int(np.prod(pixels.grid)) // self.merge**2
+
+    def pixels(self, data: bytes) -> Pixels:
+        """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
+                found = self.inner(images=[image.convert("RGB")], return_tensors="np")
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"an image cannot be read: {error}") from error
+        grid = found["image_grid_thw"][0]
+        values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
+        return Pixels(values, (int(grid[0]), int(grid[1]), int(grid[2])))
+
+
+@functools.lru_cache(maxsize=4)
+def _load(folder: str) -> ImageProcessor:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model.path must hold the image processor of a model with vision: {folder}: {error}"
+        ) from error
