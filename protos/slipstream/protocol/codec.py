@@ -20,6 +20,7 @@ from slipstream.protocol.types import (
     Failure,
     FailureKind,
     GroupId,
+    ImagePlace,
     LogprobArray,
     PolicyVersion,
     Purpose,
@@ -106,7 +107,9 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         num_turns=trajectory.num_turns,
         generation_s=trajectory.generation_s,
         environment_s=trajectory.environment_s,
-        checksum=_checksum(token_ids, logprobs, routed.expert_ids if routed else b""),
+        checksum=_checksum(
+            token_ids, logprobs, routed.expert_ids if routed else b"", *trajectory.images
+        ),
         prompt_text=trajectory.prompt_text,
         reply_text=trajectory.reply_text,
         routed_experts=routed,
@@ -120,6 +123,11 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             for branch in trajectory.branches
         ],
         is_given=trajectory.is_given,
+        images=trajectory.images,
+        image_places=[
+            pb.ImagePlace(offset=place.offset, image=place.image)
+            for place in trajectory.image_places
+        ],
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -133,6 +141,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         message.token_ids,
         message.behavior_logprobs,
         message.routed_experts.expert_ids,
+        *message.images,
     )
     if _checksum(*arrays) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
@@ -184,6 +193,8 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             for branch in message.branches
         ),
         is_given=message.is_given,
+        images=tuple(message.images),
+        image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
     )
     _check(trajectory)
     return trajectory
@@ -240,8 +251,8 @@ def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(sum(span.length for span in run), version) for version, run in grouped)
 
 
-def _checksum(token_ids: bytes, logprobs: bytes, expert_ids: bytes) -> int:
-    return zlib.crc32(expert_ids, zlib.crc32(logprobs, zlib.crc32(token_ids)))
+def _checksum(*parts: bytes) -> int:
+    return functools.reduce(lambda value, part: zlib.crc32(part, value), parts, 0)
 
 
 def _check_branches(trajectory: Trajectory) -> None:
@@ -261,6 +272,16 @@ def _check_branches(trajectory: Trajectory) -> None:
     rewards = {branch.name: branch.reward for branch in trajectory.branches}
     if any(branch.reward != rewards[branch.name] for branch in trajectory.branches):
         raise ProtocolError(f"{name}: branches of one name must have one reward")
+
+
+def _check_images(trajectory: Trajectory) -> None:
+    name, offsets = trajectory.trajectory_id, [place.offset for place in trajectory.image_places]
+    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
+        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
+    if any(
+        now >= after for now, after in itertools.pairwise([*offsets, len(trajectory.token_ids)])
+    ):
+        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
 
 
 def _check(trajectory: Trajectory) -> None:
@@ -284,3 +305,4 @@ def _check(trajectory: Trajectory) -> None:
     if not np.logical_and.reduce(np.isfinite(trajectory.behavior_logprobs)):
         raise ProtocolError(f"{name}: a log-probability is not a finite number")
     _check_branches(trajectory)
+    _check_images(trajectory)

@@ -106,6 +106,7 @@ class FakeEngine:
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> Generation:
         assert request_id not in self._requests
         self.samplings.append(sampling)

@@ -126,6 +126,7 @@ class ScriptedEngine(FakeEngine):
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> Generation:
         options = TextOptions(skip_special_tokens=False)
         stream = self.stream(request_id, prompt_token_ids, sampling, max_tokens, options=options)

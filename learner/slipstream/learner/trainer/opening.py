@@ -39,6 +39,7 @@ from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.vision.pixels import ImageProcessor
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -155,8 +156,8 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
         bf16=provider.bf16,
     )
-    sharing = _sharing(chunks, config)
-    vision = _vision(chunks, whole_config)
+    vision = _vision(chunks, whole_config, config.model.path)
+    sharing = _sharing(chunks, config) if vision is None else None
     logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
@@ -191,13 +192,14 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     return PrefixSharing(chunks, min_tokens=min_tokens)
 
 
-def _vision(chunks: list[Megatron], hf_config: Megatron) -> Vision | None:
+def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
     """Returns what lets `chunks` take images; None for a model without a vision tower."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     from slipstream.learner.trainer.model.vision import Vision
 
-    return Vision([unwrapped(chunk) for chunk in chunks], hf_config)
+    processor = ImageProcessor.load(folder)
+    return Vision([unwrapped(chunk) for chunk in chunks], hf_config, processor)
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:

@@ -122,7 +122,9 @@ class Config(Section):
         """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
         branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
-        return TRAJECTORY_OVERHEAD_BYTES + branches + per_token * self.sampling.total_tokens
+        images = self.sampling.max_images * self.sampling.max_image_bytes
+        tokens = per_token * self.sampling.total_tokens
+        return TRAJECTORY_OVERHEAD_BYTES + branches + images + tokens
 
     def check_trajectory_bytes(self, num_bytes: int) -> None:
         """Raises ValueError when trajectories are too large to send, or for the queue."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.errors import ConfigError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# An image of so many pixels takes 50 MB before it is made smaller.
+MAX_PIXELS = 1 << 24
 
 
 class Pixels(NamedTuple):
@@ -49,22 +55,39 @@ class ImageProcessor:
         side = int(self.inner.patch_size) * self.merge
         return int(self.inner.size["longest_edge"]) // side**2
 
-    def num_tokens(self, pixels: Pixels) -> int:
-        """Returns the tokens that stand for an image in a prompt."""
-        return int(np.prod(pixels.grid)) // self.merge**2
+    def num_tokens(self, data: bytes) -> int:
+        """Returns the tokens that stand for an image in a prompt, by its header alone.
+
+        ValueError for bytes that are no image, or one of too many pixels.
+        """
+        with _opened(data) as image:
+            width, height = image.size
+        return int(self.inner.get_number_of_image_patches(height, width)) // self.merge**2
 
     def pixels(self, data: bytes) -> Pixels:
         """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
-        from PIL import Image
-
-        try:
-            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
-                found = self.inner(images=[image.convert("RGB")], return_tensors="np")
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"an image cannot be read: {error}") from error
+        with _opened(data) as image:
+            found = self.inner(images=[image.convert("RGB")], return_tensors="np")
         grid = found["image_grid_thw"][0]
         values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
         return Pixels(values, (int(grid[0]), int(grid[1]), int(grid[2])))
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """Gives an image whose header is read; ValueError for one that cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(
+                    f"an image must have at most {MAX_PIXELS} pixels, got {width} * {height}"
+                )
+            yield image
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)

@@ -230,6 +230,7 @@ class Episode:
                 self._task.sampling,
                 max_tokens,
                 experts_from=recording.num_routed,
+                images=recording.conversation_images,
             )
         finally:
             self._generating = False
@@ -314,6 +315,8 @@ class Episode:
             routed_experts=self._routed_experts(status),
             branches=recording.branches,
             is_given=recording.is_given,
+            images=tuple(recording.images),
+            image_places=tuple(recording.image_places),
         )
 
     def _routed_experts(self, status: Status) -> RoutedExperts | None:

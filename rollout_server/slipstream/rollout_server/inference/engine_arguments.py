@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_sizes import read_model_table
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.passed_table import table_problems
+from slipstream.rollout_server.inference.vision_values import vision_values
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
@@ -55,8 +56,8 @@ def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
 def own_values(config: Config, seed: int) -> dict[str, object]:
     """Returns the values of our own settings under vLLM's names."""
     settings, sampling = config.rollout_server, config.sampling
-    sizes = json.loads((config.model.path / "config.json").read_text())
-    longest = sizes.get("max_position_embeddings", math.inf)
+    table = read_model_table(config.model.path)
+    longest = table.get("max_position_embeddings", math.inf)
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
@@ -77,5 +78,6 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        **(vision_values(sampling) if table.get("vision_config") else {}),
         **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
     }

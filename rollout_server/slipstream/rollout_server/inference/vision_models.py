@@ -1,8 +1,8 @@
-"""vLLM's models with images, whose pixels we compute: for images alone, with or without torchvision.
+"""vLLM's models for images alone, with or without torchvision.
 
-vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here requests
-carry pixels of `slipstream.protocol.vision.pixels`, so that the trainer has the same bits.
-vLLM imports this module by name wherever it looks at a model: see `register`.
+vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
+requests carry pixels of `slipstream.protocol.vision.pixels`, so that the trainer has the same bits.
+vLLM imports this module by name wherever it looks at a model: see `vision_values`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.protocol.vision.pixels import ImageProcessor
-from vllm import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 _PROCESSING = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-
-
-def register() -> None:
-    """Makes vLLM take these classes for their architectures."""
-    for architecture in ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"):
-        ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
 
 
 def _stand_in_for_torchvision() -> None:

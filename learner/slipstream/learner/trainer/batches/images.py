@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.protocol.errors import UntrainableBatch
+from slipstream.protocol.types import Trajectory
 from slipstream.protocol.vision.pixels import ImageProcessor
 from torch import Tensor
 
@@ -25,9 +26,33 @@ class PlacedImage:
     data: bytes
     processor: ImageProcessor
 
-    def moved(self, distance: int) -> PlacedImage:
-        """Returns the image `distance` tokens further on."""
-        return dataclasses.replace(self, offset=self.offset + distance)
+
+def images_of(
+    trajectory: Trajectory, tokens: slice, processor: ImageProcessor
+) -> tuple[PlacedImage, ...]:
+    """Returns the images among some `tokens` of a trajectory, by their places in these.
+
+    UntrainableBatch for an image that cannot be read, or that has other tokens.
+    """
+    found = []
+    for offset, image in trajectory.image_places:
+        if not tokens.start <= offset < tokens.stop:
+            continue
+        data = trajectory.images[image]
+        try:
+            end = offset + processor.num_tokens(data)
+        except ValueError as error:
+            raise _untrainable(trajectory, str(error)) from error
+        here = trajectory.token_ids[offset:end]
+        if end > tokens.stop or (here != here[0]).any():
+            raise _untrainable(trajectory, f"an image of {end - offset} tokens has others")
+        found.append(PlacedImage(offset - tokens.start, data, processor))
+    return tuple(found)
+
+
+def _untrainable(trajectory: Trajectory, cause: str) -> UntrainableBatch:
+    name = trajectory.trajectory_id
+    return UntrainableBatch(f"{name}: {cause}", [name])
 
 
 @dataclass(frozen=True)

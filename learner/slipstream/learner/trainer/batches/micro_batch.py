@@ -57,9 +57,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; all tensors are [tokens] except `cu_seqlens` and
-    those whose comments say otherwise.
-    """
+    """Packed sequences; tensors are [tokens] unless a comment says otherwise."""
 
     token_ids: Tensor
     position_ids: Tensor

@@ -32,6 +32,7 @@ from slipstream.learner.trainer.model.mappings import (
 )
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.vision.pixels import ImageProcessor
 from torch import Tensor
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
@@ -184,8 +185,11 @@ class Vision:
         output = chunk(...)
     """
 
-    def __init__(self, chunks: list[Megatron], hf_config: Megatron) -> None:
+    def __init__(
+        self, chunks: list[Megatron], hf_config: Megatron, processor: ImageProcessor
+    ) -> None:
         """`chunks` are unwrapped; ConfigError for a layout in which they cannot take images."""
+        self.processor = processor
         rope = hf_config.text_config.rope_parameters
         self._axes = frequency_axes(rope["mrope_section"], rope.get("mrope_interleaved", False))
         self._smallest = _smallest(hf_config.vision_config)
