@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,17 +20,26 @@ OTHERS = [layout for layout in LAYOUTS if layout != "one"]
 
 
 @pytest.fixture(scope="module")
-def folder(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     for family in FAMILIES:
         make_tokenizer(folder / family)
         make_model(folder / family, family)
-    program = Path(vision_ranks.__file__)
-    jobs = [f"{family}.one" for family in FAMILIES]
-    rank_pool.run(program, jobs, world_size=1, folder=folder)
-    jobs = [f"{family}.{layout}" for family in FAMILIES for layout in OTHERS]
-    rank_pool.run(program, jobs, world_size=2, folder=folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
+    """Returns what a family's layout found, which is run once."""
+
+    @functools.cache
+    def found(family: str, layout: str) -> dict:
+        job, world_size = f"{family}.{layout}", 1 if layout == "one" else 2
+        program = Path(vision_ranks.__file__)
+        rank_pool.run(program, [job], world_size=world_size, folder=folder)
+        return torch.load(folder / f"{job}.pt", weights_only=True)
+
+    return found
 
 
 def logprobs_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:
@@ -36,8 +47,8 @@ def logprobs_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_trains_images_like_plain_transformers(family: str, folder: Path) -> None:
-    found = torch.load(folder / f"{family}.one.pt", weights_only=True)
+def test_one_rank_trains_images_like_plain_transformers(family: str, folder: Path, trained) -> None:
+    found = trained(family, "one")
     model = plain_model(folder / family)
     logprobs = logprobs_of(model, folder / family)
     torch.testing.assert_close(found["before"], logprobs.detach(), rtol=1e-5, atol=1e-5)
@@ -55,8 +66,8 @@ def test_one_rank_trains_images_like_plain_transformers(family: str, folder: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_image_and_the_tower_matter(family: str, folder: Path) -> None:
-    found = torch.load(folder / f"{family}.one.pt", weights_only=True)
+def test_an_image_and_the_tower_matter(family: str, folder: Path, trained) -> None:
+    found = trained(family, "one")
     model = plain_model(folder / family)
     towers = {name for name in found["weights"] if "visual." in name}
     assert len(towers) > 20
@@ -69,10 +80,8 @@ def test_an_image_and_the_tower_matter(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", OTHERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_train_images_like_one_rank(family: str, layout: str, folder: Path) -> None:
-    one, found = (
-        torch.load(folder / f"{family}.{name}.pt", weights_only=True) for name in ("one", layout)
-    )
+def test_layouts_train_images_like_one_rank(family: str, layout: str, trained) -> None:
+    one, found = (trained(family, name) for name in ("one", layout))
     for name in ("before", "after"):
         torch.testing.assert_close(found[name], one[name], rtol=1e-5, atol=2e-5)
     assert found["norm"].item() == pytest.approx(one["norm"].item(), rel=1e-5)

@@ -27,6 +27,13 @@ class Message:
     content: str | Sequence[Mapping[str, Any]]
     tool_call_id: str = ""
 
+    @property
+    def text(self) -> str:
+        """The texts of the content, without its images."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part["text"] for part in self.content if part.get("type") == "text")
+
 
 Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
 # OpenAI's function schemas: {"type": "function", "function": {"name": ..., "parameters": ...}}.

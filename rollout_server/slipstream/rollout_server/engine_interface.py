@@ -245,6 +245,7 @@ class Engine(Protocol):
         *,
         options: TextOptions,
         experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         """Does what `generate` does, and returns the text too, in parts; read it to its end."""
         ...

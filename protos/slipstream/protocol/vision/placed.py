@@ -17,6 +17,10 @@ class PlacedImage(NamedTuple):
     offset: int
     data: bytes
 
+    def moved(self, distance: int) -> PlacedImage:
+        """Returns the image `distance` tokens further on."""
+        return self._replace(offset=self.offset + distance)
+
 
 @dataclass(frozen=True)
 class ImageTokens:

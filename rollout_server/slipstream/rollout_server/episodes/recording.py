@@ -101,6 +101,7 @@ class Recording:
         `shares` and `rewards` are those of named branches.
         """
         for branch in conversations.branches:
+            self._place(branch.images)
             self.token_ids += branch.token_ids
             self.run_lengths += branch.run_lengths
             self.logprobs += branch.logprobs
@@ -157,11 +158,15 @@ class Recording:
 
     def add_context(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> None:
         """Appends tokens for the model to read; `images` have their places in `token_ids`."""
+        self._place(images)
+        self.token_ids += token_ids
+        self.run_lengths.append(len(token_ids))
+
+    def _place(self, images: Sequence[PlacedImage]) -> None:
+        """Notes images by their places in the tokens that follow."""
         for image in images:
             index = self.images.setdefault(image.data, len(self.images))
             self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))
-        self.token_ids += token_ids
-        self.run_lengths.append(len(token_ids))
 
     def add_reply(self, generation: Generation) -> None:
         """Appends the tokens of a reply exactly as they were sampled."""

@@ -180,7 +180,8 @@ class VllmEngine:
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
-            output = await self._request(request_id, prompt_token_ids, asked, images)
+            added = self._add(request_id, prompt_token_ids, asked, self._adapter, images)
+            output = await self._next(request_id, await added)
         record = ReplyRecord()
         record.take(output)
         return self._returned(record, output, asked)
@@ -194,6 +195,7 @@ class VllmEngine:
         *,
         options: TextOptions,
         experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         """See `Engine`."""
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
@@ -203,7 +205,7 @@ class VllmEngine:
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
                 adapter = None if options.by_start else self._adapter
-                collector = await self._add(request_id, prompt_token_ids, asked, adapter)
+                collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self._next(request_id, collector)).finished:
                     yield record.part(output, with_logprobs=with_logprobs)
         if not is_wanted:
@@ -305,13 +307,9 @@ class VllmEngine:
             self._clock.leave()
 
     async def _request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        asked: SamplingParams,
-        images: Sequence[PlacedImage] = (),
+        self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
     ) -> RequestOutput:
-        collector = await self._add(request_id, prompt_token_ids, asked, self._adapter, images)
+        collector = await self._add(request_id, prompt_token_ids, asked, self._adapter)
         return await self._next(request_id, collector)
 
     async def _add(

@@ -69,8 +69,8 @@ class _Qwen3Info(_ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[
     info=_Qwen25Info,
     dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder,
 )
-class Qwen2_5_VLForConditionalGeneration(  # type: ignore[misc]  # noqa: N801
-    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
+class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
+    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration  # type: ignore[misc]
 ):
     """vLLM's Qwen2.5-VL."""
 
