@@ -24,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     for family in FAMILIES:
         make_tokenizer(folder / family)
-        make_model(folder / family, family)
+        # Two tensor parallel ranks share two heads of keys.
+        heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        make_model(folder / family, family, **heads)
     return folder
 
 
