@@ -24,6 +24,16 @@ def plain_model(folder: Path) -> torch.nn.Module:
     return plain
 
 
+def _mask_of(is_image: torch.Tensor):
+    """Says where images are: transformers also takes such tokens that a model has sampled."""
+
+    def mask(_ids, inputs_embeds: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        found = is_image[..., None].expand_as(inputs_embeds)
+        return found, torch.zeros_like(found)
+
+    return mask
+
+
 def plain_logprobs(
     model: torch.nn.Module, folder: Path, conversations: Sequence[Conversation]
 ) -> list[torch.Tensor]:
@@ -42,6 +52,7 @@ def plain_logprobs(
                 "image_grid_thw": torch.tensor([p.grid for p in pixels]),
                 "mm_token_type_ids": is_image,
             }
+            model.model.get_placeholder_mask = _mask_of(is_image.bool())
         scores = model(input_ids=ids, **given).logits[0, :-1].log_softmax(-1)
         found.append(scores.gather(1, ids[0, 1:, None])[:, 0])
     return found

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.protocol.vision.data_urls import data_of_url
-from vllm.exceptions import VLLMValidationError
 
 Message = Mapping[str, Any]
 # Stands for an image in the messages that are rendered; no template may change its text.
@@ -22,8 +21,8 @@ def without_images(
 ) -> tuple[list[Message], list[list[bytes]]]:
     """Returns the messages with a mark in the place of each image, and the images of each message.
 
-    VLLMValidationError for a part that is neither text nor an image in a data URL, or for an image
-    unless the model `sees_images`.
+    ValueError for a part that is neither text nor an image in a data URL, or for an image unless
+    the model `sees_images`.
     """
     marked: list[Message] = []
     images: list[list[bytes]] = []
@@ -44,17 +43,11 @@ def _marked(part: object, images: list[bytes], *, sees_images: bool) -> object:
         return part
     if not (sees_images and kind in _IMAGE_PARTS and isinstance(part, Mapping)):
         allowed = "text or images" if sees_images else "text"
-        raise VLLMValidationError(
-            f"messages of agents must be {allowed}, got a part of type {kind}",
-            parameter="messages",
-        )
+        raise ValueError(f"messages of agents must be {allowed}, got a part of type {kind}")
     url = part.get("image_url")
     if isinstance(url, Mapping):
         url = url.get("url")
-    try:
-        images.append(data_of_url(str(url)))
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter="messages") from error
+    images.append(data_of_url(str(url)))
     return {"type": "text", "text": MARK}
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -71,8 +72,9 @@ class PromptRenderer:
         """See vLLM; the prompt of the current call is that of its recorder."""
         current = CURRENT.get()
         if current is None:
-            for each in conversations:
-                without_images(each, sees_images=False)
+            with _refusals():
+                for each in conversations:
+                    without_images(each, sees_images=False)
             rendered: tuple[list[list[Message]], list[TokensInput]]
             rendered = await self._inner.render_chat_async(
                 conversations, chat_params, tok_params, **options
@@ -98,7 +100,8 @@ class PromptRenderer:
         length = sum(len(each.get("content") or "") for each in messages)
         render = self._render if length <= _INLINE_CHARACTERS else self._render_in_thread
         most = recorder.sampling.max_episode_tokens * self._longest_token
-        marked, images = without_images(messages, sees_images=self._images is not None)
+        with _refusals():
+            marked, images = without_images(messages, sees_images=self._images is not None)
         context = await render(marked, params, found, most)
         if context is None:
             found = None
@@ -107,10 +110,8 @@ class PromptRenderer:
         placed: Sequence[PlacedImage] = ()
         if self._images is not None:
             new = images[found.num_messages if found else 0 :]
-            try:
+            with _refusals():
                 context, placed = self._images.expanded(context, [i for one in new for i in one])
-            except ValueError as error:
-                raise VLLMValidationError(str(error), parameter="messages") from error
         return await recorder.begin(opened, found.turn if found else None, context, placed)
 
     async def _render_in_thread(self, *arguments: Any) -> list[int] | None:  # noqa: ANN401
@@ -168,3 +169,12 @@ class PromptRenderer:
         if self._backend is not None:
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises errors of messages as vLLM's, which an agent is told."""
+    try:
+        yield
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="messages") from error
