@@ -18,9 +18,11 @@ LAYOUTS = {
     "tp2": {"tp": 2},
     "sp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
+    "dp2": {},
 }
 LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
-MAX_TOKENS = 64
+# The longest conversation has a micro batch of its own, without images.
+MAX_TOKENS = 32
 
 
 def noise(width: int, height: int) -> bytes:
@@ -38,6 +40,7 @@ def conversations(folder: Path) -> list[tuple[np.ndarray, list[tuple[int, bytes]
     assert tokens is not None
     red, wide, high = square_png(COLOURS["red"], 0, 14), noise(112, 56), noise(60, 100)
     made = [
+        ([1, *[8, 9, 10, 11, 12] * 5, 3, 8, 2], []),
         ([1, 8, 9, 10, 3, 8, 2], []),
         ([1, 4, 5, 7, 12, 3, 9, 2], [red]),
         ([1, 4, 5, 7, 12, 4, 5, 7, 3, 10, 9, 8, 2], [wide, high]),

@@ -113,7 +113,7 @@ def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.N
     for offset, height, width in spans:
         found[place:offset] = (position + np.arange(offset - place))[:, None]
         position += offset - place
-        grid = np.stack(np.indices((1, height, width)), axis=-1).reshape(-1, _AXES)
+        grid = np.moveaxis(np.indices((1, height, width)), 0, -1).reshape(-1, _AXES)
         place = offset + height * width
         found[offset:place] = position + grid
         position += max(height, width)
