@@ -30,6 +30,7 @@ from slipstream.learner.trainer.model.mappings import (
     gated,
     norms_before,
 )
+from slipstream.learner.trainer.model.vision_tower import Tower, frequency_axes, smallest_image
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.vision.pixels import ImageProcessor
@@ -42,33 +43,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-
-class Tower(torch.nn.Module):
-    """transformers' vision tower, whose angles stay float32 in a model of another precision."""
-
-    def __init__(self, inner: Megatron) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Tower:  # noqa: ANN401
-        """Moves and casts the parameters; tables of angles are moved alone."""
-        tables = [
-            (module, name, table)
-            for module in self.inner.modules()
-            for name, table in module.named_buffers(recurse=False)
-        ]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = next(self.inner.parameters()).device
-        for module, name, table in tables:
-            setattr(module, name, table.to(device))
-        return self
-
-    def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features [tokens of images, hidden size]: those of the embedding, then deeper."""
-        pixels = images.pixels.to(next(self.inner.parameters()).dtype)
-        found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
-        return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
 
 
 class _VisionBridge(FamilyBridge):
@@ -192,7 +166,7 @@ class Vision:
         self.processor = processor
         rope = hf_config.text_config.rope_parameters
         self._axes = frequency_axes(rope["mrope_section"], rope.get("mrope_interleaved", False))
-        self._smallest = _smallest(hf_config.vision_config)
+        self._smallest = smallest_image(hf_config.vision_config)
         self._images: ImageInputs | None = None
         self._features: list[Tensor] = []
         depth = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
@@ -267,27 +241,3 @@ class Vision:
             placed = scatter_to_sequence_parallel_region(placed, group=group)
             is_image = is_image.chunk(group.size())[group.rank()]
         return is_image, placed
-
-
-def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
-    """Returns for each frequency the axis of positions that it turns by: time, height or width."""
-    if not interleaved:
-        return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
-    axes = torch.zeros(sum(sections), dtype=torch.int64)
-    for axis in (1, 2):
-        axes[axis : sections[axis] * 3 : 3] = axis
-    return axes
-
-
-def _smallest(settings: Megatron) -> ImageInputs:
-    """Returns an image of one token, of which no token of a micro batch takes features."""
-    merge = settings.spatial_merge_size
-    channels = settings.in_channels
-    width = channels * settings.temporal_patch_size * settings.patch_size**2
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return ImageInputs(
-        positions=nothing,
-        rows=nothing,
-        pixels=torch.zeros(merge**2, width),
-        grids=torch.tensor([[1, merge, merge]]),
-    )
