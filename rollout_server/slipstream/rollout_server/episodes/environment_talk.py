@@ -101,8 +101,8 @@ class EnvironmentTalk:
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
+            self._check_images({*recording.images, *(image.data for image in history.images)})
             recording.add_context(context, history.images)
-            self._check_images(recording)
             most = min(room, reply_limit)
             if given:
                 tokens = history.reply(given)
@@ -177,14 +177,14 @@ class EnvironmentTalk:
             )
         recording.metrics.update(verdict.metrics)
 
-    def _check_images(self, recording: Recording) -> None:
+    def _check_images(self, images: set[bytes]) -> None:
         sampling = self._sampling
-        if len(recording.images) > sampling.max_images:
+        if len(images) > sampling.max_images:
             raise RenderingFailed(
-                f"an episode has {len(recording.images)} images, more than sampling.max_images = "
+                f"an episode has {len(images)} images, more than sampling.max_images = "
                 f"{sampling.max_images}"
             )
-        largest = max(map(len, recording.images), default=0)
+        largest = max(map(len, images), default=0)
         if largest > sampling.max_image_bytes:
             raise RenderingFailed(
                 f"an image has {largest} bytes, more than sampling.max_image_bytes = "

@@ -138,6 +138,8 @@ class Inspector:
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
             max_turns=sampling.max_turns,
+            max_images=sampling.max_images,
+            max_image_bytes=sampling.max_image_bytes,
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
