@@ -46,6 +46,7 @@ class InstantEngine:
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> Generation:
         """See `Engine`."""
         await asyncio.sleep(0)

@@ -58,7 +58,7 @@ def row_of(question: Question, answer_after: str | None) -> dict[str, str]:
         _, found, answer = answer.rpartition(answer_after)
         if not found:
             raise ConfigError(f"an answer has no {answer_after!r}: {question.answer[:80]!r}")
-    return {"question": question.messages[0].content, "answer": answer.strip()}
+    return {"question": question.messages[0].text, "answer": answer.strip()}
 
 
 def split(

@@ -56,7 +56,10 @@ OWNERS = {
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.inference.passed_table",
+        "slipstream.rollout_server.inference.prompts",
         "slipstream.rollout_server.inference.token_counter",
+        "slipstream.rollout_server.inference.vision_models",
+        "slipstream.rollout_server.inference.vision_values",
         "slipstream.rollout_server.inference.vllm_requests",
         # vLLM's HTTP application, which agents call.
         "slipstream.rollout_server.agents.application",

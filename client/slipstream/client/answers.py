@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import SupportsFloat, TypeVar
 
 from slipstream.client.agent import BRANCH_NAME, AgentOutcome
+from slipstream.client.content import content_parts
 from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.loading import environment_failed
 from slipstream.protocol.bounds import check_bounds
@@ -165,15 +166,20 @@ def _message(message: object, source: str) -> pb.ChatMessage:
             f"of a tool, got {_show(message)}"
         )
     role, content, call_id = message["role"], message["content"], message.get("tool_call_id", "")
-    if not isinstance(role, str) or not role or not isinstance(content, str):
+    if not isinstance(role, str) or not role:
         raise environment_failed(
-            f"role and content of a message of {source} must be strings, got {_show(message)}"
+            f"the role of a message of {source} must be a string, got {_show(message)}"
         )
+    try:
+        parts = [] if isinstance(content, str) else content_parts(content)
+    except ValueError as error:
+        raise environment_failed(f"a message of {source}: {error}") from None
     if not isinstance(call_id, str) or (call_id and role != "tool"):
         raise environment_failed(
             f"tool_call_id must be a string, in a message of role tool, got {_show(message)}"
         )
-    return pb.ChatMessage(role=role, content=content, tool_call_id=call_id)
+    text = content if isinstance(content, str) else ""
+    return pb.ChatMessage(role=role, content=text, tool_call_id=call_id, parts=parts)
 
 
 def _tools(tools: object) -> str:

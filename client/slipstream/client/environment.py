@@ -19,15 +19,23 @@ MAX_CACHED_TASKS = 4096
 class Message:
     """One chat message; a dict `{"role": ..., "content": ...}` works as well.
 
-    The result of a tool has the role "tool", and the id of the call that it answers.
+    The result of a tool has the role "tool", and the id of the call that it answers. `content` is a
+    text, or parts with images: see docs/guides/environments.md.
     """
 
     role: str
-    content: str
+    content: str | Sequence[Mapping[str, Any]]
     tool_call_id: str = ""
 
+    @property
+    def text(self) -> str:
+        """The texts of the content, without its images."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part["text"] for part in self.content if part.get("type") == "text")
 
-Messages: TypeAlias = Sequence[Message | Mapping[str, str]]
+
+Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
 # OpenAI's function schemas: {"type": "function", "function": {"name": ..., "parameters": ...}}.
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 

@@ -21,6 +21,7 @@ from slipstream.protocol.types import (
     Failure,
     FailureKind,
     GroupId,
+    ImagePlace,
     LogprobArray,
     PolicyVersion,
     Purpose,
@@ -113,6 +114,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             logprobs,
             routed.expert_ids if routed else b"",
             *_reference_arrays(reference or pb.ReferenceLogprobs()),
+            *trajectory.images,
         ),
         prompt_text=trajectory.prompt_text,
         reply_text=trajectory.reply_text,
@@ -128,6 +130,11 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         ],
         is_given=trajectory.is_given,
         reference=reference,
+        images=trajectory.images,
+        image_places=[
+            pb.ImagePlace(offset=place.offset, image=place.image)
+            for place in trajectory.image_places
+        ],
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -142,6 +149,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         message.behavior_logprobs,
         message.routed_experts.expert_ids,
         *_reference_arrays(message.reference),
+        *message.images,
     )
     if _checksum(*arrays) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
@@ -194,6 +202,8 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         ),
         is_given=message.is_given,
         reference=reference_from_pb(message),
+        images=tuple(message.images),
+        image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
     )
     _check(trajectory)
     return trajectory
@@ -309,6 +319,16 @@ def _check_branches(trajectory: Trajectory) -> None:
         raise ProtocolError(f"{name}: branches of one name must have one reward")
 
 
+def _check_images(trajectory: Trajectory) -> None:
+    name, offsets = trajectory.trajectory_id, [place.offset for place in trajectory.image_places]
+    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
+        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
+    if any(
+        now >= after for now, after in itertools.pairwise([*offsets, len(trajectory.token_ids)])
+    ):
+        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
+
+
 def _check(trajectory: Trajectory) -> None:
     name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
     if sum(trajectory.run_lengths) != len(trajectory.token_ids):
@@ -329,7 +349,8 @@ def _check(trajectory: Trajectory) -> None:
         raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
     if not np.logical_and.reduce(np.isfinite(trajectory.behavior_logprobs)):
         raise ProtocolError(f"{name}: a log-probability is not a finite number")
+    _check_branches(trajectory)
     reference = trajectory.reference
     if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
         raise ProtocolError(f"{name}: {fault}")
-    _check_branches(trajectory)
+    _check_images(trajectory)

@@ -126,6 +126,13 @@ class Branch:
     reward: float | None = None
 
 
+class ImagePlace(NamedTuple):
+    """The first token of an image in a trajectory, and the index of the image."""
+
+    offset: int
+    image: int
+
+
 class TokenSequence(NamedTuple):
     """One branch, and its slices of a trajectory's tokens, runs and sampled tokens."""
 
@@ -147,6 +154,8 @@ class Trajectory:
 
     The runs of `branches` follow each other: each branch is a sequence that the model saw by
     itself, and a token is sampled in one branch only. Without any, all runs are one sequence.
+
+    `images` has each image that the model saw once, encoded; `image_places` says where they are.
 
     `is_given`: the environment gave all replies, so no policy sampled them; they count as sampled
     tokens otherwise. `reference` has what a reference model behind a server says of them.
@@ -180,6 +189,8 @@ class Trajectory:
     branches: tuple[Branch, ...] = ()
     is_given: bool = False
     reference: ReferenceLogprobs | None = None
+    images: tuple[bytes, ...] = ()
+    image_places: tuple[ImagePlace, ...] = ()
 
     @property
     def trajectory_id(self) -> TrajectoryId:

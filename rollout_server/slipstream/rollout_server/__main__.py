@@ -89,6 +89,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> None:
+    from slipstream.protocol.vision.placed import image_tokens
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.workers import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer, wait_for_controller
@@ -104,7 +105,10 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     process.bind_children()
     settings = config.rollout_server
     renderer = Renderer(
-        config.model.path, template=settings.chat_template, values=settings.chat_template_kwargs
+        config.model.path,
+        template=settings.chat_template,
+        values=settings.chat_template_kwargs,
+        images=image_tokens(config.model.path),
     )
     with process.limited_start(settings.start_timeout_s):
         from slipstream.rollout_server.inference.engine import VllmEngine

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from slipstream.v1 import environment_pb2
+
 PLACEHOLDER = "slipstreamreplyplaceholder"
 
 
@@ -19,7 +21,8 @@ class ToolCall(NamedTuple):
 class ChatMessage(NamedTuple):
     """One message of a conversation.
 
-    `tool_call_id` names the call that a result answers; calls and reasoning are a reply's own.
+    `tool_call_id` names the call that a result answers; calls and reasoning are a reply's own. A
+    message with images has texts and encoded images in `parts`, and no `content`.
     """
 
     role: str
@@ -27,10 +30,32 @@ class ChatMessage(NamedTuple):
     tool_call_id: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    parts: tuple[str | bytes, ...] = ()
+
+    @classmethod
+    def from_pb(cls, message: environment_pb2.ChatMessage) -> ChatMessage:
+        """Returns the message of an environment."""
+        parts = (part.image if part.HasField("image") else part.text for part in message.parts)
+        return cls(message.role, message.content, message.tool_call_id, parts=tuple(parts))
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The images of the message, in order."""
+        return tuple(part for part in self.parts if isinstance(part, bytes))
+
+    @property
+    def num_characters(self) -> int:
+        """The characters of its text."""
+        return len(self.content) + sum(len(part) for part in self.parts if isinstance(part, str))
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message in OpenAI's form, without what it does not have."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.parts:
+            message["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in self.parts
+            ]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.reasoning:

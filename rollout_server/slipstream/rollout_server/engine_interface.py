@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
+from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 
@@ -57,6 +58,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     max_total_tokens: int = 0
     max_branches: int = 16
+    max_images: int = 0
+    max_image_bytes: int = 0
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
@@ -226,9 +229,11 @@ class Engine(Protocol):
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> Generation:
         """Samples at most `max_tokens` tokens; waits while the engine is paused.
 
+        `images` are those of the prompt, whose tokens are there already.
         An engine that records experts returns those of the tokens from `experts_from` on.
         GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
@@ -243,6 +248,7 @@ class Engine(Protocol):
         *,
         options: TextOptions,
         experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         """Does what `generate` does, and returns the text too, in parts; read it to its end."""
         ...

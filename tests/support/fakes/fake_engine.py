@@ -106,6 +106,7 @@ class FakeEngine:
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> Generation:
         assert request_id not in self._requests
         self.samplings.append(sampling)
@@ -134,6 +135,7 @@ class FakeEngine:
         *,
         options: TextOptions,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> AsyncGenerator[TextPart, None]:
         generation = await self.generate(
             request_id, prompt_token_ids, sampling, max_tokens, experts_from=experts_from

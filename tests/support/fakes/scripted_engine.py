@@ -35,6 +35,7 @@ class Sample:
     max_tokens: int
     sampling: Sampling
     options: TextOptions
+    images: tuple[object, ...] = ()
 
 
 class ScriptedEngine(FakeEngine):
@@ -63,6 +64,7 @@ class ScriptedEngine(FakeEngine):
         *,
         options: TextOptions,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> AsyncGenerator[TextPart, None]:
         if self.fail_with is not None:
             raise GenerationFailed(self.fail_with)
@@ -102,7 +104,14 @@ class ScriptedEngine(FakeEngine):
         logprobs = [-1e-3 * next(self._numbers) for _ in done]
         self.samples.append(
             Sample(
-                request_id, list(prompt_token_ids), done, logprobs, max_tokens, sampling, options
+                request_id,
+                list(prompt_token_ids),
+                done,
+                logprobs,
+                max_tokens,
+                sampling,
+                options,
+                tuple(images),
             )
         )
         self._generated += len(done)
@@ -126,6 +135,7 @@ class ScriptedEngine(FakeEngine):
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[object] = (),
     ) -> Generation:
         options = TextOptions(skip_special_tokens=False)
         stream = self.stream(request_id, prompt_token_ids, sampling, max_tokens, options=options)

@@ -124,9 +124,9 @@ def _turns(messages: Sequence[Message], where: str) -> Conversation:
             continue
         if not read:
             raise ConfigError(f"{where}: a reply must follow a message, got two replies or none")
-        if not message.content:
+        if not message.text:
             raise ConfigError(f"{where}: a reply is empty")
-        turns.append(Turn(tuple(read), message.content))
+        turns.append(Turn(tuple(read), message.text))
         read = []
     if not turns:
         raise ConfigError(f"{where} has no message with role = {REPLY_ROLE!r}")

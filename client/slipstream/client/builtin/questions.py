@@ -99,7 +99,7 @@ class Questions(Environment[Question]):
         self._question = task
         *before, last = task.messages
         if not before:
-            last = Message(last.role, self._instruction.replace("{question}", last.content))
+            last = Message(last.role, self._instruction.replace("{question}", last.text))
         system = [] if self._system is None else [Message("system", self._system)]
         return [*system, *before, last]
 

@@ -50,7 +50,7 @@ def _check(config: Config) -> None:
     optimizer_config_of(config)
     hf_config = AutoConfig.from_pretrained(config.model.path)
     bridge = auto_bridge.from_hf_config(hf_config)
-    provider_of(bridge, hf_config, config, load_weights=False)
+    provider_of(bridge, hf_config.get_text_config(), config, load_weights=False)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -13,6 +12,7 @@ from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepResult
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_sizes import read_model_table
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class StepCost:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._sizes = model_sizes(json.loads((config.model.path / "config.json").read_text()))
+        self._sizes = model_sizes(read_model_table(config.model.path))
         self._epochs = config.algorithm.epochs
         self._peak_tflops = config.learner.peak_tflops
         if self._peak_tflops is None and ranks.device.type == "cuda":

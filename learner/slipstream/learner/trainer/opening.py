@@ -40,10 +40,12 @@ from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.vision.pixels import ImageProcessor
 from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
+    from slipstream.learner.trainer.model.vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +143,8 @@ def _load(
     load_weights: bool,
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
-    hf_config = bridge.hf_pretrained.config
+    whole_config = bridge.hf_pretrained.config
+    hf_config = whole_config.get_text_config()
     if load_weights:
         _note_reads(bridge.hf_pretrained.state.source, ranks.activity)
     provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
@@ -158,7 +161,8 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
         bf16=provider.bf16,
     )
-    sharing = _sharing(chunks, config)
+    vision = _vision(chunks, whole_config, config.model.path)
+    sharing = _sharing(chunks, config) if vision is None else None
     logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
@@ -175,6 +179,7 @@ def _load(
         logits_dtype=logits_dtype,
         memory=memory,
         sharing=sharing,
+        vision=vision,
     )
 
 
@@ -190,6 +195,16 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     if not min_tokens or cause:
         return None
     return PrefixSharing(chunks, min_tokens=min_tokens)
+
+
+def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
+    """Returns what lets `chunks` take images; None for a model without a vision tower."""
+    if getattr(hf_config, "vision_config", None) is None:
+        return None
+    from slipstream.learner.trainer.model.vision import Vision
+
+    processor = ImageProcessor.load(folder)
+    return Vision([unwrapped(chunk) for chunk in chunks], hf_config, processor)
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:

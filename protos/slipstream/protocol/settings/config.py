@@ -130,7 +130,9 @@ class Config(Section):
         if self.reference is not None and self.reference.server is not None:
             per_token += reference_bytes_per_token(self.reference.top_k)
         branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
-        return TRAJECTORY_OVERHEAD_BYTES + branches + per_token * self.sampling.total_tokens
+        images = self.sampling.max_images * self.sampling.max_image_bytes
+        tokens = per_token * self.sampling.total_tokens
+        return TRAJECTORY_OVERHEAD_BYTES + branches + images + tokens
 
     def check_trajectory_bytes(self, num_bytes: int) -> None:
         """Raises ValueError when trajectories are too large to send, or for the queue."""

@@ -28,6 +28,7 @@ from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
+from slipstream.protocol.settings.vision_rules import vision_problems
 from slipstream.protocol.settings.whole_settings import check_whole
 
 Table: TypeAlias = dict[str, JsonValue]
@@ -127,7 +128,8 @@ def check_sizes(config: Config) -> list[str]:
         is_latent=bool(sizes.latent_size),
         has_delta_net=bool(sizes.linear_heads),
     )
-    for problem in itertools.chain(role_problems(config, sizes), lora_problems):
+    problems = (role_problems(config, sizes), lora_problems, vision_problems(config, sizes))
+    for problem in itertools.chain(*problems):
         raise ConfigError(problem)
     _check_routing(config, sizes)
     return [

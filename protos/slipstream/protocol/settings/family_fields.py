@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from slipstream.protocol.settings.rope_fields import GEMMA, LAYER_KINDS
+from slipstream.protocol.settings.rope_fields import GEMMA, LAYER_KINDS, VISION
 
 Values: TypeAlias = tuple[Any, ...]
 
@@ -37,6 +37,8 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         "LlamaForCausalLM": _DENSE,
         "Qwen2ForCausalLM": {**_DENSE, "attention_bias": _ANY_BIAS},
         "Qwen3ForCausalLM": _DENSE,
+        VISION[0]: {**_DENSE, "attention_bias": _ANY_BIAS},
+        VISION[1]: _DENSE,
         "Qwen3MoeForCausalLM": _UNSHARED,
         "Qwen3NextForCausalLM": {"num_local_experts": ZERO},
         # vLLM always has these biases.
@@ -88,7 +90,7 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
     }
 )
 # Architectures for which vLLM uses hidden_size / num_attention_heads as head_dim.
-NO_HEAD_DIM = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM")
+NO_HEAD_DIM = (VISION[0], "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM")
 # Architecture -> fields that are read, though other architectures may have one value only.
 _OF_SIGMOID = (
     "n_routed_experts",

@@ -67,6 +67,8 @@ HONOURED = frozenset(
         "_sliding_window_pattern",
         "rope_local_base_freq",
         "query_pre_attn_scalar",
+        # The vision tower is transformers' own class in the learner.
+        "vision_config",
         "quantization_config",
     }
 )
@@ -100,6 +102,7 @@ HARMLESS = frozenset(
         "head_dtype",
         "hidden_dropout",
         "id2label",
+        "image_token_id",
         "initial_context_length",
         "initializer_range",
         "is_decoder",
@@ -133,6 +136,10 @@ HARMLESS = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "use_cache",
+        "video_token_id",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
     }
 )
 # Field -> values with which all three programs compute the same, for every architecture.

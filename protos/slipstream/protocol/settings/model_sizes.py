@@ -56,6 +56,9 @@ class ModelSizes:
     rope: tuple[tuple[str, Any], ...]
     uses_sliding_window: bool
     is_quantized: bool
+    # Whether there is a vision tower, and the number of layers behind which it adds features.
+    has_vision: bool
+    deep_layers: int
 
     def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
         """Returns the bytes of a token's keys and values in the cache of one of `tp` workers."""
@@ -113,11 +116,17 @@ class ModelSizes:
             norm_eps=values.get("rms_norm_eps", 0.0),
             has_tied_output=has_tied_output(values),
             rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
-            rope_type=str(rope.get("rope_type", rope.get("type", "default"))),
+            rope_type=str(rope.get("rope_type", rope.get("type", "default"))).replace(
+                "mrope", "default"
+            ),
             uses_sliding_window=bool(
                 values.get("use_sliding_window", values.get("sliding_window"))
             ),
             is_quantized="quantization_config" in values,
+            has_vision=bool(values.get("vision_config")),
+            deep_layers=len(
+                (values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+            ),
         )
 
 
@@ -155,7 +164,16 @@ def read_model_table(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
-    return values
+    return decoder_table(values)
+
+
+def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the fields of its decoder, which models with vision nest."""
+    decoder = values.get("text_config")
+    if not isinstance(decoder, Mapping):
+        return dict(values)
+    outer = {name: value for name, value in values.items() if name != "text_config"}
+    return {**decoder, **outer}
 
 
 def _download(folder: Path) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.protocol.settings.model_files import INDEX, read_header
-from slipstream.protocol.settings.model_sizes import ModelSizes
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
+from slipstream.protocol.settings.rope_fields import VISION
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -22,6 +23,7 @@ _NORMED_HEADS = (
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
     "Qwen3NextForCausalLM",
+    VISION[1],
 )
 # Architectures whose norm is over all heads together.
 _NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
@@ -59,7 +61,7 @@ def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> I
     `setting` names the folder, of a supported architecture. The projection to the vocabulary is
     needed if `has_output`. Further tensors in the files do not matter.
     """
-    values = json.loads((folder / "config.json").read_text())
+    values = read_model_table(folder)
     held = _held(folder)
     architecture = ModelSizes.of(values).architecture
     for name, shape in needed_tensors(values).items():
@@ -89,6 +91,10 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     needed["model.norm.weight"] = (sizes.hidden,)
     if not sizes.has_tied_output:
         needed[OUTPUT] = (sizes.vocab, sizes.hidden)
+    if sizes.architecture == "Qwen3VLForConditionalGeneration":
+        # The tensors of the tower are not checked.
+        inner = "model.language_model."
+        needed = {name.replace("model.", inner, 1): shape for name, shape in needed.items()}
     return needed
 
 
@@ -107,7 +113,7 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
         for name, size in rows.items()
     }
     found["self_attn.o_proj.weight"] = (hidden, rows["q"])
-    is_biased = sizes.architecture == "Qwen2ForCausalLM" or (
+    is_biased = sizes.architecture in ("Qwen2ForCausalLM", VISION[0]) or (
         sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
     )
     if sizes.architecture == "Glm4MoeForCausalLM":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 from slipstream.protocol.settings.model_sizes import ModelSizes
 from slipstream.protocol.settings.rank_layout import RankLayout
+from slipstream.protocol.settings.rope_fields import VISION
 from slipstream.protocol.settings.sections import LearnerSection, ParallelSection
 from slipstream.protocol.settings.transformer_table import policy_problems
 
@@ -33,6 +34,7 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
     "Qwen3NextForCausalLM",
+    *VISION,
 )
 # Architectures whose windows the learner, transformers and vLLM compute alike.
 WINDOWED = (

@@ -14,9 +14,13 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(GEMMA, ("default", "linear")),
     # vLLM computes no other for it.
     "GptOssForCausalLM": ("yarn",),
+    "Qwen2_5_VLForConditionalGeneration": ("default",),
+    "Qwen3VLForConditionalGeneration": ("default",),
 }
 # Architectures with latent attention.
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+# Architectures with a vision tower, whose positions have three axes.
+VISION = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 # Architectures whose positions turn a part of each head.
 _PARTIAL = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -85,6 +89,10 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     if architecture_of(values) == "GptOssForCausalLM" and kind == "yarn":
         # vLLM has no values of its own for the first two, and reads no other.
         needed, optional = (*needed, "beta_fast", "beta_slow"), ("truncate",)
+    if architecture_of(values) in VISION:
+        # Published files call the same kind by another name.
+        kind = "default" if kind == "mrope" else kind
+        needed, optional = (*needed, "mrope_section"), (*optional, "mrope_interleaved")
     kinds = _KINDS.get(architecture_of(values), (kind,))
     if kind not in kinds:
         yield (

@@ -45,6 +45,11 @@ class SamplingSection(Section):
     # Continue after the end-of-text token, up to the limits: for benchmarks.
     ignore_eos: bool = False
 
+    # Most images of an episode. 0: an episode with an image fails. More need a model with vision.
+    max_images: int = Field(0, ge=0, le=64)
+    # Most bytes of an image, encoded. A lease reserves `max_images` of them in the queue.
+    max_image_bytes: int = Field(262144, ge=1, le=16777216)
+
     @property
     def total_tokens(self) -> int:
         """Most tokens of an episode, all branches together."""

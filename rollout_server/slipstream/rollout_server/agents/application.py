@@ -10,11 +10,13 @@ import argparse
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.settings.config import RolloutServerSection
+from slipstream.protocol.vision.placed import image_tokens
 from slipstream.rollout_server.agents.prompting import CURRENT, PromptRenderer
 from slipstream.rollout_server.engine_interface import TextOptions, TextPart
 from slipstream.rollout_server.inference.vllm_requests import VllmParts
@@ -128,5 +130,6 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     client: Any = RecordingClient(parts)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
-    app.state.online_renderer.renderer = PromptRenderer(parts.renderer)
+    images = image_tokens(Path(arguments.model))
+    app.state.online_renderer.renderer = PromptRenderer(parts.renderer, images)
     return app

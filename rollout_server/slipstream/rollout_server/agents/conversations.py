@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.types import LogprobArray, VersionSpan
+from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.engine_interface import Generation
 
@@ -31,6 +32,7 @@ class Branch:
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
     # Whether an open call continues the branch at its end.
     is_taken: bool = False
 
@@ -57,6 +59,8 @@ class Call:
     prompt: list[int]
     context: list[int]
     is_append: bool
+    # Those of the prompt.
+    images: list[PlacedImage] = field(default_factory=list)
     is_over: bool = False
 
 
@@ -116,15 +120,27 @@ class Conversations:
                 found = Found(next(free, node.turns[0]), num_messages)
         return found
 
-    def begin(self, name: str, turn: Turn | None, context: list[int]) -> Call:
-        """Opens a call that reads `context` behind `turn`, or from the start where that is None."""
+    def begin(
+        self,
+        name: str,
+        turn: Turn | None,
+        context: list[int],
+        images: Sequence[PlacedImage] = (),
+    ) -> Call:
+        """Opens a call that reads `context` behind `turn`, or from the start where that is None.
+
+        `images` have their places in `context`.
+        """
+        start = 0 if turn is None else turn.end
+        known = [] if turn is None else [i for i in turn.branch.images if i.offset < start]
+        seen = known + [image.moved(start) for image in images]
         if turn is not None and _can_append(turn, name):
             turn.branch.is_taken = True
             prompt = turn.branch.token_ids + context
-            return Call(turn.branch, prompt, context, is_append=True)
+            return Call(turn.branch, prompt, context, is_append=True, images=seen)
         if turn is not None:
             context = turn.branch.token_ids[: turn.end] + context
-        return Call(Branch(name), context, context, is_append=False)
+        return Call(Branch(name), context, context, is_append=False, images=seen)
 
     def finish(self, call: Call, generation: Generation | None) -> Turn | None:
         """Records what a call sampled; None if it sampled nothing. Its branch is free again."""
@@ -138,6 +154,7 @@ class Conversations:
         tokens = generation.token_ids.tolist()
         if not call.is_append:
             self.branches.append(branch)
+        branch.images = call.images
         branch.token_ids += call.context
         branch.token_ids += tokens
         branch.run_lengths += [len(call.context), len(tokens)]

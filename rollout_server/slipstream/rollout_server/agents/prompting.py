@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
+from slipstream.protocol.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.agents.conversations import Found
+from slipstream.rollout_server.agents.image_parts import MARK, text_of_an_image, without_images
 from slipstream.rollout_server.agents.messages import message_key
 from slipstream.rollout_server.agents.open_call import OpenCall
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
@@ -30,9 +33,6 @@ _CACHED_CHARACTERS = 1000
 # Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
 
-# Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
-
 Message = Mapping[str, Any]
 
 
@@ -42,8 +42,10 @@ class PromptRenderer:
     The messages behind a known conversation are tokenized, the conversation itself is not.
     """
 
-    def __init__(self, renderer: BaseRenderer) -> None:
+    def __init__(self, renderer: BaseRenderer, images: ImageTokens | None = None) -> None:
+        """`images` None: the model sees none."""
         self._inner = renderer
+        self._images = images
         # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
         tokenizer: Any = copy.deepcopy(renderer.get_tokenizer())
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -51,6 +53,7 @@ class PromptRenderer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._tokenizer = tokenizer
+        self._image_text = "" if images is None else text_of_an_image(tokenizer)
         self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
         # Whether results of tools can follow a reply; None: no result has come yet.
         self._has_place: bool | None = None
@@ -67,9 +70,11 @@ class PromptRenderer:
         **options: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[list[list[Message]], list[TokensInput]]:
         """See vLLM; the prompt of the current call is that of its recorder."""
-        _check_text(conversations)
         current = CURRENT.get()
         if current is None:
+            with _refusals():
+                for each in conversations:
+                    without_images(each, sees_images=False)
             rendered: tuple[list[list[Message]], list[TokensInput]]
             rendered = await self._inner.render_chat_async(
                 conversations, chat_params, tok_params, **options
@@ -95,12 +100,19 @@ class PromptRenderer:
         length = sum(len(each.get("content") or "") for each in messages)
         render = self._render if length <= _INLINE_CHARACTERS else self._render_in_thread
         most = recorder.sampling.max_episode_tokens * self._longest_token
-        context = await render(messages, params, found, most)
+        with _refusals():
+            marked, images = without_images(messages, sees_images=self._images is not None)
+        context = await render(marked, params, found, most)
         if context is None:
             found = None
-            context = await render(messages, params, None, most)
+            context = await render(marked, params, None, most)
         assert context is not None
-        return await recorder.begin(opened, found.turn if found else None, context)
+        placed: Sequence[PlacedImage] = ()
+        if self._images is not None:
+            new = images[found.num_messages if found else 0 :]
+            with _refusals():
+                context, placed = self._images.expanded(context, [i for one in new for i in one])
+        return await recorder.begin(opened, found.turn if found else None, context, placed)
 
     async def _render_in_thread(self, *arguments: Any) -> list[int] | None:  # noqa: ANN401
         return await asyncio.to_thread(self._render_now, *arguments)
@@ -150,7 +162,7 @@ class PromptRenderer:
             # Tokenizing it would only delay the answer that it is too long.
             return [0] * (most_characters // self._longest_token + 1)
         encode = self._short if len(text) <= _CACHED_CHARACTERS else self._encode
-        return list(encode(text))
+        return list(encode(text.replace(MARK, self._image_text)))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens already.
@@ -159,14 +171,10 @@ class PromptRenderer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _check_text(conversations: Sequence[list[Message]]) -> None:
-    """Raises VLLMValidationError for messages with anything but text."""
-    for message in (message for messages in conversations for message in messages):
-        content = message.get("content")
-        for part in () if content is None or isinstance(content, str) else content:
-            kind = part.get("type") if isinstance(part, Mapping) else "text"
-            if kind not in _TEXT_PARTS:
-                raise VLLMValidationError(
-                    f"messages of agents must be text, got a part of type {kind}",
-                    parameter="messages",
-                )
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises errors of messages as vLLM's, which an agent is told."""
+    try:
+        yield
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="messages") from error

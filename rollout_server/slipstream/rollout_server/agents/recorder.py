@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from pydantic import JsonValue
+from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.agents.conversations import Conversations, Found, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
@@ -134,12 +135,24 @@ class Recorder:
         opened.settings, opened.keys = settings, keys
         return self.conversations.find(settings, keys, opened.http.branch, previous=opened.previous)
 
-    async def begin(self, opened: OpenCall, turn: Turn | None, context: list[int]) -> list[int]:
+    async def begin(
+        self,
+        opened: OpenCall,
+        turn: Turn | None,
+        context: list[int],
+        images: Sequence[PlacedImage] = (),
+    ) -> list[int]:
         """Returns the prompt of a call when there is room for its reply.
 
         LimitReached if there never will be.
         """
-        call = opened.call = self.conversations.begin(opened.http.branch, turn, context)
+        name = opened.http.branch
+        call = opened.call = self.conversations.begin(name, turn, context, images)
+        try:
+            self._check_images(call.images)
+        except LimitReached:
+            self._release(opened)
+            raise
         while True:
             if self._is_cancelled or opened.hung_up.is_set():
                 self._release(opened)
@@ -193,6 +206,7 @@ class Recorder:
                 max_tokens,
                 options=options,
                 experts_from=call.branch.num_routed,
+                images=call.images,
             ):
                 if part.generation is not None:
                     self._sampled(len(part.generation.token_ids))
@@ -206,6 +220,16 @@ class Recorder:
             if not self._num_sampling:
                 self.generation_s += time.monotonic() - self._since_s
             self._release(opened)
+
+    def _check_images(self, images: Sequence[PlacedImage]) -> None:
+        """Raises LimitReached for more, or larger, images than an episode may have."""
+        known = {image.data for branch in self.conversations.branches for image in branch.images}
+        known |= {image.data for image in images}
+        most, largest = self.sampling.max_images, self.sampling.max_image_bytes
+        if len(known) > most:
+            raise LimitReached(f"an episode may have {most} images (sampling.max_images)")
+        if any(len(image.data) > largest for image in images):
+            raise LimitReached(f"an image may have {largest} bytes (sampling.max_image_bytes)")
 
     def _release(self, opened: OpenCall) -> None:
         if opened.call is not None and not opened.call.is_over:

@@ -316,9 +316,7 @@ def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
 
 
 def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:
-    return [
-        ChatMessage(message.role, message.content, message.tool_call_id) for message in messages
-    ]
+    return [ChatMessage.from_pb(message) for message in messages]
 
 
 def check_tools(tools: str, *, takes_tools: bool) -> None:

@@ -24,7 +24,7 @@ from slipstream.rollout_server.episodes.calls import (
 )
 from slipstream.rollout_server.episodes.history import History
 from slipstream.rollout_server.episodes.recording import Recording
-from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import trajectory_pb2
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class EnvironmentTalk:
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
-            recording.add_context(context)
+            self._check_images({*recording.images, *(image.data for image in history.images)})
+            recording.add_context(context, history.images)
             most = min(room, reply_limit)
             if given:
                 tokens = history.reply(given)
@@ -143,7 +144,7 @@ class EnvironmentTalk:
         renderer, most = self._renderer, self._sampling.max_episode_tokens
         if renderer.cannot_fit(opening.messages, most):
             raise PromptTooLong(
-                f"a prompt of {sum(len(message.content) for message in opening.messages)} "
+                f"a prompt of {sum(message.num_characters for message in opening.messages)} "
                 f"characters leaves no room within sampling.max_episode_tokens = {most}"
             )
         await self._offer(inputs)
@@ -175,6 +176,20 @@ class EnvironmentTalk:
                 f"the rewards of an episode add up to {recording.reward}",
             )
         recording.metrics.update(verdict.metrics)
+
+    def _check_images(self, images: set[bytes]) -> None:
+        sampling = self._sampling
+        if len(images) > sampling.max_images:
+            raise RenderingFailed(
+                f"an episode has {len(images)} images, more than sampling.max_images = "
+                f"{sampling.max_images}"
+            )
+        largest = max(map(len, images), default=0)
+        if largest > sampling.max_image_bytes:
+            raise RenderingFailed(
+                f"an image has {largest} bytes, more than sampling.max_image_bytes = "
+                f"{sampling.max_image_bytes}"
+            )
 
     def _check_prompt(self, num_tokens: int) -> None:
         sampling = self._sampling

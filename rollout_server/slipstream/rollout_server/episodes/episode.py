@@ -244,6 +244,7 @@ class Episode:
                 self._task.sampling,
                 max_tokens,
                 experts_from=recording.num_routed,
+                images=recording.conversation_images,
             )
         finally:
             self._generating = False
@@ -329,6 +330,8 @@ class Episode:
             branches=recording.branches,
             is_given=recording.is_given,
             reference=recording.reference if self._is_trained(status) else None,
+            images=tuple(recording.images),
+            image_places=tuple(recording.image_places),
         )
 
     def _is_trained(self, status: Status) -> bool:

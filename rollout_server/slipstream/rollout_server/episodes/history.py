@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import trajectory_pb2
@@ -29,6 +30,8 @@ class History:
         self._replies: list[ChatMessage] = []
         self._num_read = 0
         self._call_ids: set[str] = set()
+        # The images of the newest context, by their places in it.
+        self.images: list[PlacedImage] = []
 
     def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
         """Adds a reply and what follows it; EnvironmentFailed for the result of an unknown call."""
@@ -47,7 +50,8 @@ class History:
 
     def prompt(self) -> list[int]:
         """Returns the tokens of all messages, replies as messages too."""
-        return self._renderer.prompt(self._whole(self._messages), self.inputs)
+        messages = self._whole(self._messages)
+        return self._with_images(self._renderer.prompt(messages, self.inputs), messages)
 
     @property
     def can_continue(self) -> bool:
@@ -66,7 +70,12 @@ class History:
         if self.inputs.tools and not self._renderer.has_place_for_results(self.inputs):
             # Earlier results stand behind their calls.
             said = [*self._whole(said[:-1]), REPLY]
-        return self._renderer.continuation(said, new, last_token, self.inputs)
+        tokens = self._renderer.continuation(said, new, last_token, self.inputs)
+        return self._with_images(tokens, new)
+
+    def _with_images(self, tokens: list[int], messages: Sequence[ChatMessage]) -> list[int]:
+        tokens, self.images = self._renderer.with_images(tokens, messages)
+        return tokens
 
     def _whole(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Returns the first messages with the replies in the place of their stand-ins."""

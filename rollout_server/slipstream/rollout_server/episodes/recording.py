@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.reservation import max_text_bytes
-from slipstream.protocol.types import Branch, LogprobArray, VersionSpan
+from slipstream.protocol.types import Branch, ImagePlace, LogprobArray, VersionSpan
+from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import Generation, Sampling
@@ -45,6 +46,9 @@ class Recording:
     environment_s: float = 0.0
     # Conversations that are over, in the order of their runs; () as long as there is only one.
     ended_branches: tuple[Branch, ...] = ()
+    # The images that the model saw, each once, by their indices, and where they are.
+    images: dict[bytes, int] = field(default_factory=dict)
+    image_places: list[ImagePlace] = field(default_factory=list)
     # The number of tokens before the conversation that goes on.
     start: int = 0
     # What the server of a reference model says of the sampled tokens.
@@ -101,6 +105,7 @@ class Recording:
         `shares` and `rewards` are those of named branches.
         """
         for branch in conversations.branches:
+            self._place(branch.images)
             self.token_ids += branch.token_ids
             self.run_lengths += branch.run_lengths
             self.logprobs += branch.logprobs
@@ -156,10 +161,27 @@ class Recording:
         if self.ended_branches and len(self.run_lengths) % 2:
             self.run_lengths.append(0)
 
-    def add_context(self, token_ids: list[int]) -> None:
-        """Appends tokens for the model to read."""
+    @property
+    def conversation_images(self) -> list[PlacedImage]:
+        """The images of the conversation that goes on, by their places in it."""
+        known = list(self.images)
+        return [
+            PlacedImage(place.offset - self.start, known[place.image])
+            for place in self.image_places
+            if place.offset >= self.start
+        ]
+
+    def add_context(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Appends tokens for the model to read; `images` have their places in `token_ids`."""
+        self._place(images)
         self.token_ids += token_ids
         self.run_lengths.append(len(token_ids))
+
+    def _place(self, images: Sequence[PlacedImage]) -> None:
+        """Notes images by their places in the tokens that follow."""
+        for image in images:
+            index = self.images.setdefault(image.data, len(self.images))
+            self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))
 
     def add_reply(self, generation: Generation) -> None:
         """Appends the tokens of a reply exactly as they were sampled."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,
@@ -46,15 +47,18 @@ class Renderer:
         *,
         template: Path | None = None,
         values: Mapping[str, JsonValue] = MappingProxyType({}),
+        images: ImageTokens | None = None,
     ) -> None:
         """Loads the tokenizer; ConfigError when it has no chat template that works.
 
         `template` is a file in place of the tokenizer's own; `values` are passed to it by name.
+        `images` None: the model sees none.
         """
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         self._values = dict(values)
+        self._images = images
         if template is not None:
             self._tokenizer.chat_template = _read(template)
         if not self._tokenizer.chat_template:
@@ -114,6 +118,23 @@ class Renderer:
             end = after[0]
         return [*self._tokenise(text), *([] if end is None else [end])]
 
+    def with_images(
+        self, tokens: list[int], messages: Sequence[ChatMessage]
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Returns tokens of `messages` with those of their images, and where these begin.
+
+        RenderingFailed for a model without vision, or for an image that cannot be read.
+        """
+        images = [image for message in messages for image in message.images]
+        if self._images is None:
+            if images:
+                raise RenderingFailed("a message has an image, but the model sees none")
+            return tokens, []
+        try:
+            return self._images.expanded(tokens, images)
+        except ValueError as error:
+            raise RenderingFailed(str(error)) from error
+
     def _has_place_for_results(self, inputs: TemplateInputs) -> bool:
         try:
             tail = self._tail((ChatMessage("user", "a"), REPLY, RESULT), inputs)
@@ -126,7 +147,7 @@ class Renderer:
 
         The check costs next to nothing; tokenising so long a text would delay all other episodes.
         """
-        characters = sum(len(message.content) for message in messages)
+        characters = sum(message.num_characters for message in messages)
         return characters > num_tokens * self._longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, PolicyVersion
+from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,
@@ -29,6 +30,7 @@ from slipstream.rollout_server.engine_interface import (
 from slipstream.rollout_server.inference.engine_arguments import engine_config
 from slipstream.rollout_server.inference.engine_pause import EnginePause
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
+from slipstream.rollout_server.inference.prompts import Prompts
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.inference.vllm_requests import (
@@ -45,7 +47,6 @@ from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls
 from slipstream.v1 import weights_pb2
 from vllm import SamplingParams
-from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -87,6 +88,7 @@ class VllmEngine:
         self._updates = WeightUpdate(
             self._workers.call_all, self._pauses.pause_for_update, stage=stage
         )
+        self._prompts = Prompts(llm.model_config.model)
         self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
         self._open: dict[str, bool] = {}
@@ -173,13 +175,15 @@ class VllmEngine:
         max_tokens: int,
         *,
         experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> Generation:
         """See `Engine`."""
         asked = parameters(sampling, max_tokens, experts_from=experts_from)
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
-            output = await self._request(request_id, prompt_token_ids, asked)
+            added = self._add(request_id, prompt_token_ids, asked, self._adapter, images)
+            output = await self._next(request_id, await added)
         record = ReplyRecord()
         record.take(output)
         return self._returned(record, output, asked)
@@ -193,6 +197,7 @@ class VllmEngine:
         *,
         options: TextOptions,
         experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         """See `Engine`."""
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
@@ -202,7 +207,7 @@ class VllmEngine:
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
                 adapter = None if options.by_start else self._adapter
-                collector = await self._add(request_id, prompt_token_ids, asked, adapter)
+                collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self._next(request_id, collector)).finished:
                     yield record.part(output, with_logprobs=with_logprobs)
         if not is_wanted:
@@ -271,8 +276,8 @@ class VllmEngine:
         watchdog = EngineWatchdog(self._silence_limit_s)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
-            num_requests = 0 if self._pauses.is_paused else len(self._open)
-            watchdog.check(heard_s=self._counter.heard_s, num_requests=num_requests)
+            waiting = 0 if self._pauses.is_paused else len(self._open)
+            watchdog.check(heard_s=self._counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
@@ -315,11 +320,12 @@ class VllmEngine:
         prompt_token_ids: Sequence[int],
         asked: SamplingParams,
         adapter: LoRARequest | None,
+        images: Sequence[PlacedImage] = (),
     ) -> RequestOutputCollector:
         with as_ours():
             collector = await self._llm.add_request(
                 request_id,
-                tokens_input(list(prompt_token_ids), cache_salt=self._pauses.salt),
+                await self._prompts.prompt(prompt_token_ids, images, self._pauses),
                 asked,
                 lora_request=adapter,
             )

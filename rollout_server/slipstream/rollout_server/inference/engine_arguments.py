@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_sizes import read_model_table
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.drafting_scheduler import draft_values
 from slipstream.rollout_server.inference.passed_table import table_problems
+from slipstream.rollout_server.inference.vision_values import vision_values
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
@@ -71,8 +72,8 @@ def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
 def own_values(config: Config, seed: int) -> dict[str, object]:
     """Returns the values of our own settings under vLLM's names."""
     settings, sampling = config.rollout_server, config.sampling
-    sizes = json.loads((config.model.path / "config.json").read_text())
-    longest = sizes.get("max_position_embeddings", math.inf)
+    table = read_model_table(config.model.path)
+    longest = table.get("max_position_embeddings", math.inf)
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
@@ -97,5 +98,6 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
             backend=BACKEND if config.weights.delta == "off" else KEEPING_BACKEND
         ),
         **draft_values(settings),
+        **(vision_values(sampling) if table.get("vision_config") else {}),
         **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
     }

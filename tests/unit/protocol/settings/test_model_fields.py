@@ -22,7 +22,7 @@ from slipstream.protocol.settings.rope_fields import ALTERNATING
 from support.fakes.model_folders import write_loadable_files
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
-GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT = LATER
+GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT, *SEEING = LATER
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -175,7 +175,12 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (one, {"rope_parameters": LLAMA3})
         for one in ARCHITECTURES
-        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, QWEN3_NEXT)
+        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, QWEN3_NEXT, *SEEING)
+    ),
+    *(
+        (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
+        for one in SEEING
+        for kind, name in (("type", "mrope"), ("rope_type", "default"))
     ),
     (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     (GLM, {"partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}),
@@ -231,6 +236,15 @@ def test_fields_that_are_computed_alike_are_accepted(
     values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
     assert list(field_problems(values)) == []
     assert unknown_fields(values) == []
+
+
+@pytest.mark.parametrize("architecture", SEEING)
+def test_positions_with_three_axes_say_where_these_are(architecture: str) -> None:
+    values = {"architectures": [architecture], **SIZES}
+    (found,) = field_problems(values | {"rope_parameters": {"rope_type": "default"}})
+    assert "needs mrope_section" in found
+    rope = LLAMA3 | {"mrope_section": [4, 6, 6]}
+    assert "must be one of default" in next(field_problems(values | {"rope_parameters": rope}))
 
 
 def test_a_deepseek_says_how_its_router_scores() -> None:

@@ -140,6 +140,8 @@ class Inspector:
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
             max_turns=sampling.max_turns,
+            max_images=sampling.max_images,
+            max_image_bytes=sampling.max_image_bytes,
             reference_top_k=reference.top_k if reference is not None and is_served else None,
         )
 

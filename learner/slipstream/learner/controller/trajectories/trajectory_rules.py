@@ -30,6 +30,8 @@ class KnownFacts:
     max_total_tokens: int
     max_branches: int
     max_turns: int
+    max_images: int
+    max_image_bytes: int
     # Likely tokens that the reference's server gives; None: no server answers for a reference.
     reference_top_k: int | None = None
 
@@ -72,6 +74,12 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
         return f"it has {turns} turns, sampling.max_turns is {facts.max_turns}"
     if trajectory.has_reward and trajectory.num_sampled_tokens == 0:
         return "it has a reward and no sampled token"
+    number, most = len(trajectory.images), facts.max_images
+    if number > most:
+        return f"it has {number} images, sampling.max_images is {most}"
+    largest, most = max(map(len, trajectory.images), default=0), facts.max_image_bytes
+    if largest > most:
+        return f"it has an image of {largest} bytes, sampling.max_image_bytes is {most}"
     for name, text in (("prompt", trajectory.prompt_text), ("reply", trajectory.reply_text)):
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:

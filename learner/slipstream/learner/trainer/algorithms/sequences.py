@@ -26,6 +26,7 @@ from slipstream.protocol.rewards import is_counted, shaped_rewards
 from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, Trajectory
+from slipstream.protocol.vision.pixels import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def training_sequences(
     found = _advantages(batch, config, known, own)
     token_estimates = _token_estimates(batch.trajectories, found, known)
     sequences = TrainingSequence.of_trajectories(
-        batch.trajectories, token_estimates, step=batch.step
+        batch.trajectories, token_estimates, step=batch.step, processor=_processor(batch, config)
     )
     if config.algorithm.router_replay != "off":
         sequences = _with_experts(sequences, batch.trajectories)
@@ -64,6 +65,11 @@ def training_sequences(
         _marked(sequence, places[owner]) if owner in found else _without_loss(sequence)
         for owner, sequence in zip(batch.owners, sequences, strict=True)
     ]
+
+
+def _processor(batch: Batch, config: Config) -> ImageProcessor | None:
+    has_images = any(trajectory.images for trajectory in batch.trajectories)
+    return ImageProcessor.load(config.model.path) if has_images else None
 
 
 def weighted(

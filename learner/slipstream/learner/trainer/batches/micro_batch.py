@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.learner.trainer.batches.images import ImageInputs
 from torch import Tensor
 
 
@@ -56,7 +57,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; tensors are [tokens] where nothing else is said."""
+    """Packed sequences; tensors are [tokens] unless a comment says otherwise."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -91,6 +92,8 @@ class MicroBatch:
     algorithm_ids: Tensor | None = None
     # The keys that each sequence sees; None: those of its own tokens.
     paths: Paths | None = None
+    # None: no sequence has images.
+    images: ImageInputs | None = None
 
     @property
     def all_targets(self) -> Tensor:
@@ -117,6 +120,7 @@ class MicroBatch:
             moved,
             cu_seqlens=to_device(self.cu_seqlens, device),
             paths=self.paths and self.paths.to(device),
+            images=self.images and self.images.to(device),
         )
 
 

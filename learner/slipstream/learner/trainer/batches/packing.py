@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batches.batch import token_lags
+from slipstream.learner.trainer.batches.images import ImageInputs, PlacedImage, images_of
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.protocol.routed_experts import ExpertArray
 from slipstream.protocol.types import TokenArray, Trajectory
+from slipstream.protocol.vision.pixels import ImageProcessor
 from torch import Tensor
 
 Item = TypeVar("Item", bound=np.generic)
@@ -89,17 +91,23 @@ class TrainingSequence:
     algorithm: int = 0
     # [tokens, layers, experts per token], like `RoutedExperts`; None: no experts are known.
     expert_ids: ExpertArray | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @classmethod
     def of_trajectories(
-        cls, trajectories: Sequence[Trajectory], estimates: Sequence[TokenEstimates], *, step: int
+        cls,
+        trajectories: Sequence[Trajectory],
+        estimates: Sequence[TokenEstimates],
+        *,
+        step: int,
+        processor: ImageProcessor | None = None,
     ) -> list[TrainingSequence]:
         """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
         for each trajectory; an array is None in all of them or in none. The sequences are views of
         arrays for the whole batch: many small arrays would cost more time than the training of
-        short sequences.
+        short sequences. `processor` makes pixels of images, if the model sees any.
         """
         if not trajectories:
             return []
@@ -117,7 +125,7 @@ class TrainingSequence:
             whole[sampled] = values
             return parts_of(_predicted(whole, ends), ends)
 
-        return [
+        found = [
             cls(*arrays)
             for arrays in zip(
                 parts_of(token_ids, ends),
@@ -127,6 +135,15 @@ class TrainingSequence:
                 TokenEstimates.map_all(estimates, placed),
                 strict=True,
             )
+        ]
+        if processor is None:
+            return found
+        images = [
+            images_of(t, part.tokens, processor) for t in trajectories for part in t.sequences()
+        ]
+        return [
+            dataclasses.replace(sequence, images=placed) if placed else sequence
+            for sequence, placed in zip(found, images, strict=True)
         ]
 
     @classmethod
@@ -209,6 +226,7 @@ def joined(
         top_logprobs=_tensor(_joined_or_none([e.top_logprobs for e in estimates])),
         expert_ids=_expert_ids(parts),
         algorithm_ids=_algorithm_ids(parts, lengths),
+        images=_images(parts),
     )
 
 
@@ -222,6 +240,12 @@ def filler_to(
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     like = sequences[0].estimates if sequences else TokenEstimates(_NOTHING)
     return [_filler(missing, like)] if missing else []
+
+
+def _images(parts: Sequence[TrainingSequence]) -> ImageInputs | None:
+    if not any(part.images for part in parts):
+        return None
+    return ImageInputs.of([part.images for part in parts], [len(part) for part in parts])
 
 
 def _algorithm_ids(

@@ -26,6 +26,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.recompute import Recompute
+    from slipstream.learner.trainer.model.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class ParallelModel:
     memory: HostMemory
     # None: common beginnings of sequences are computed once for each sequence.
     sharing: PrefixSharing | None
+    # None: the model sees no images.
+    vision: Vision | None
 
     @property
     def sequence_multiple(self) -> int:

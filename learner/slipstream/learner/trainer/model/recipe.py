@@ -107,7 +107,9 @@ def provider_of(
         # Megatron's experts with biases refuse it.
         values["bias_dropout_fusion"] = not provider.add_bias_linear
         # Megatron's fused positions of latent attention are those of YaRN only.
-        values["apply_rope_fusion"] = not provider.multi_latent_attention
+        # They are those of text only, too: positions of images have three axes.
+        has_axes = "mrope_section" in hf_config.rope_parameters
+        values["apply_rope_fusion"] = not (provider.multi_latent_attention or has_axes)
         # Megatron fuses no other activation of a gated MLP.
         values["bias_activation_fusion"] = provider.activation_func is torch.nn.functional.silu
         values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))

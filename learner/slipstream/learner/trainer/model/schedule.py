@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -148,7 +148,7 @@ def run_schedule(
         model.ranks.activity.note()
         place = next(places)
         micro_batch = placed[place]
-        with nullcontext() if model.sharing is None else model.sharing.positions_of(micro_batch):
+        with _given(model, micro_batch):
             output = chunk(
                 micro_batch.token_ids[None],
                 micro_batch.position_ids[None],
@@ -174,6 +174,13 @@ def run_schedule(
     if model.ranks.is_main:
         log_attention_once()
     return outputs
+
+
+def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    """Gives the forward pass within what hooks need of a micro batch."""
+    if model.vision is not None:
+        return model.vision.images_of(micro_batch)
+    return nullcontext() if model.sharing is None else model.sharing.positions_of(micro_batch)
 
 
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:

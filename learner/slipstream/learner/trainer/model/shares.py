@@ -53,7 +53,12 @@ def batch_outputs(
         TokenEstimates(np.zeros(trajectory.num_sampled_tokens, dtype=np.float32))
         for trajectory in batch.trajectories
     ]
-    sequences = TrainingSequence.of_trajectories(batch.trajectories, nothing, step=batch.step)
+    sequences = TrainingSequence.of_trajectories(
+        batch.trajectories,
+        nothing,
+        step=batch.step,
+        processor=None if model.vision is None else model.vision.processor,
+    )
     found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens, width=width))
     return [
         np.concatenate([_sampled_outputs(part, next(found)) for part in trajectory.sequences()])

@@ -68,7 +68,7 @@ def install() -> Megatron:
         auto_bridge = _import_bridge()
         _cure_names()
     # These imports register recipes that Bridge lacks.
-    for name in ("families", "gpt_oss", "mixture_families", "qwen3_next"):
+    for name in ("families", "gpt_oss", "mixture_families", "qwen3_next", "vision"):
         importlib.import_module(f"slipstream.learner.trainer.model.{name}")
     _cure_retries()
     _cure_padded_vocabulary()

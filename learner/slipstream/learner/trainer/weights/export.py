@@ -20,6 +20,7 @@ from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.lora_section import FUSED
+from slipstream.protocol.settings.model_sizes import read_model_table
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
@@ -46,7 +47,7 @@ def hf_tensors(
             conversion_tasks=_merged_tasks(policy) if merge else None,
             merge_adapter_weights=merge,
         ):
-            if name in VOCABULARY:
+            if name.endswith(VOCABULARY):
                 # Rows beyond the vocabulary are padding.
                 weight = weight[: policy.vocab_size]
             name = name.replace(".base_layer.", ".")
@@ -181,7 +182,7 @@ class HfFolderWriter:
 
     def copy_untrained(self, source: Path) -> None:
         """Copies the layers of `source` that predict further tokens, which are not trained."""
-        layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+        layers = read_model_table(source)["num_hidden_layers"]
         for path in sorted(source.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for name in filter(functools.partial(_is_untrained, layers=layers), file.keys()):

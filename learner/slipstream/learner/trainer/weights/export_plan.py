@@ -16,7 +16,8 @@ from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Endings of the tensors with a row for each token.
+EMBEDDING, HEAD = ".embed_tokens.weight", "lm_head.weight"
 VOCABULARY = (EMBEDDING, HEAD)
 # Ending of tensors that are float32 in every model: rounded, they would choose other experts.
 _EXACT = ".e_score_correction_bias"
@@ -76,7 +77,7 @@ def plan_matrices(policy: Policy) -> list[Piece]:
         for piece in _task_pieces(task, policy.vocab_size):
             pieces.append(piece)
             is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
-            if is_tied and piece.name == EMBEDDING and HEAD in expected:
+            if is_tied and piece.name.endswith(EMBEDDING) and HEAD in expected:
                 pieces.append(Piece(**{**vars(piece), "name": HEAD}))
     return sorted(pieces, key=lambda piece: piece.is_expert)
 
@@ -148,7 +149,7 @@ def _task_pieces(task: Megatron, vocab_size: int) -> Iterator[Piece]:
             sizes = [part.numel() // columns.numel(), *columns]
         if dim is not None:
             sizes[dim] *= dist.get_world_size(mapping.tp_group)
-        if name in VOCABULARY:
+        if name.endswith(VOCABULARY):
             sizes[0] = vocab_size
         yield Piece(name, part, tuple(sizes), dim, mapping.tp_group, mapping.is_expert)
 

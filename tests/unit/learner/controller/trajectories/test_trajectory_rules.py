@@ -30,6 +30,8 @@ FACTS = KnownFacts(
     max_total_tokens=96,
     max_branches=2,
     max_turns=4,
+    max_images=1,
+    max_image_bytes=3,
 )
 GROUP = Group(
     group_id=GroupId("g"),
@@ -54,6 +56,11 @@ def test_nothing_speaks_against_a_good_trajectory() -> None:
     ("changes", "cause"),
     [
         ({"server_epoch": 0xE}, "no rollout server a ever had the epoch e"),
+        ({"images": (b"1", b"2")}, "it has 2 images, sampling.max_images is 1"),
+        (
+            {"images": (b"1234",)},
+            "it has an image of 4 bytes, sampling.max_image_bytes is 3",
+        ),
         ({"server_id": ServerId("b")}, "no rollout server b ever had the epoch f"),
         (
             {"version_spans": (VersionSpan(2, PolicyVersion(0, 8)),)},

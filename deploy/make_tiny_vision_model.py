@@ -1,0 +1,120 @@
+"""Makes a tiny random Qwen2.5-VL or Qwen3-VL for the example of colours."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<reply>", "<vision>", "<image>", "<video>", "</vision>"]
+WORDS = ["red", "green", "blue", "yellow", "colour", "0", "1"]
+CHAT_TEMPLATE = (
+    "{{ '<s>' }}"
+    "{% for message in messages %}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<vision><image></vision>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ '</s>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
+)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer whose tokens are single words; text is split at white space."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=SPECIAL_TOKENS[3:],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> None:
+    """Saves a random model of `family` in float32 with its image processor.
+
+    Its heads have 32 dimensions, the smallest that vLLM's CPU attention takes. `sizes` are of the
+    decoder.
+    """
+    import torch
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    is_third = family == "qwen3_vl"
+    decoder = {
+        "vocab_size": len(SPECIAL_TOKENS) + len(WORDS),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.08,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5] if is_third else [4, 6, 6],
+            **({"mrope_interleaved": True} if is_third else {}),
+        },
+        **({"head_dim": 32} if is_third else {}),
+        **sizes,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": decoder["hidden_size"],
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "initializer_range": 0.08,
+    }
+    if is_third:
+        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    else:
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    ids = ("vision_start", "image", "video", "vision_end")
+    kind = "Qwen3VL" if is_third else "Qwen2_5_VL"
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=decoder,
+        vision_config=tower,
+        tie_word_embeddings=False,
+        dtype="float32",
+        **{f"{name}_token_id": 4 + place for place, name in enumerate(ids)},
+    )
+    getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        patch_size=14, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    ).save_pretrained(folder)
+
+
+def main() -> None:
+    """Writes the folder that the first argument names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(arguments.folder)
+    make_model(arguments.folder, arguments.family, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Images of training sequences, and what a micro batch holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from slipstream.protocol.errors import UntrainableBatch
+from slipstream.protocol.types import Trajectory
+from slipstream.protocol.vision.pixels import ImageProcessor
+from torch import Tensor
+
+# Axes of a position: time, height and width.
+_AXES = 3
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image whose first token is at `offset` of its sequence."""
+
+    offset: int
+    # The encoded image, and what makes pixels of it.
+    data: bytes
+    processor: ImageProcessor
+
+
+def images_of(
+    trajectory: Trajectory, tokens: slice, processor: ImageProcessor
+) -> tuple[PlacedImage, ...]:
+    """Returns the images among some `tokens` of a trajectory, by their places in these.
+
+    UntrainableBatch for an image that cannot be read, or that has other tokens.
+    """
+    found = []
+    for offset, image in trajectory.image_places:
+        if not tokens.start <= offset < tokens.stop:
+            continue
+        data = trajectory.images[image]
+        try:
+            end = offset + processor.num_tokens(data)
+        except ValueError as error:
+            raise _untrainable(trajectory, str(error)) from error
+        here = trajectory.token_ids[offset:end]
+        if end > tokens.stop or (here != here[0]).any():
+            raise _untrainable(trajectory, f"an image of {end - offset} tokens has others")
+        found.append(PlacedImage(offset - tokens.start, data, processor))
+    return tuple(found)
+
+
+def _untrainable(trajectory: Trajectory, cause: str) -> UntrainableBatch:
+    name = trajectory.trajectory_id
+    return UntrainableBatch(f"{name}: {cause}", [name])
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images of a micro batch, as a model with vision takes them."""
+
+    # int64 [tokens, 3]: the position of each token in time, height and width of its sequence.
+    positions: Tensor
+    # int64 [tokens]: the row of the image's features that replaces the embedding; -1: none does.
+    rows: Tensor
+    # float32 [patches, values of a patch], all images in order.
+    pixels: Tensor
+    # int64 [images, 3], on the CPU: patches in time, height and width.
+    grids: Tensor
+
+    @classmethod
+    def of(cls, images: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> ImageInputs:
+        """Joins the images of sequences, which follow each other and have these `lengths`."""
+        num_rows, start = 0, 0
+        rows = np.full(sum(lengths), -1, dtype=np.int64)
+        positions, pixels, grids = [], [], []
+        for placed, length in zip(images, lengths, strict=True):
+            spans = []
+            for image in placed:
+                found = image.processor.pixels(image.data)
+                height, width = (side // image.processor.merge for side in found.grid[1:])
+                first = start + image.offset
+                rows[first : first + height * width] = num_rows + np.arange(height * width)
+                num_rows += height * width
+                pixels.append(found.values)
+                grids.append(found.grid)
+                spans.append((image.offset, height, width))
+            positions.append(image_positions(length, spans))
+            start += length
+        return cls(
+            positions=torch.from_numpy(np.concatenate(positions)),
+            rows=torch.from_numpy(rows),
+            pixels=torch.from_numpy(np.concatenate(pixels)),
+            grids=torch.tensor(grids),
+        )
+
+    def to(self, device: torch.device) -> ImageInputs:
+        """Returns a copy on `device`; the grids stay."""
+        return ImageInputs(
+            self.positions.to(device), self.rows.to(device), self.pixels.to(device), self.grids
+        )
+
+
+def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+    """Returns the positions of one sequence's tokens, int64 [tokens, 3].
+
+    `spans` has offset, height and width in tokens of each image. A token of text moves all axes by
+    one. The tokens of an image have one time and their places in it; the text behind goes on after
+    the largest position so far. Source: arXiv:2409.12191, section 2.1.
+    """
+    found = np.empty((length, _AXES), dtype=np.int64)
+    place, position = 0, 0
+    for offset, height, width in spans:
+        found[place:offset] = (position + np.arange(offset - place))[:, None]
+        position += offset - place
+        grid = np.moveaxis(np.indices((1, height, width)), 0, -1).reshape(-1, _AXES)
+        place = offset + height * width
+        found[offset:place] = position + grid
+        position += max(height, width)
+    found[place:] = (position + np.arange(length - place))[:, None]
+    return found

@@ -1,0 +1,1 @@
+"""Images in conversations: their bytes, pixels and places."""

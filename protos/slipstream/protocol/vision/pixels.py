@@ -1,0 +1,102 @@
+"""The pixels of images as models with vision take them: one rule for servers and trainer.
+
+Both call transformers' PIL processor, on every host: torchvision would resize otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.errors import ConfigError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# An image of so many pixels takes 50 MB before it is made smaller.
+MAX_PIXELS = 1 << 24
+
+
+class Pixels(NamedTuple):
+    """One image: float32 [patches, values of a patch], and its grid of patches, (1, height, width).
+
+    The patches of one token follow each other.
+    """
+
+    values: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The processor of one model folder, from its preprocessor_config.json."""
+
+    # transformers' Qwen2VLImageProcessorPil.
+    inner: Any
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ImageProcessor:
+        """Returns the processor of a folder; ConfigError for one that cannot be read."""
+        return _load(str(folder))
+
+    @property
+    def merge(self) -> int:
+        """The patches on each side of the square that makes one token."""
+        return int(self.inner.merge_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens of the largest image."""
+        side = int(self.inner.patch_size) * self.merge
+        return int(self.inner.size["longest_edge"]) // side**2
+
+    def num_tokens(self, data: bytes) -> int:
+        """Returns the tokens that stand for an image in a prompt, by its header alone.
+
+        ValueError for bytes that are no image, or one of too many pixels.
+        """
+        with _opened(data) as image:
+            width, height = image.size
+        return int(self.inner.get_number_of_image_patches(height, width)) // self.merge**2
+
+    def pixels(self, data: bytes) -> Pixels:
+        """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
+        with _opened(data) as image:
+            found = self.inner(images=[image.convert("RGB")], return_tensors="np")
+        grid = found["image_grid_thw"][0]
+        values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
+        return Pixels(values, (int(grid[0]), int(grid[1]), int(grid[2])))
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """Gives an image whose header is read; ValueError for one that cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(
+                    f"an image must have at most {MAX_PIXELS} pixels, got {width} * {height}"
+                )
+            yield image
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
+
+
+@functools.lru_cache(maxsize=4)
+def _load(folder: str) -> ImageProcessor:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model.path must hold the image processor of a model with vision: {folder}: {error}"
+        ) from error

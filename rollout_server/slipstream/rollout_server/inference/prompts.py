@@ -1,0 +1,81 @@
+"""Prompts for vLLM: exact tokens, and pixels of our own where there are images."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.rollout_server.inference.engine_pause import EnginePause
+from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+
+# Images whose pixels are kept: the members of a group have the same ones.
+_KEPT_IMAGES = 32
+
+
+class Prompts:
+    """Makes prompts for the model of one folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
+
+    async def prompt(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[PlacedImage],
+        pauses: EnginePause,
+    ) -> TokensInput | MultiModalInput:
+        """Returns vLLM's input; ValueError for an image that cannot be read.
+
+        vLLM keeps features of images by name: new weights make other features, so names have the
+        version.
+        """
+        if not images:
+            return tokens_input(list(token_ids), cache_salt=pauses.salt)
+        items = [await asyncio.to_thread(self._item, image.data) for image in images]
+        return mm_input(
+            list(token_ids),
+            MultiModalKwargsItems({"image": [item for item, _ in items]}),
+            {"image": [f"{_name(image.data)}:{pauses.version}" for image in images]},
+            {
+                "image": [
+                    PlaceholderRange(offset=image.offset, length=length)
+                    for image, (_, length) in zip(images, items, strict=True)
+                ]
+            },
+            cache_salt=pauses.salt,
+        )
+
+    def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, int]:
+        """Returns the pixels of an image for vLLM, and the number of its tokens."""
+        processor = ImageProcessor.load(self._folder)
+        pixels = processor.pixels(data)
+        values, grid = torch.from_numpy(pixels.values), torch.tensor(pixels.grid)
+        whole = MultiModalFlatField(slices=[slice(0, len(values))])
+        item = MultiModalKwargsItem(
+            {
+                "pixel_values": MultiModalFieldElem(values, whole),
+                "image_grid_thw": MultiModalFieldElem(
+                    grid, MultiModalBatchedField(keep_on_cpu=True)
+                ),
+            }
+        )
+        return item, processor.num_tokens(data)
+
+
+@lru_cache(_KEPT_IMAGES)
+def _name(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,84 @@
+"""vLLM's models for images alone, with or without torchvision.
+
+vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
+requests carry pixels of `slipstream.protocol.vision.pixels`, so that the trainer has the same bits.
+vLLM imports this module by name wherever it looks at a model: see `vision_values`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.protocol.vision.pixels import ImageProcessor
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+_PROCESSING = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+
+
+def _stand_in_for_torchvision() -> None:
+    """Puts transformers' PIL module in the place of the one that cannot be imported.
+
+    vLLM's models take a function of it that both have.
+    """
+    if importlib.util.find_spec("torchvision") is not None or _PROCESSING in sys.modules:
+        return
+    plain = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    module: Any = types.ModuleType(_PROCESSING)
+    module.smart_resize = plain.smart_resize
+    module.Qwen2VLImageProcessor = plain.Qwen2VLImageProcessorPil
+    sys.modules[_PROCESSING] = module
+
+
+_stand_in_for_torchvision()
+
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl  # noqa: E402
+
+
+class _ImagesAlone:
+    """What vLLM asks about a model's images before it starts."""
+
+    ctx: Any
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Returns the kinds of inputs beside text; None: any number of them."""
+        return {"image": None}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Returns the tokens of the largest image."""
+        processor = ImageProcessor.load(self.ctx.model_config.model)
+        return {"image": min(seq_len, processor.max_tokens)}
+
+
+class _Qwen25Info(_ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+class _Qwen3Info(_ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen2_5_vl.Qwen2_5_VLMultiModalProcessor,
+    info=_Qwen25Info,
+    dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder,
+)
+class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
+    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration  # type: ignore[misc]
+):
+    """vLLM's Qwen2.5-VL."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen3Info,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3VLForConditionalGeneration(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's Qwen3-VL."""

@@ -1,0 +1,49 @@
+"""A whole run learns what only images tell; its journal and its exported model are complete."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
+from slipstream.client.launch.preflight import free_port  # noqa: E402
+from slipstream.protocol.vision.placed import image_tokens  # noqa: E402
+from support.rigs.run_processes import check_ledger, run_command, summary_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+COLOURS = Path(__file__).parents[2] / "deploy/configs/colours.toml"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_tokenizer(model)
+    make_model(model, family)
+    table = tomllib.loads(COLOURS.read_text())
+    table["run"] |= {"name": "run", "dir": str(tmp_path)}
+    table["model"]["path"] = str(model)
+    table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
+    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = summary_of(tmp_path / "run")
+    check_ledger(summary)
+    # One colour alone, whatever the image shows, has a reward of 0.25.
+    assert summary["reward_first"] <= 0.35
+    assert summary["reward_last"] >= 0.8
+    assert summary["logprob_gap_mean"] <= 1e-4
+    assert summary["probe_gap_max"] <= 1e-3
+    replay = run_command("replay", tmp_path / "run", limit_s=500)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    (exported,) = (path.parent for path in (tmp_path / "run").rglob("model.safetensors"))
+    assert image_tokens(exported) is not None

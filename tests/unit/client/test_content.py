@@ -1,0 +1,57 @@
+"""Messages with images, as environments write them."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+from slipstream.client.answers import observation
+from slipstream.client.builtin.colours import COLOURS, Colours, square_png
+from slipstream.protocol.errors import EnvironmentFailed
+
+RED = square_png(COLOURS["red"], 0, 0)
+
+
+def parts_of(content: object) -> list:
+    (message,) = observation([{"role": "user", "content": content}], None).messages
+    assert message.content == ""
+    return [part.image if part.HasField("image") else part.text for part in message.parts]
+
+
+def test_images_come_as_data_urls_bytes_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "red.png"
+    file.write_bytes(RED)
+    url = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
+    assert parts_of(
+        [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "a"},
+            {"type": "image", "data": RED},
+            {"type": "image", "path": file},
+            {"type": "image", "path": str(file)},
+        ]
+    ) == [RED, "a", RED, RED, RED]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (7, "content must be a text or a list of parts, got 7"),
+        ([], "content must be a text or a list of parts"),
+        ([{"type": "video", "path": "x"}], 'a part must be {"type": "text"'),
+        ([{"type": "image", "path": "/no/such.png"}], "an image cannot be read: .*such.png"),
+        ([{"type": "image_url", "image_url": {"url": "http://h/x"}}], "as nothing is fetched"),
+    ],
+)
+def test_other_content_is_refused_by_name(content: object, words: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=words):
+        observation([{"role": "user", "content": content}], None)
+
+
+def test_the_colour_of_a_square_is_judged() -> None:
+    game = Colours(num_tasks=8)
+    assert {colour for colour, _, _ in game.tasks()} == set(COLOURS)
+    (message,) = game.reset(("blue", 14, 0))
+    assert message.content[0]["data"] == square_png(COLOURS["blue"], 14, 0)
+    assert [game.step(reply).reward for reply in ("blue red", "red", "")] == [1.0, 0.0, 0.0]

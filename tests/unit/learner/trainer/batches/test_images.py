@@ -1,0 +1,83 @@
+"""Images of sequences and their positions; the numbers are those of arXiv:2409.12191, figure 3."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from make_tiny_vision_model import make_model
+from slipstream.client.builtin.colours import COLOURS, square_png
+from slipstream.learner.trainer.batches.images import image_positions, images_of
+from slipstream.learner.trainer.batches.packing import (
+    TokenEstimates,
+    TrainingSequence,
+    build_micro_batch,
+)
+from slipstream.protocol.errors import UntrainableBatch
+from slipstream.protocol.types import ImagePlace
+from slipstream.protocol.vision.pixels import ImageProcessor
+from support.fakes.fake_trajectories import make_trajectory
+
+RED = square_png(COLOURS["red"], 0, 0)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
+    folder = tmp_path_factory.mktemp("vision")
+    make_model(folder, "qwen2_5_vl")
+    return ImageProcessor.load(folder)
+
+
+def test_text_behind_an_image_goes_on_after_its_longer_side() -> None:
+    found = image_positions(11, [(2, 2, 3)])
+    assert found[:2].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert found[2:8].tolist() == [
+        [2, 2, 2],
+        [2, 2, 3],
+        [2, 2, 4],
+        [2, 3, 2],
+        [2, 3, 3],
+        [2, 3, 4],
+    ]
+    assert found[8:].tolist() == [[5, 5, 5], [6, 6, 6], [7, 7, 7]]
+
+
+def seen(processor: ImageProcessor, *, offset: int = 2):
+    """A trajectory of 3 + 4 + 5 tokens, of which 4 are of an image."""
+    trajectory = make_trajectory(8, 4)
+    tokens = np.arange(12, dtype=np.uint32)
+    tokens[3:7] = 40
+    return dataclasses.replace(
+        trajectory, token_ids=tokens, images=(RED,), image_places=(ImagePlace(offset, 0),)
+    )
+
+
+def test_images_of_a_micro_batch_lie_where_their_tokens_are(processor: ImageProcessor) -> None:
+    estimates = TokenEstimates(np.ones(4, dtype=np.float32))
+    plain, trajectory = make_trajectory(8, 4), seen(processor, offset=3)
+    sequences = TrainingSequence.of_trajectories(
+        [plain, trajectory, trajectory], [estimates] * 3, step=0, processor=processor
+    )
+    batch = build_micro_batch(sequences, [1, 0, 2], multiple=8)
+    assert batch.images is not None
+    rows = np.full(40, -1)
+    rows[3:7], rows[27:31] = np.arange(4), np.arange(4, 8)
+    assert batch.images.rows.tolist() == rows.tolist()
+    assert batch.images.grids.tolist() == [[1, 4, 4]] * 2
+    assert batch.images.positions[7:12, 0].tolist() == [5, 6, 7, 8, 9]
+    assert batch.images.positions[12:24, 2].tolist() == list(range(12))
+    assert build_micro_batch(sequences, [0]).images is None
+
+
+@pytest.mark.parametrize("offset", [2, 4, 10])
+def test_an_image_at_other_tokens_cannot_be_trained(processor: ImageProcessor, offset: int) -> None:
+    trajectory = seen(processor, offset=offset)
+    with pytest.raises(UntrainableBatch, match="an image of 4 tokens has others"):
+        images_of(trajectory, slice(0, 12), processor)
+
+
+def test_a_broken_image_cannot_be_trained(processor: ImageProcessor) -> None:
+    trajectory = dataclasses.replace(seen(processor, offset=3), images=(b"no image",))
+    with pytest.raises(UntrainableBatch, match="cannot be read"):
+        images_of(trajectory, slice(0, 12), processor)
