@@ -77,17 +77,15 @@ class VllmEngine:
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
         self._processes = processes
         self._silence_limit_s = silence_limit_s
-        (self._counter,) = (
-            logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, TokenCounter)
-        )
+        loggers = llm.logger_manager.stat_loggers
+        (self._counter,) = (one for one in loggers if isinstance(one, TokenCounter))
         self._clock = UseClock()
         self._pauses = EnginePause(
             llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
-        self._workers = WorkerCalls(llm, line)
-        self._updates = WeightUpdate(
-            self._workers.call_all, self._pauses.pause_for_update, stage=stage
-        )
+        self._workers = workers = WorkerCalls(llm, line)
+        pause = self._pauses.pause_for_update
+        self._updates = WeightUpdate(workers.call_all, pause, stage=stage)
         self._prompts = Prompts(llm.model_config.model)
         self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.

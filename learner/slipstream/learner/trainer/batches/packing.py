@@ -117,7 +117,6 @@ class TrainingSequence:
             [bool(place % 2) for t in trajectories for place in range(len(t.run_lengths))],
             [length for t in trajectories for length in t.run_lengths],
         )
-
         token_ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
 
         def placed(values: npt.NDArray[Item]) -> list[npt.NDArray[Item]]:
