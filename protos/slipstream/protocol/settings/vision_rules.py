@@ -30,6 +30,20 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
         )
     if config.critic is not None:
         yield f"[critic] is not supported for a {sizes.architecture}"
+    server, reference = config.rollout_server, config.reference
+    for setting, value in (("drafts", server.drafts), ("quantization", server.quantization)):
+        if value != "off":
+            yield (
+                f'rollout_server.{setting} must be "off" for a {sizes.architecture}: it was not '
+                f"tested with images, got {value!r}"
+            )
+    if reference is not None and reference.server is not None:
+        yield f"reference.server gets no images: a {sizes.architecture} needs reference.path"
+    if sizes.deep_layers and learner.recompute == "auto":
+        yield (
+            f'learner.recompute must be "off" for a {sizes.architecture}: features of images are '
+            "added between its layers, got 'auto'"
+        )
     if sizes.deep_layers and learner.transformer.get("recompute_granularity") == "full":
         yield (
             "learner.transformer.recompute_granularity must be selective or left out for a "
