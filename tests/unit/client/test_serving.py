@@ -110,7 +110,7 @@ async def test_what_goes_wrong_in_a_step_is_a_failure_of_the_environment(
     [
         (1, "KeyError: 'reset' (fake_workers.py:"),
         (2, "reset() must give a list of messages, got []"),
-        (3, "role and content of a message of reset() must be strings, got {'role'"),
+        (3, "a message of reset(): content must be a text or a list of parts, got 3"),
         (4, "reset() must give a list of messages, got 'hello'"),
         (5, "UnicodeEncodeError"),
     ],
