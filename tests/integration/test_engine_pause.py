@@ -39,6 +39,7 @@ class NotedCalls:
         self.takes_requests.set()
         self.answer: dict[str, Any] = {"value": RESULT}
         self.vllm_config = SimpleNamespace(lora_config=None)
+        self.model_config = SimpleNamespace(model="model")
         self.logger_manager = SimpleNamespace(stat_loggers=[TokenCounter(None)])
         self.engine_core = self
         # What it is told before an update waits behind it, as where a step is under way.

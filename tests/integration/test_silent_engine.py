@@ -31,6 +31,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
+        model_config=SimpleNamespace(model="model"),
         logger_manager=SimpleNamespace(stat_loggers=[TokenCounter(None)]),
         engine_core=SimpleNamespace(pause_scheduler_async=never),
         update_weight_version=never,
@@ -57,6 +58,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
+        model_config=SimpleNamespace(model="model"),
         logger_manager=SimpleNamespace(stat_loggers=[counter]),
         engine_core=SimpleNamespace(pause_scheduler_async=done),
         update_weight_version=done,

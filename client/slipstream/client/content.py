@@ -8,6 +8,8 @@ from pathlib import Path
 from slipstream.protocol.vision.data_urls import data_of_url
 from slipstream.v1 import environment_pb2 as pb
 
+# The bound of `ChatMessage.parts` in environment.proto.
+MAX_PARTS = 256
 _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": "data:..."}}, '
     '{"type": "image", "path": ...} or {"type": "image", "data": ...}'
@@ -21,6 +23,8 @@ def content_parts(content: object) -> list[pb.ContentPart]:
     """
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"content must be a text or a list of parts, got {_show(content)}")
+    if len(content) > MAX_PARTS:
+        raise ValueError(f"content must have at most {MAX_PARTS} parts, got {len(content)}")
     return [_part(part) for part in content]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,20 @@ def become_a_server(config: Config) -> None:
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
     # The engine's processes are forked: a pool of threads would not live on in them.
     torch.set_num_threads(1)
+    end_thread_pool()
+
+
+def end_thread_pool() -> None:
+    """Ends the threads that OpenMP has kept since earlier tests.
+
+    A forked process would wait for them for ever in its first parallel region of two threads or
+    more, as vLLM has with drafts of numba's.
+    """
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    libraries = {line.split()[-1] for line in maps if "libgomp" in line}
+    for library in libraries:
+        # 2 is omp_pause_hard of OpenMP 5.0.
+        assert ctypes.CDLL(library).omp_pause_resource_all(2) == 0
 
 
 @asynccontextmanager

@@ -39,6 +39,7 @@ def test_images_come_as_data_urls_bytes_and_files(tmp_path: Path) -> None:
     [
         (7, "content must be a text or a list of parts, got 7"),
         ([], "content must be a text or a list of parts"),
+        ([{"type": "text", "text": "a"}] * 257, "content must have at most 256 parts, got 257"),
         ([{"type": "video", "path": "x"}], 'a part must be {"type": "text"'),
         ([{"type": "image", "path": "/no/such.png"}], "an image cannot be read: .*such.png"),
         ([{"type": "image_url", "image_url": {"url": "http://h/x"}}], "as nothing is fetched"),

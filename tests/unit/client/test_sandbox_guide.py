@@ -58,11 +58,16 @@ def test_the_judged_environments_of_the_page_can_be_loaded(
     pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     Path("topics.jsonl").write_text('{"topic": "the sea"}\n')
-    elsewhere, at_start = (tomllib.loads(text) for text in blocks("judges.md", "toml"))
+    Path("questions.jsonl").write_text('{"question": "Why is the sea salty?"}\n')
+    elsewhere, rewarded, at_start = (tomllib.loads(text) for text in blocks("judges.md", "toml"))
     (entry,) = elsewhere["environments"]
     environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
     (message,) = environment.reset(environment.tasks()[0])
     assert message.content == "Write four lines about the sea."
+    (entry,) = rewarded["environments"]
+    environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
+    (message,) = environment.reset(environment.tasks()[0])
+    assert message.content == "Why is the sea salty?"
     (entry,) = at_start["environments"]
     agent = load_environment(entry["reference"], json.dumps(entry["args"]), "")
     assert agent.tasks() == [{"topic": "the sea"}]
