@@ -63,11 +63,7 @@ def forward_backward(
         logits_dtype=model.logits_dtype,
         cap=model.logit_cap,
     )
-    if model.recompute is None:
-        return run_schedule(model, micro_batches, finish, forward_only=False)
-    sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
-    with model.recompute.training_pass(sizes, model.ranks):
-        return run_schedule(model, micro_batches, finish, forward_only=False)
+    return run_schedule(model, micro_batches, finish, forward_only=False)
 
 
 def forward_logprobs(
@@ -161,7 +157,7 @@ def run_schedule(
     # Only Megatron's wrapper for half precision has `fp32_output`; true would make a larger copy.
     in_model_precision = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
-    with model.memory.resident(Part.PARAMETERS):
+    with model.memory.resident(Part.PARAMETERS), _planned(model, placed, forward_only=forward_only):
         outputs: list[Output] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -174,6 +170,16 @@ def run_schedule(
     if model.ranks.is_main:
         log_attention_once()
     return outputs
+
+
+def _planned(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, forward_only: bool
+) -> AbstractContextManager[None]:
+    """Measures and plans recomputed layers around a training pass, for a critic's passes too."""
+    if forward_only or not isinstance(model, TrainedModel) or model.recompute is None:
+        return nullcontext()
+    sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
+    return model.recompute.training_pass(sizes, model.ranks)
 
 
 def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextManager[None]:
