@@ -1,15 +1,13 @@
-"""Blocks of long sequences: the same attention and gradients, without their masks in memory."""
+"""Which keys a query sees, in groups of short sequences and in blocks of long ones."""
 
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from slipstream.learner.trainer.batches.context_parallel import zigzag
 from slipstream.learner.trainer.model.length_groups import LengthGroup, Masks, Split, length_groups
-from slipstream.learner.trainer.ranks import compat, cpu
 
 CPU = torch.device("cpu")
 # Packed sequences of several lengths; the first two have a length class of their own.
@@ -73,49 +71,3 @@ def test_a_long_sequence_holds_places_and_no_masks(split: Split, masks: Masks) -
     assert sum(storages.values()) < 2 << 20
     queries = {group.queries.shape[1] * group.keys.shape[1] for group in groups}
     assert max(queries) <= masks.most_scores
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {"window_size": (5, 0)},
-        {"score_cap": 2.0},
-        {"window_size": (5, 0), "score_cap": 2.0},
-        {"window_size": (5, 0), "softmax_type": "learnable"},
-    ],
-)
-def test_blocks_attend_like_whole_sequences(kind: dict[str, object]) -> None:
-    cpu.install()
-    compat.install()
-    from slipstream.learner.trainer.model.attention import CoreAttention
-
-    settings = {
-        "kv_channels": 16,
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "softmax_type": "vanilla",
-        "num_attention_heads": 4,
-        "tensor_model_parallel_size": 1,
-        "params_dtype": torch.float64,
-        "use_cpu_initialization": True,
-        **kind,
-    }
-    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    config = SimpleNamespace(**settings)
-    attention = CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=group))
-    torch.manual_seed(0)
-    if attention.softmax_offset is not None:
-        torch.nn.init.normal_(attention.softmax_offset)
-    bounds = torch.tensor(BOUNDS)
-    packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    heads = (4, 2, 2)
-    given = [torch.randn(BOUNDS[-1], n, 16, dtype=torch.float64).requires_grad_() for n in heads]
-    weights = torch.randn(BOUNDS[-1], 64, dtype=torch.float64)
-    found = []
-    for most in (1 << 20, 40):
-        attention.most_scores = most
-        output = attention(*given, None, packed_seq_params=packed)
-        parameters = [*given, *attention.parameters()]
-        found.append((output, *torch.autograd.grad((output * weights).sum(), parameters)))
-    for whole, blocks in zip(*found, strict=True):
-        torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
