@@ -47,6 +47,9 @@ TINY = {
     "n_group": 4,
     "topk_group": 2,
 }
+TINY_TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+# Sides of images in pixels, before and after the tower's processor.
+IMAGE_SIDE, LARGEST_SIDE = 56, 448
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Family:
     layers: int = 4
     # rollout_server.engine on a GPU.
     engine: dict[str, Any] = field(default_factory=dict)
+    # Fields of the vision tower; {} without one.
+    tower: dict[str, Any] = field(default_factory=dict)
 
     def settings(self, *, tiny: bool) -> dict[str, Any]:
         """Returns the fields of the configuration."""
@@ -76,7 +81,14 @@ class Family:
             "eos_token_id": 2,
             "pad_token_id": None,
         }
+        if tiny and "mrope_section" in values.get("rope_parameters", {}):
+            # Half a head has so many frequencies.
+            values["rope_parameters"] = values["rope_parameters"] | {"mrope_section": [4, 6, 6]}
         return {**common, "rope_parameters": ROPE, **values}
+
+    def tower_settings(self, hidden: int, *, tiny: bool) -> dict[str, Any]:
+        """Returns the fields of the tower before a decoder of `hidden` dimensions."""
+        return self.tower | (TINY_TOWER if tiny else {}) | {"out_hidden_size": hidden}
 
 
 def _heads(hidden: int, inner: int, heads: int, groups: int, size: int = 0) -> dict[str, Any]:
@@ -119,6 +131,17 @@ def _groups(groups: int, chosen: int, method: str, scoring: str, factor: float) 
         "topk_method": method,
         "scoring_func": scoring,
         "routed_scaling_factor": factor,
+    }
+
+
+def _tower(patch: int, hidden: int, inner: int) -> dict[str, Any]:
+    return {
+        "depth": 4,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_heads": 16,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
     }
 
 
@@ -233,6 +256,19 @@ FAMILIES = {
         # FlashInfer's kernel is compiled for minutes first.
         engine={"gdn_prefill_backend": "triton"},
     ),
+    "qwen2.5-vl": Family(
+        "Qwen2_5_VL",
+        _heads(3584, 18944, 28, 4) | {"rope_parameters": ROPE | {"mrope_section": [16, 24, 24]}},
+        tower=_tower(14, 1280, 3420)
+        | {"window_size": 112, "fullatt_block_indexes": [3], "hidden_act": "silu"},
+    ),
+    "qwen3-vl": Family(
+        "Qwen3VL",
+        _heads(4096, 12288, 32, 8, 128)
+        | {"rope_parameters": ROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}},
+        tower=_tower(16, 1152, 4304)
+        | {"num_position_embeddings": 2304, "deepstack_visual_indexes": [1, 2]},
+    ),
 }
 
 
@@ -244,13 +280,17 @@ def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
     family = FAMILIES[name]
     settings = family.settings(tiny=tiny)
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(folder, settings["vocab_size"])
+    make_tokenizer(folder, settings["vocab_size"], sees_images=bool(family.tower))
+    kind = transformers.AutoModelForCausalLM
+    if family.tower:
+        kind = transformers.AutoModelForImageTextToText
+        settings = _with_tower(folder, family, settings, tiny=tiny)
     config = getattr(transformers, f"{family.name}Config")(**settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
         config.dtype = torch.bfloat16
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
         # A fresh model's biases, sinks and norms are all alike: one in the wrong place would not
         # show.
         for place, parameter in model.named_parameters():
@@ -261,6 +301,26 @@ def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder, max_shard_size="4GB")
     return folder
+
+
+def _with_tower(
+    folder: Path, family: Family, decoder: dict[str, Any], *, tiny: bool
+) -> dict[str, Any]:
+    """Returns the fields of a model with vision, and saves its image processor."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tower = family.tower_settings(decoder["hidden_size"], tiny=tiny)
+    Qwen2VLImageProcessorPil(
+        patch_size=tower["patch_size"],
+        size={"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2},
+    ).save_pretrained(folder)
+    ids = zip(("vision_start", "image", "video", "vision_end"), range(4, 8), strict=True)
+    return {
+        "text_config": decoder,
+        "vision_config": tower,
+        "tie_word_embeddings": False,
+        **{f"{name}_token_id": number for name, number in ids},
+    }
 
 
 def main() -> None:

@@ -53,7 +53,9 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "reference": "workloads:LognormalReplies",
         "args": {"median": 16, "sigma": 0.5, "longest": 32},
     }
-    if arguments.model is not None and not arguments.replies:
+    if arguments.images:
+        environment["reference"] = "workloads:ImageReplies"
+    elif arguments.model is not None and not arguments.replies:
         environment = {
             "name": "arithmetic",
             "reference": "slipstream.client.builtin.arithmetic:Arithmetic",
@@ -75,7 +77,11 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_staleness": 0,
             "learning_rate": arguments.learning_rate,
         },
-        "sampling": {"max_reply_tokens": 32, "max_episode_tokens": 128},
+        "sampling": {
+            "max_reply_tokens": 32,
+            "max_episode_tokens": 128,
+            **({"max_images": 1, "max_image_bytes": 1 << 17} if arguments.images else {}),
+        },
         "controller": {"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
         "learner": {"micro_batch_tokens": 8192 if on_gpu else 2048, "threads": 4 if on_gpu else 1},
         "rollout_server": {
@@ -209,6 +215,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="default: a tiny random one")
     parser.add_argument("--replies", action="store_true", help="the given model is a random one")
+    parser.add_argument("--images", action="store_true", help="each reply is behind an image")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--transport", default="auto")

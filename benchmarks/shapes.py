@@ -27,6 +27,14 @@ CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
 )
+IMAGE_TOKENS = ("<vision>", "<image>", "<video>", "</vision>")
+IMAGE_TEMPLATE = (
+    "{{ '<s>' }}{% for message in messages %}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<vision><image></vision>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -191,12 +199,15 @@ def make_apart(
     return folder
 
 
-def make_tokenizer(folder: Path, vocab: int) -> None:
-    """Saves a tokenizer of `vocab` words, each of which is one token."""
+def make_tokenizer(folder: Path, vocab: int, *, sees_images: bool = False) -> None:
+    """Saves a tokenizer of `vocab` words, each of which is one token.
+
+    If `sees_images`, some words mark images, and the chat template writes them.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<s>", "</s>", "<reply>"]
+    special = ["<pad>", "<s>", "</s>", "<reply>", *(IMAGE_TOKENS if sees_images else ())]
     words = [*special, *(f"w{number}" for number in range(vocab - len(special)))]
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -206,8 +217,8 @@ def make_tokenizer(folder: Path, vocab: int) -> None:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        additional_special_tokens=["<reply>"],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=special[3:],
+        chat_template=IMAGE_TEMPLATE if sees_images else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 from slipstream.client import Environment, StepResult
 
@@ -42,6 +45,21 @@ class LognormalReplies(Environment[int]):
         return StepResult(reward=float(len(reply.split()) % 2))
 
 
+class ImageReplies(LognormalReplies):
+    """The same behind an image of noise, which is another one for each task."""
+
+    def __init__(self, median: float, sigma: float, longest: int, side: int = 112) -> None:
+        """`side` is that of an image, in pixels."""
+        super().__init__(median, sigma, longest)
+        self._side = side
+
+    def reset(self, task: int) -> list[dict[str, Any]]:
+        """Shows the task's image."""
+        (message,) = super().reset(task)
+        image = {"type": "image", "data": noise_png(self._side, task)}
+        return [message | {"content": [image, {"type": "text", "text": PROMPT}]}]
+
+
 class Gated(Environment[int]):
     """Episodes that begin when a file exists, and then take one whole reply each."""
 
@@ -61,6 +79,17 @@ class Gated(Environment[int]):
     def step(self, reply: str) -> StepResult:
         """Rewards a reply with an odd number of words."""
         return StepResult(reward=float(len(reply.split()) % 2))
+
+
+def noise_png(side: int, seed: int) -> bytes:
+    """Returns a PNG of side * side random pixels."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side**2)).save(
+        file, "PNG"
+    )
+    return file.getvalue()
 
 
 def van_der_corput(place: int) -> float:

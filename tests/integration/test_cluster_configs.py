@@ -23,6 +23,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# As the model's makers recommend it for sequences of 128k tokens.
+LONG = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+}
 
 
 def write_model(name: str, folder: Path) -> None:
@@ -42,16 +52,17 @@ def write_model(name: str, folder: Path) -> None:
         "max_position_embeddings": 131072,
         "rope_parameters": LLAMA3_ROPE,
     }
+    dense = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     config = {
-        "qwen3-8b": lambda: Qwen3Config(
-            **qwen,
-            architectures=["Qwen3ForCausalLM"],
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-        ),
+        "qwen3-8b": lambda: Qwen3Config(**qwen | dense),
+        "qwen3-8b-128k": lambda: Qwen3Config(**qwen | dense | LONG),
         "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
             **qwen,
             architectures=["Qwen3MoeForCausalLM"],
@@ -92,6 +103,11 @@ LAYOUTS = {
         1,
         "8 ranks: tp 2, pp 4, cp 1, dp 1",
         "pp: 2 x 4: [0 2 4 6] [1 3 5 7]",
+    ),
+    "qwen3-8b-128k": (
+        1,
+        "8 ranks: tp 2, pp 1, cp 4, dp 1",
+        "cp: 2 x 4: [0 2 4 6] [1 3 5 7]",
     ),
     "qwen3-30b-a3b": (
         4,

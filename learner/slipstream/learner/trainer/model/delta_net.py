@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net
-from slipstream.learner.trainer.model.attention import Split, length_groups, rows
+from slipstream.learner.trainer.model.length_groups import Masks, Split, length_groups, rows
 from slipstream.learner.trainer.model.norms import RMSNorm
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
@@ -65,7 +65,7 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]
         mixed, gate, beta, alpha = torch.split(projected, sizes, dim=-1)
         # The whole of each sequence is on this rank.
-        groups, order = length_groups(bounds, Split(0, 1), None, mixed.device)
+        groups, order = length_groups(bounds, Split(0, 1), Masks(), mixed.device)
         parts = [
             self._mix(*(rows(tokens, group.queries) for tokens in (mixed, beta, alpha)))[
                 group.is_query

@@ -112,15 +112,16 @@ class Recompute:
         self._layers = max(len(block.layers) for block in blocks)
         self._last = max(blocks, key=lambda block: len(block.layers)).layers[-1]
         self._learner, self._memory = learner, memory
-        self._measured: Measured | None = None
+        # What the first training pass took; None before it.
+        self.measured: Measured | None = None
         self._is_planned = False
         self._recompute(self._layers - 1)
 
     @contextlib.contextmanager
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
         """Surrounds a training pass over micro batches of `sizes` tokens; collective."""
-        if not self._is_planned and self._measured is not None:
-            self._decide(self._measured, ranks)
+        if not self._is_planned and self.measured is not None:
+            self._decide(self.measured, ranks)
         if self._is_planned:
             yield
             return
@@ -130,7 +131,7 @@ class Recompute:
             yield
         most = max(sizes)
         rest = self._memory.peak() - before
-        self._measured = Measured(max(kept, default=0) / most, rest / most)
+        self.measured = Measured(max(kept, default=0) / most, rest / most)
 
     @contextlib.contextmanager
     def _kept_by_last(self) -> Iterator[list[int]]:

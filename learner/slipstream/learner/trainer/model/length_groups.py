@@ -1,0 +1,205 @@
+"""Sequences of similar length in groups, with the keys that their queries see: pure functions.
+
+Attention without TransformerEngine calls torch's kernel once for each group. A mask of a long
+sequence would take gigabytes: its queries are cut into blocks, whose masks are made when needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
+from torch import Tensor
+
+# A mask of so many scores takes 32 MiB, and 128 MiB where a kernel wants numbers.
+MOST_SCORES = 1 << 25
+
+
+@dataclass(frozen=True)
+class Split:
+    """This rank's place among the context parallel ranks."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The keys that a query sees beside the causal rule, and what masks may cost."""
+
+    # Tokens before a query that it sees; None: all of them.
+    window: int | None = None
+    # Whether the kernel knows causal attention, and then holds no scores.
+    has_kernel: bool = True
+    # Queries times keys of one call with a mask. More are cut into blocks of queries.
+    most_scores: int = MOST_SCORES
+
+
+@dataclass(frozen=True)
+class Band:
+    """The mask of a block of queries that follow each other, made where it is needed."""
+
+    # Tokens from the first key to the first query.
+    offset: int
+    window: int | None
+
+    def mask(self, group: LengthGroup) -> Tensor:
+        """Returns [1, 1, queries, keys]: which keys each query of `group` sees."""
+        device = group.keys.device
+        queries = torch.arange(group.queries.shape[1], device=device)[:, None] + self.offset
+        keys = torch.arange(group.keys.shape[1], device=device)
+        mask = keys <= queries
+        if self.window is not None:
+            mask &= keys >= queries - self.window
+        return mask[None, None]
+
+
+@dataclass(frozen=True)
+class LengthGroup:
+    """Sequences of similar length, or a block of one, which one call of the kernel handles."""
+
+    # [sequences, longest]: places of this rank's tokens, and which of them are no padding.
+    queries: Tensor
+    is_query: Tensor
+    # [sequences, longest]: places of all tokens of each sequence.
+    keys: Tensor
+    # [sequences, 1, queries, keys]: which keys a query sees; None: those up to its own place.
+    mask: Tensor | None
+    # Of a block in place of a mask.
+    band: Band | None = None
+
+    def to(self, device: torch.device) -> LengthGroup:
+        """Returns the group with its tensors on `device`."""
+        mask = None if self.mask is None else self.mask.to(device)
+        queries, is_query = self.queries.to(device), self.is_query.to(device)
+        return LengthGroup(queries, is_query, self.keys.to(device), mask, self.band)
+
+
+def rows(tokens: Tensor, places: Tensor) -> Tensor:
+    """Returns the `tokens` at `places` [sequences, length], [sequences, length, ...]."""
+    return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
+
+
+def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> Tensor:
+    """Returns which of the `keys` each of the `queries` sees, [sequences, 1, queries, keys].
+
+    Both are places [sequences, length] of the same tokens; keys that are padding are not seen.
+    """
+    distance = queries[:, :, None] - keys[:, None]
+    mask = (distance >= 0) & is_key[:, None]
+    if window is not None:
+        mask &= distance <= window
+    return mask[:, None]
+
+
+# Layers with and without a window have groups of their own.
+@functools.lru_cache(maxsize=32)
+def length_groups(
+    bounds: tuple[int, ...], split: Split, masks: Masks, device: torch.device
+) -> tuple[list[LengthGroup], Tensor]:
+    """Groups sequences of similar length, so that few calls with little padding serve all.
+
+    Returns the groups, and for each of this rank's tokens its place in the groups' queries when
+    these are joined in order. Sequences whose masks would be too large are cut into blocks.
+    """
+    rank, size = split.rank, split.size
+    by_class: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            by_class.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    groups: list[LengthGroup] = []
+    for members in by_class.values():
+        longest = max(end - start for start, end in members)
+        is_short = masks.window is None or longest <= masks.window + 1
+        needs_mask = size > 1 or not (is_short and masks.has_kernel)
+        if needs_mask and len(members) * longest * longest // size > masks.most_scores:
+            for member in members:
+                groups += _blocks(member, bounds, split, masks, device)
+            continue
+        whole, is_token = _places(members)
+        if size == 1:
+            mask = None if is_short else _seen(whole, whole, is_token, masks.window)
+            group = LengthGroup(whole, is_token, whole, mask)
+        else:
+            own, is_own = _places([(start // size, end // size) for start, end in members])
+            mask = _seen(zigzag(bounds, rank, size)[own], whole, is_token, masks.window)
+            keys = gathered_places(bounds, size)[whole]
+            group = LengthGroup(own, is_own, keys, mask)
+        groups.append(group)
+    found = [group.queries[group.is_query] for group in groups]
+    return [group.to(device) for group in groups], torch.cat(found).argsort().to(device)
+
+
+def _blocks(
+    member: tuple[int, int],
+    bounds: tuple[int, ...],
+    split: Split,
+    masks: Masks,
+    device: torch.device,
+) -> list[LengthGroup]:
+    """Returns the queries of one sequence in blocks, each with the keys that it sees.
+
+    `member` has the bounds of the sequence. A block's queries follow each other.
+    """
+    (start, end), (rank, size) = member, (split.rank, split.size)
+    # All blocks are views of the same places.
+    keys = gathered_places(bounds, size)[start:end].to(device)[None]
+    queries = torch.arange(start // size, end // size)[None]
+    length = queries.shape[1]
+    chunk = length // 2 if size > 1 else length
+    # Places in the sequence at which this rank's two chunks begin.
+    firsts = (rank * chunk, (2 * size - 1 - rank) * chunk) if size > 1 else (0,)
+    step = max(1, masks.most_scores // (end - start))
+    groups = []
+    for number, first in enumerate(firsts):
+        for done in range(0, chunk, step):
+            count = min(step, chunk - done)
+            at = first + done
+            least = 0 if masks.window is None else max(0, at - masks.window)
+            own = queries[:, number * chunk + done :][:, :count]
+            seen = keys[:, least : at + count]
+            is_query = torch.ones_like(own, dtype=torch.bool)
+            groups.append(LengthGroup(own, is_query, seen, None, Band(at - least, masks.window)))
+    return groups
+
+
+@functools.lru_cache(maxsize=16)
+def path_groups(
+    bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
+) -> tuple[list[LengthGroup], Tensor]:
+    """Groups segments with similar numbers of queries and keys; the last keys are the queries'.
+
+    Returns the same as `length_groups`.
+    """
+    by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    for queries, keys in zip(
+        itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True
+    ):
+        sizes = [end - start for start, end in (queries, keys)]
+        kind = ((sizes[0] - 1).bit_length(), (sizes[1] - 1).bit_length())
+        by_class.setdefault(kind, []).append((queries, keys))
+    groups, found = [], []
+    for members in by_class.values():
+        own, is_own = _places([queries for queries, _ in members])
+        seen, is_seen = _places([keys for _, keys in members])
+        lengths = torch.tensor([(q[1] - q[0], k[1] - k[0]) for q, k in members])
+        before = (lengths[:, 1] - lengths[:, 0])[:, None, None]
+        rows, columns = torch.arange(own.shape[1]), torch.arange(seen.shape[1])
+        mask = (columns <= before + rows[:, None]) & is_seen[:, None]
+        group = LengthGroup(own, is_own, seen, mask[:, None])
+        groups.append(group.to(device))
+        found.append(own[is_own])
+    return groups, torch.cat(found).argsort().to(device)
+
+
+def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Returns [members, longest] places from start to end, padded with the last place.
+
+    The second tensor is true where a place is no padding.
+    """
+    starts, ends = torch.tensor(members).unbind(1)
+    places = starts[:, None] + torch.arange(int((ends - starts).max()))
+    return torch.minimum(places, ends[:, None] - 1), places < ends[:, None]
