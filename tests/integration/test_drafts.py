@@ -41,8 +41,6 @@ def drafts_are_always_made() -> Iterator[None]:
         scheduling = settings.scheduler_config
 
         class Drafting(scheduling.scheduler_cls):
-            fills = True
-
             def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
                 super().__init__(*args, **kwargs)
                 self._rule = DraftRule(self.num_spec_tokens, trial_steps=1 << 40)

@@ -42,22 +42,14 @@ class DraftIndex:
     """
 
     def __init__(
-        self,
-        draft_tokens: int,
-        *,
-        runs: Sequence[int] = RUNS,
-        slots: int = MOST_TOKENS,
-        most_tokens: int = MOST_TOKENS,
+        self, draft_tokens: int, *, slots: int = MOST_TOKENS, most_tokens: int = MOST_TOKENS
     ) -> None:
-        """Sets the length of drafts and of `runs`, in tokens, the longest first.
-
-        `slots`, a power of two, is the number of entries kept for each length of runs.
-        """
-        self._draft_tokens, self._runs, self._most_tokens = draft_tokens, runs, most_tokens
+        """Sets the length of drafts; `slots`, a power of two: entries kept for each of `RUNS`."""
+        self._draft_tokens, self._most_tokens = draft_tokens, most_tokens
         self._mask = slots - 1
         # By the run's hash: the number of the text, and the place behind the run. A newer entry
         # takes the slot of an older one.
-        self._places = {length: array("Q", bytes(8 * slots)) for length in runs}
+        self._places = {length: array("Q", bytes(8 * slots)) for length in RUNS}
         self._texts: dict[int, Sequence[int]] = {}
         self._open: dict[str, _OpenText] = {}
         self._closed: deque[tuple[int, int]] = deque()
@@ -76,7 +68,7 @@ class DraftIndex:
             text = self._open[name] = self._begin(tokens, num_prompt)
         self._enter(text, len(tokens) - self._draft_tokens + 1)
         end = len(tokens)
-        for length in self._runs:
+        for length in RUNS:
             if end < length:
                 continue
             run = tuple(tokens[end - length : end])
@@ -115,7 +107,7 @@ class DraftIndex:
         """Enters the runs that end before place `end`."""
         tokens, stamp = text.tokens, text.number << _PLACE_BITS
         for place in range(text.next_place, end):
-            for length in self._runs:
+            for length in RUNS:
                 if place >= length:
                     key = hash(tuple(tokens[place - length : place])) & self._mask
                     self._places[length][key] = stamp | place

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slipstream.protocol.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.draft_index import RUNS, DraftIndex
+from slipstream.rollout_server.inference.draft_index import DraftIndex
 from slipstream.rollout_server.inference.draft_rule import MOST_STEP_TOKENS, DraftRule
 from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
 from vllm.config import VllmConfig
@@ -31,8 +31,6 @@ MOST_EPISODES = MOST_STEP_TOKENS // 2
 _PROPOSER = f"{__name__}.NoProposer"
 # Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
 _RUNS = (3, 8)
-# Runs that are looked up where drafts are filled up: a bad guess costs no more than none.
-_FILLED_RUNS = (*RUNS, 1)
 
 
 def draft_values(section: RolloutServerSection) -> dict[str, object]:
@@ -82,13 +80,8 @@ class NoProposer:
 class DraftingScheduler(PausingScheduler):
     """Gives running requests drafts as `DraftRule` allows; without drafts in vLLM's settings: none.
 
-    Consumes the tokens of each step; produces `Request.spec_token_ids` for the next one. vLLM runs
-    a step as one CUDA graph if all its requests have drafts of full length. So drafts are filled up
-    with the reply's last token where there are such graphs; what is filled up is not counted.
+    Consumes the tokens of each step; produces `Request.spec_token_ids` for the next one.
     """
-
-    # Whether drafts are filled up: None where CUDA graphs of whole steps decide.
-    fills: bool | None = None
 
     def __init__(
         self,
@@ -100,18 +93,12 @@ class DraftingScheduler(PausingScheduler):
         drafts = vllm_config.speculative_config
         self._rule = DraftRule(self.num_spec_tokens)
         self._sampled = 0
-        # The length of each request's draft for the next step, without what fills it up.
-        self._lengths: dict[str, int] = {}
         self._index: DraftIndex | None = None
         self._draft_stats: SpecDecodingStats | None = None
         if drafts is None:
             return
-        if self.fills is None:
-            graphs = vllm_config.compilation_config.cudagraph_mode
-            self.fills = graphs is not None and graphs.has_full_cudagraphs()
         if drafts.method == "custom_class":
-            runs = _FILLED_RUNS if self.fills else RUNS
-            self._index = DraftIndex(self.num_spec_tokens, runs=runs)
+            self._index = DraftIndex(self.num_spec_tokens)
         # vLLM would draft tokens of -1 behind a prompt of which one token is left to compute. It
         # does not if the length of drafts may change.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -124,10 +111,6 @@ class DraftingScheduler(PausingScheduler):
         if self._index is not None:
             names = [request.request_id for request in self.running]
             drafts = [self._draft(self._index, request, length) for request in self.running]
-            self._lengths = {name: len(draft) for name, draft in zip(names, drafts, strict=True)}
-            if self.fills and length == self.num_spec_tokens:
-                for request, draft in zip(self.running, drafts, strict=True):
-                    draft += request._all_token_ids[-1:] * (length - len(draft))
         super().update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def finish_requests(
@@ -175,12 +158,9 @@ class DraftingScheduler(PausingScheduler):
         request_id: str,
     ) -> None:
         """See vLLM; counts the drafted and accepted tokens of a request in a step."""
-        drafted = min(num_draft_tokens, self._lengths.get(request_id, num_draft_tokens))
-        if not drafted:
-            return
         if self._draft_stats is None:
             self._draft_stats = SpecDecodingStats.new(self.num_spec_tokens)
-        self._draft_stats.observe_draft(drafted, min(drafted, num_accepted_tokens))
+        self._draft_stats.observe_draft(num_draft_tokens, num_accepted_tokens)
 
     def _draft(self, index: DraftIndex, request: Request, length: int) -> list[int]:
         # The last token of a reply needs no draft behind it.
