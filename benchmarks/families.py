@@ -8,22 +8,24 @@ row that says so, and its logs.
     python benchmarks/families.py --device cuda --gpus 2
     python benchmarks/families.py --families qwen3,gpt-oss
 
-On a GPU machine learner and server share one GPU, and `--gpus` families are measured side by side.
-Prints one table at the end, with Qwen3 first;
+On a GPU machine learner and server of a family share one GPU. A family begins once a GPU has room
+for it beside others: no figure here is a time. Prints one table at the end, with Qwen3 first;
 benchmarks/results/families.json is written after each family.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,39 @@ COLUMNS = {
     "gap_mean_at_start": "gap before updates",
     "fresh_gap_max": "exported folder",
 }
+
+
+GIB = 1 << 30
+# GPU memory of a process that makes a model, and of a family beside what grows with its weights.
+MAKING_GIB, FAMILY_GIB = 16.0, 16.0
+# Bytes a parameter: the learner's 18 with gradients and optimizer, two of the engine, and room for
+# a bucket and the export.
+BYTES_OF_PARAMETER = 24
+
+
+class Rooms:
+    """The memory that each GPU has left, in GiB; whoever needs more of it waits."""
+
+    def __init__(self, gpus: int, gib: float) -> None:
+        """Begins with `gpus` empty GPUs of `gib` each."""
+        self._gib = gib
+        self._left = [gib] * gpus
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, gib: float) -> Iterator[int]:
+        """Yields a GPU with `gib` left for the block; one that needs more than all has it alone."""
+        gib = min(gib, self._gib)
+        with self._changed:
+            self._changed.wait_for(lambda: max(self._left) >= gib)
+            gpu = self._left.index(max(self._left))
+            self._left[gpu] -= gib
+        try:
+            yield gpu
+        finally:
+            with self._changed:
+                self._left[gpu] += gib
+                self._changed.notify_all()
 
 
 def run(command: list[str], log: Path, *, limit_s: float, gpu: int) -> str:
@@ -62,10 +97,9 @@ def run(command: list[str], log: Path, *, limit_s: float, gpu: int) -> str:
 
 
 def measure_family(
-    name: str, folder: Path, gpu: int, arguments: argparse.Namespace
+    name: str, folder: Path, rooms: Rooms, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Returns the figures of one family on one of the GPUs, or how it failed."""
-    started_s = time.monotonic()
     log, out = folder / "log.txt", folder / "result.json"
     folder.mkdir()
     tiny = [] if arguments.device == "cuda" else ["--tiny"]
@@ -73,11 +107,17 @@ def measure_family(
     gap = [str(HERE / "logprob_gap.py"), "--device", arguments.device, "--replies"]
     if arguments.device == "cuda":
         gap += ["--engine", json.dumps(FAMILIES[name].engine)]
-    gap += ["--images"] if FAMILIES[name].tower else []
     gap += ["--model", str(folder / "made"), "--steps", str(arguments.steps), "--out", str(out)]
-    place = {"limit_s": arguments.limit_s, "gpu": gpu}
-    failure = run([sys.executable, *make], log, **place)
-    failure = failure or run([sys.executable, *gap], log, **place)
+    limit_s = arguments.limit_s
+    with rooms.take(MAKING_GIB) as gpu:
+        started_s = time.monotonic()
+        failure = run([sys.executable, *make], log, limit_s=limit_s, gpu=gpu)
+    made = sum(file.stat().st_size for file in (folder / "made").glob("*.safetensors"))
+    if not failure:
+        # Weights are made in bfloat16.
+        with rooms.take(FAMILY_GIB + made / 2 * BYTES_OF_PARAMETER / GIB) as gpu:
+            started_s = time.monotonic()
+            failure = run([sys.executable, *gap], log, limit_s=limit_s, gpu=gpu)
     found = json.loads(out.read_text()) if out.exists() else {}
     if failure:
         print(f"--- {name}\n{log.read_text(errors='replace')[-12_000:]}", flush=True)
@@ -115,29 +155,27 @@ def main() -> int:
     parser.add_argument("--families", default=",".join(FAMILIES), help="names with commas between")
     parser.add_argument("--steps", type=int, default=3, help="updates before the measurement")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for each family")
-    parser.add_argument("--gpus", type=int, default=1, help="families that are measured at once")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument(
+        "--gpu-gib", type=float, default=130.0, help="memory of each GPU that families may take"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "families.json")
     arguments = parser.parse_args()
     names = arguments.families.split(",")
     unknown = sorted(set(names) - FAMILIES.keys())
     if unknown:
         parser.error(f"--families must be of {', '.join(FAMILIES)}, got {unknown[0]}")
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for gpu in range(arguments.gpus):
-        free.put(gpu)
+    on_gpu = arguments.device == "cuda"
+    rooms = Rooms(arguments.gpus, arguments.gpu_gib if on_gpu else min(MAKING_GIB, FAMILY_GIB))
 
     def measured(name: str) -> dict[str, Any]:
-        gpu = free.get()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                return measure_family(name, Path(folder) / "family", gpu, arguments)
-        finally:
-            free.put(gpu)
+        with tempfile.TemporaryDirectory() as folder:
+            return measure_family(name, Path(folder) / "family", rooms, arguments)
 
     found: dict[str, dict[str, Any]] = {}
     rows: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
-    with ThreadPoolExecutor(arguments.gpus) as pool:
+    with ThreadPoolExecutor(len(names)) as pool:
         asked = {pool.submit(measured, name): name for name in names}
         for done in as_completed(asked):
             name = asked[done]

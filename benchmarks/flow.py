@@ -1,4 +1,4 @@
-"""What a steady flow of requests costs beside a wave, and which way of taking prompts is best.
+r"""What a steady flow of requests costs beside a wave, and which way of taking prompts is best.
 
 In a wave all requests start together. In the flow requests of unequal lengths end and begin all the
 time, as in an asynchronous run, and nearly every step of the engine could have a new prompt. A turn
@@ -14,7 +14,8 @@ by token.
 
     python benchmarks/flow.py                                  # one GPU, 7 minutes
     python benchmarks/flow.py --device cpu --repeats 1         # a rehearsal
-    python benchmarks/flow.py --shape qwen3-8b --memory 0.47 --quantization fp8_per_channel
+    python benchmarks/flow.py --shape qwen3-8b --memory 0.3 --kv-gib 34 \
+        --quantization fp8_per_channel
 
 With `--quantization` the two engines are one in bfloat16 and one with linear layers in FP8, and
 with `--kv-cache-dtype fp8` the latter's KV cache too.
@@ -101,6 +102,8 @@ class Benchmark:
         from support.fakes.fake_fleet import FakeFleet
 
         values, quantization = self.engine_values(name)
+        if self.arguments.kv_gib:
+            values = values | {"kv_cache_memory_bytes": int(self.arguments.kv_gib * (1 << 30))}
         own = {"engine": json.dumps(values), "quantization": quantization}
         arguments = argparse.Namespace(**{**vars(self.arguments), **own})
         make_model(folder / "model", arguments.shape, arguments.dtype)
@@ -192,9 +195,16 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     began_s = time.monotonic()
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
-        for name in arguments.engines:
+
+        async def start(name: str) -> None:
             with part(f"start {name}", found.failures):
                 await found.start(stack, name, folder / name.replace(" ", "-").replace("'", ""))
+
+        if arguments.kv_gib:
+            await asyncio.gather(*map(start, arguments.engines))
+        for name in arguments.engines:
+            if not arguments.kv_gib:
+                await start(name)
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
         checked, turns = "ours", ROUND
@@ -270,6 +280,11 @@ def main() -> None:
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        help="KV cache of each engine; vLLM then measures no memory, and engines start at once",
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", help="of the quantised engine")
     arguments = parser.parse_args()
     arguments.name = NAME

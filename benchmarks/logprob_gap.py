@@ -89,8 +89,10 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "threads": 4 if on_gpu else 1,
             "enforce_eager": True,
             "quantization": arguments.quantization,
-            **({"gpu_memory_utilization": 0.3} if on_gpu else {}),
-            "engine": json.loads(arguments.engine),
+            # Others may use the GPU: what vLLM measures of its memory would be theirs too.
+            **({"gpu_memory_utilization": 0.1} if on_gpu else {}),
+            "engine": ({"kv_cache_memory_bytes": 4 << 30} if on_gpu else {})
+            | json.loads(arguments.engine),
         },
         "weights": {
             "transport": arguments.transport,
