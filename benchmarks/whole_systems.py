@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,6 +77,8 @@ class System:
     # The steps that an asynchronous system's replies may lie ahead; 0: synchronous.
     ahead: int
     rows_path: Path
+    # The address of its own server; empty: it has none.
+    url: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -87,6 +90,16 @@ class System:
     def gate(self) -> Path:
         """The file that lets the system run."""
         return self.folder / "gate"
+
+    def is_loaded(self) -> bool:
+        """Whether everything is loaded, a server of its own too."""
+        if not self.asked.exists() or not self.url:
+            return self.asked.exists()
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Starts a program of this system in a session of its own, which `end` ends whole."""
@@ -167,7 +180,7 @@ class Benchmark:
         if name == "trl-async":
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            url = f"http://127.0.0.1:{port}"
+            url = system.url = f"http://127.0.0.1:{port}"
             system.start(server_command(self.arguments, self.model, port), self.peer_environ(1))
         mode = "asynchronous" if url else "colocated"
         command = [sys.executable, str(HERE / "whole_systems_trl.py"), mode]
@@ -399,7 +412,7 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
             loaded = []
             for system in systems:
                 with part(f"load {system.name}", found.failures):
-                    system.until(system.asked.exists, "loading", START_LIMIT_S)
+                    system.until(system.is_loaded, "loading", START_LIMIT_S)
                     loaded.append(system)
             for system in loaded:
                 with part(f"run {system.name}", found.failures):
