@@ -92,6 +92,7 @@ class Benchmark:
         sizes = {"gate": system.gate, "sequences": self.arguments.sequences, "url": url}
         sizes |= {"group": self.arguments.group, "memory": self.arguments.memory}
         sizes |= {"staleness": ahead, "inflight": self.arguments.episodes}
+        sizes |= {"kv-bytes": self.arguments.kv_gib << 30}
         for key, value in {**files, **sizes, "micro": self.arguments.peer_micro}.items():
             command += [f"--{key}={value}"]
         system.start([*command, *(["--cpu"] if self.on_cpu else [])], self.peer_environ(work, 0))
@@ -218,6 +219,8 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, help="under way; 512, on a CPU 16")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--memory", type=float, default=0.3, help="GPU memory of each engine")
+    # Engines that start side by side would measure each other's memory.
+    parser.add_argument("--kv-gib", type=int, default=24, help="of it for each KV cache")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="of our micro batches")
     parser.add_argument("--peer-micro", type=int, help="sequences; 32, on a CPU 4")
     parser.add_argument("--peer-path", default="", help="folder that holds TRL")

@@ -140,6 +140,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     extra = 'quantization = "fp8_per_channel"\n' if "fp8" in system.name else ""
     if not on_cpu:
         extra += f"gpu_memory_utilization = {arguments.memory}\n"
+        extra += f"engine = {{ kv_cache_memory_bytes = {arguments.kv_gib << 30} }}\n"
     return f"""
 [run]
 name = "{system.name}"
@@ -203,6 +204,7 @@ def server_command(
     }
     if arguments.device == "cuda":
         settings |= {"gpu-memory-utilization": arguments.memory}
+        settings |= {"kv-cache-memory-bytes": arguments.kv_gib << 30}
         settings |= {"weight-transfer-config": json.dumps({"backend": "nccl"})}
     own = [f"--{key}={value}" for key, value in settings.items()]
     serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own]

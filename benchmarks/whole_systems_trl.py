@@ -12,6 +12,7 @@ step. Lengths of replies are forced, and nothing else of TRL's loop is changed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -72,6 +73,7 @@ def colocated(arguments: argparse.Namespace, work: Work) -> None:
     import torch
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
     from trl.generation.vllm_generation import VLLMGeneration
 
     spent = {"generate_s": 0.0, "sync_s": 0.0, "trained_tokens": 0}
@@ -113,12 +115,11 @@ def colocated(arguments: argparse.Namespace, work: Work) -> None:
             spent.update(generate_s=0.0, sync_s=0.0, trained_tokens=0)
             self.last = now()
 
-    if arguments.cpu:
-        import functools
-
-        import trl.generation.vllm_generation as module
-
-        module.LLM = functools.partial(module.LLM, enforce_eager=True)
+    # TRL hands on neither of these.
+    own = (
+        {"enforce_eager": True} if arguments.cpu else {"kv_cache_memory_bytes": arguments.kv_bytes}
+    )
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **own)
     longest = max(work.tokens, work.longest)
     config = GRPOConfig(
         **common(arguments),
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--memory", type=float, default=0.4, help="of the GPU, when colocated")
+    parser.add_argument("--kv-bytes", type=int, default=40 << 30, help="of the cache, likewise")
     parser.add_argument("--staleness", type=int, default=4, help="when asynchronous")
     parser.add_argument("--inflight", type=int, default=512, help="when asynchronous")
     parser.add_argument("--url", default="", help="of vLLM's server, when asynchronous")
