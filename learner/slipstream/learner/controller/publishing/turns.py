@@ -39,14 +39,14 @@ class EngineTurns:
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
         self._answers: dict[ServerKey, asyncio.Future[None]] = {}
-        self._was_told_in_vain = False
+        self._has_warned = False
 
     async def begin(self) -> None:
         """Lets the engines of the learner's devices rest; returns when all of them do."""
         if not self._rule.in_turns:
             return
         sharing = self._sharing()
-        self._warn_in_vain(sharing)
+        self._warn_without_effect(sharing)
         self._order(sharing)
         limit_s = self._run.config.weights.join_deadline_s
         await self._run.clock.wait(list(self._answers.values()), limit_s)
@@ -113,9 +113,9 @@ class EngineTurns:
             and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
         ]
 
-    def _warn_in_vain(self, sharing: Collection[ServerSession]) -> None:
-        if not sharing and self._fleet.serving() and not self._was_told_in_vain:
-            self._was_told_in_vain = True
+    def _warn_without_effect(self, sharing: Collection[ServerSession]) -> None:
+        if not sharing and self._fleet.serving() and not self._has_warned:
+            self._has_warned = True
             self._run.events.add(
                 f'controller.turns = "{self._run.config.controller.turns}" has no effect: no '
                 "rollout server computes on a device of the learner",
