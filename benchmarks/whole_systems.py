@@ -173,7 +173,9 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     began_s = time.monotonic()
     shape = "tiny" if arguments.device == "cpu" else arguments.shape
     dtype = "float32" if arguments.device == "cpu" else "bfloat16"
-    found = Benchmark(arguments, make_apart(folder / "model", shape, dtype=dtype))
+    found = Benchmark(
+        arguments, make_apart(folder / "model", shape, dtype=dtype, layers=arguments.layers)
+    )
     for number in range(arguments.rounds):
         if number and time.monotonic() - began_s > arguments.limit_s:
             break
@@ -209,6 +211,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
     parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=0.0, help="no later round begins after")
     parser.add_argument("--run-s", type=float, default=240.0, help="limit of one system's run")
