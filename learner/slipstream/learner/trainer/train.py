@@ -86,6 +86,8 @@ class Trainer:
             self._published, senders, ranks=self._ranks, client=client
         )
         self._digests = self._export()
+        for memory in self._memories:
+            memory.settle()
 
     def run(self) -> None:
         """Follows the controller's orders until a stop order."""
