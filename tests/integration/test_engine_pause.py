@@ -268,7 +268,7 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     assert rig.llm.noted[2:] == ["wake weights", "pause", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[5:] == ["version 0:2", "wake the rest"]
-    # From now on the memory is there.
+    # Now all memory is there.
     await rig.prepare(3)
     await rig.engine.receive_weights("p3")
     await rig.engine.resume(PolicyVersion(0, 3))
