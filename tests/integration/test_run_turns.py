@@ -41,6 +41,9 @@ def test_a_run_in_turns_trains_what_its_engine_sampled(tmp_path: Path, tiny_mode
     write_config(folder, tiny_model, run__steps=8, **SETTINGS)
     result = run_command("run", "config.toml", cwd=folder, limit_s=400)
     assert result.returncode == 0, result.stdout + result.stderr
+    told = result.stdout
+    # The learner has given its memory back before the engine starts.
+    assert told.index("the trainer has") < told.index("rollout server server-0 joined")
     run = folder / "run"
     rows = rows_of(run)
     assert len(rows) == 8
