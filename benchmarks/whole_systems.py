@@ -16,7 +16,7 @@ windows over their time; a window has `max_staleness` + 1 steps, so that waves o
 `ours-sleep` and `ours-auto` have that value of `controller.turns`, on one GPU. TRL 1.16 with
 datasets, accelerate and Liger must be importable (`--peer-path`).
 
-Prints one table; benchmarks/results/whole-systems.json is written after every system.
+Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Benchmark:
             "table": table_of(self.runs),
             "failures": self.failures,
         }
-        write_result(NAME, record, self.arguments.out)
+        write_result(f"{NAME}-{self.arguments.gpus}", record, self.arguments.out)
 
 
 @contextlib.contextmanager
@@ -191,7 +191,8 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                 with part(f"run {system.name}", found.failures):
                     try:
                         found.run(system)
-                    except TimeoutError:
+                    except (TimeoutError, SystemExit):
+                        # What the time was enough for counts.
                         found.take(system)
                         raise
                     finally:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from whole_systems_work import Work
 
 HERE = Path(__file__).resolve().parent
 START_LIMIT_S = 300.0
-END_LIMIT_S = 60.0
+END_LIMIT_S = 30.0
 
 
 @dataclass
@@ -62,7 +62,7 @@ class System:
             return False
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts a program of this system in a session of its own, which `end` ends whole."""
+        """Starts a program of this system in a session of its own; `end` ends it."""
         log = (self.folder / f"log-{len(self.processes)}").open("wb")
         with log:
             self.processes.append(
@@ -103,15 +103,18 @@ class System:
         return (self.folder / f"log-{place}").read_text(errors="replace")[-2000:]
 
     def end(self) -> None:
-        """Ends all programs, the newest first; the whole session if one does not end by itself."""
-        for process in reversed(self.processes):
-            process.send_signal(signal.SIGTERM)
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_LIMIT_S if self.name.startswith("ours") else 5.0)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        """Kills all programs and what they started: their orderly end takes long, and counts not.
+
+        The GPUs are free afterwards.
+        """
+        roots = [psutil.Process(p.pid) for p in self.processes if p.poll() is None]
+        found = [*roots, *(child for root in roots for child in root.children(recursive=True))]
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=END_LIMIT_S)
+        for program in self.processes:
+            program.wait(END_LIMIT_S)
 
 
 def free_port() -> int:
