@@ -38,6 +38,8 @@ PACKAGES = (
     "cupy-cuda13x",
     "triton",
 )
+# Arguments of benchmarks that are places of files on a machine.
+PLACES = ("out", "folder", "model_folder", "peer_path")
 _STARTED_S = time.monotonic()
 
 
@@ -86,13 +88,14 @@ def versions(*more: str) -> dict[str, str]:
 
 def command() -> str:
     """Returns the command line of this process, without the places of files on this machine."""
-    return re.sub(r" --(out|folder|model-folder)[ =]\S+", "", " ".join(["python", *sys.argv]))
+    places = "|".join(place.replace("_", "-") for place in PLACES)
+    return re.sub(rf" --({places})[ =]\S+", "", " ".join(["python", *sys.argv]))
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns a benchmark's arguments and their defaults, without the places of files."""
     told = vars(arguments).items()
-    return {key: str(value) for key, value in told if key not in ("out", "folder", "model_folder")}
+    return {key: str(value) for key, value in told if key not in PLACES}
 
 
 def visible(places: Sequence[int]) -> str:

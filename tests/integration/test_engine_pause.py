@@ -55,6 +55,12 @@ class NotedCalls:
     async def resume_generation(self) -> None:
         self.noted.append("resume")
 
+    async def sleep_async(self, level: int, mode: str) -> None:
+        self.noted.append(f"sleep {level} {mode}")
+
+    async def wake_up_async(self, tags: list[str] | None) -> None:
+        self.noted.append(f"wake {'the rest' if tags is None else ' '.join(tags)}")
+
     async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
         if method == "slipstream_prepare":
             return [{"value": True}]
@@ -237,3 +243,53 @@ async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(r
     rig.llm.takes_requests.set()
     await rig.ask("other")
     assert rig.llm.noted == ["abort late", "request late", "abort late", "request other"]
+
+
+async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(
+    rig: Rig,
+) -> None:
+    await rig.ask("running")
+    await rig.engine.rest(give_back=False)
+    await rig.ask("later")
+    assert rig.llm.noted == ["request running", "pause", "request later"]
+    await rig.engine.resume(PolicyVersion(0, 1))
+    assert rig.llm.noted[3:] == ["version 0:1", "resume"]
+
+
+async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_the_version(
+    rig: Rig,
+) -> None:
+    await rig.ask("running")
+    await rig.engine.rest(give_back=True)
+    assert rig.llm.noted[1:] == ["sleep 1 keep"]
+    await rig.prepare(2)
+    await rig.engine.receive_weights("p2")
+    # Cached keys and values take their memory when the learner has sent its weights.
+    assert rig.llm.noted[2:] == ["wake weights", "pause", "receive"]
+    await rig.engine.resume(PolicyVersion(0, 2))
+    assert rig.llm.noted[5:] == ["version 0:2", "wake the rest"]
+    # Now all memory is there.
+    await rig.prepare(3)
+    await rig.engine.receive_weights("p3")
+    await rig.engine.resume(PolicyVersion(0, 3))
+    assert rig.llm.noted[7:] == ["pause", "receive", "version 0:3", "resume"]
+
+
+async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(
+    rig: Rig,
+) -> None:
+    await rig.engine.rest(give_back=True)
+    await rig.prepare(2)
+    await rig.engine.receive_weights("p2")
+    await rig.ask("early")
+    noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "receive"]
+    assert rig.llm.noted == noted
+    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.ask("last")
+    assert rig.llm.noted[6:] == ["request early", "request last"]
+
+
+async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: Rig) -> None:
+    await rig.engine.rest(give_back=True)
+    await rig.engine.resume(PolicyVersion(0, 1))
+    assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]

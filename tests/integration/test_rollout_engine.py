@@ -285,6 +285,49 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
     assert crossed >= 3
 
 
+@pytest.mark.parametrize("give_back", [False, True])
+async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(rig, give_back) -> None:
+    await rig.publish(rig.old, 3)
+    start = rig.engine.use().generated_tokens
+    replies = [
+        asyncio.create_task(rig.generate(f"rest{n}", num_tokens=200, sampling=ENDLESS))
+        for n in range(8)
+    ]
+    await until_generated(rig.engine, start + 50, replies)
+    await rig.engine.rest(give_back=give_back)
+    late = asyncio.create_task(rig.generate("late", num_tokens=8, sampling=ENDLESS))
+    # Tokens that were sampled before are still handed out.
+    await asyncio.wait((*replies, late), timeout=0.3)
+    at_rest = rig.engine.use().generated_tokens
+    ended, running = await asyncio.wait((*replies, late), timeout=0.3)
+    assert rig.engine.use().generated_tokens == at_rest
+    assert late in running
+    await rig.engine.resume(PolicyVersion(0, 3))
+    for reply in await asyncio.gather(*replies, late):
+        assert {span.version for span in reply.version_spans} == {PolicyVersion(0, 3)}
+        assert rig.gap(rig.old, PROMPT, reply).mean() <= 1e-4
+
+
+async def test_weights_that_come_while_an_engine_rests_are_stamped_where_they_begin(rig) -> None:
+    await rig.publish(rig.old, 3)
+    start = rig.engine.use().generated_tokens
+    replies = [
+        asyncio.create_task(rig.generate(f"crossing{n}", num_tokens=200, sampling=ENDLESS))
+        for n in range(8)
+    ]
+    await until_generated(rig.engine, start + 50, replies)
+    await rig.engine.rest(give_back=True)
+    await rig.publish(rig.new, 4)
+    crossed = 0
+    for reply in await asyncio.gather(*replies):
+        cut = reply.version_spans[0].length
+        assert rig.gap(rig.old, PROMPT, reply)[:cut].mean() <= 1e-4
+        if len(reply.version_spans) == 2:
+            crossed += 1
+            assert rig.gap(rig.new, PROMPT, reply)[cut:].mean() <= 1e-4
+    assert crossed >= 3
+
+
 async def test_no_cached_prefix_crosses_a_version(rig) -> None:
     prompt = [1, *(4 + n % 28 for n in range(150)), 3]
     await rig.publish(rig.old, 0)

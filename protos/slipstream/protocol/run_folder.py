@@ -20,6 +20,8 @@ METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json
 SUSPENDED, CURVES = "suspended.json", "curves.png"
 # The folder of the logs; `log_path` says how one is named.
 LOGS = "logs"
+# The folder of the locks by which processes fill a GPU in turn.
+LOCKS = "locks"
 # Files that a run writes only after its first journal record.
 LEFT_BY_A_RUN = (f"{CHECKPOINTS}/step-*", f"{JOURNAL}/{BATCHES}/step-*.pb", METRICS)
 

@@ -216,7 +216,7 @@ class PublishStages(_message.Message):
     def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., takes_deltas: bool = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease", "draining")
+    __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease", "draining", "rested")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class ServerMessage(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESTED_FIELD_NUMBER: _ClassVar[int]
     hello: ServerHello
     heartbeat: ServerReport
     environment: EnvironmentReport
@@ -231,7 +232,8 @@ class ServerMessage(_message.Message):
     drained: ServerReport
     lease: LeaseReport
     draining: Draining
-    def __init__(self, hello: _Optional[_Union[ServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerReport, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentReport, _Mapping]] = ..., publish: _Optional[_Union[PublishReport, _Mapping]] = ..., drained: _Optional[_Union[ServerReport, _Mapping]] = ..., lease: _Optional[_Union[LeaseReport, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    rested: Rested
+    def __init__(self, hello: _Optional[_Union[ServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerReport, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentReport, _Mapping]] = ..., publish: _Optional[_Union[PublishReport, _Mapping]] = ..., drained: _Optional[_Union[ServerReport, _Mapping]] = ..., lease: _Optional[_Union[LeaseReport, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., rested: _Optional[_Union[Rested, _Mapping]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)
@@ -321,6 +323,24 @@ class ProbeVerdict(_message.Message):
     message: str
     def __init__(self, publish_id: _Optional[str] = ..., passed: bool = ..., message: _Optional[str] = ...) -> None: ...
 
+class Rest(_message.Message):
+    __slots__ = ("number", "give_back")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    give_back: bool
+    def __init__(self, number: _Optional[int] = ..., give_back: bool = ...) -> None: ...
+
+class Wake(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Rested(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class CancelLease(_message.Message):
     __slots__ = ("group_id", "reason")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -338,7 +358,7 @@ class Drain(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., finish: bool = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
-    __slots__ = ("welcome", "lease", "cancel", "environment", "prepare", "receive", "commit", "abort", "probe_verdict", "drain")
+    __slots__ = ("welcome", "lease", "cancel", "environment", "prepare", "receive", "commit", "abort", "probe_verdict", "drain", "rest", "wake")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +369,8 @@ class ControllerMessage(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_VERDICT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
+    WAKE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     lease: Lease
     cancel: CancelLease
@@ -359,7 +381,9 @@ class ControllerMessage(_message.Message):
     abort: AbortPublish
     probe_verdict: ProbeVerdict
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., cancel: _Optional[_Union[CancelLease, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentOrder, _Mapping]] = ..., prepare: _Optional[_Union[PreparePublish, _Mapping]] = ..., receive: _Optional[_Union[ReceiveWeights, _Mapping]] = ..., commit: _Optional[_Union[CommitPublish, _Mapping]] = ..., abort: _Optional[_Union[AbortPublish, _Mapping]] = ..., probe_verdict: _Optional[_Union[ProbeVerdict, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    rest: Rest
+    wake: Wake
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., cancel: _Optional[_Union[CancelLease, _Mapping]] = ..., environment: _Optional[_Union[EnvironmentOrder, _Mapping]] = ..., prepare: _Optional[_Union[PreparePublish, _Mapping]] = ..., receive: _Optional[_Union[ReceiveWeights, _Mapping]] = ..., commit: _Optional[_Union[CommitPublish, _Mapping]] = ..., abort: _Optional[_Union[AbortPublish, _Mapping]] = ..., probe_verdict: _Optional[_Union[ProbeVerdict, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ...) -> None: ...
 
 class EnvironmentCall(_message.Message):
     __slots__ = ("environment", "command")

@@ -25,7 +25,7 @@ from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERRO
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.machine.process import die_with_parent
 from slipstream.protocol.names import check_server_id
-from slipstream.protocol.run_folder import LOGS
+from slipstream.protocol.run_folder import LOCKS, LOGS
 from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.protocol.types import ServerId
@@ -116,7 +116,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     limit_s = config.learner.timeout_s
     # Both may block the event loop: nothing else runs in it yet.
     with (
-        fill_gpus(config.run_dir / "locks", gpus, alone=True, limit_s=limit_s),
+        fill_gpus(config.run_dir / LOCKS, gpus, alone=True, limit_s=limit_s),
         process.limited_start(settings.start_timeout_s),
     ):
         try:

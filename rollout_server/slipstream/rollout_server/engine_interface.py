@@ -180,6 +180,18 @@ class LoadedWeights:
     already_resumed: bool = False
     takes_deltas: bool = False
 
+    def stages(self, *, prepare_s: float) -> fleet_pb2.PublishStages:
+        """Returns the times for the controller, with the seconds before the first bucket."""
+        return fleet_pb2.PublishStages(
+            prepare_s=prepare_s,
+            pause_s=self.pause_s,
+            receive_s=self.receive_s,
+            load_s=self.load_s,
+            copied=self.by_plan,
+            wire_s=self.wire_s,
+            takes_deltas=self.takes_deltas,
+        )
+
 
 class Engine(Protocol):
     """An inference engine whose weights can be replaced while its requests wait.
@@ -259,6 +271,14 @@ class Engine(Protocol):
 
     async def pause(self) -> None:
         """Pauses all requests between two tokens and forgets every cached prefix."""
+        ...
+
+    async def rest(self, *, give_back: bool) -> None:
+        """Pauses all requests for a while, until `resume`; cached prefixes stay.
+
+        With `give_back` the engine gives its memory back too, forgets cached prefixes, and takes
+        the memory again for `prepare_weights` and `resume`.
+        """
         ...
 
     async def prepare_weights(

@@ -138,7 +138,9 @@ class Session:
             max_episodes=services.config.rollout_server.max_episodes,
             closed=self._lease_closed,
         )
-        self._orders = WeightOrders(services.engine, self._dispatcher, self._publish_report)
+        self._orders = WeightOrders(
+            services.engine, self._dispatcher, self._publish_report, rested=self._rested
+        )
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Set by a drain order that leaves running episodes no time.
@@ -228,7 +230,7 @@ class Session:
                 if not message.drain.finish:
                     self._leave_at_once.set()
                 self._drain_ordered.set()
-            case "prepare" | "receive" | "commit" | "abort" | "probe_verdict":
+            case "prepare" | "receive" | "commit" | "abort" | "probe_verdict" | "rest" | "wake":
                 self._orders.put(message)
 
     async def _beat(self) -> None:
@@ -258,6 +260,9 @@ class Session:
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
         self._outbox.put(fleet_pb2.ServerMessage(publish=report))
+
+    def _rested(self, answer: fleet_pb2.Rested) -> None:
+        self._outbox.put(fleet_pb2.ServerMessage(rested=answer))
 
 
 def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fleet_pb2.ServerHello:

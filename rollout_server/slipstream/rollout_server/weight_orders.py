@@ -1,8 +1,8 @@
 """The publish orders of the controller, carried out on this server's engine one after the other.
 
-Consumes: prepare, receive, commit, abort, verdict. Produces: one report for each but abort and
-verdict. Waits for: the next order, the engine. Unblocked by: the controller, the engine's
-deadlines, the limit of a verdict.
+Consumes: prepare, receive, commit, abort, verdict, rest, wake. Produces: one report for each but
+abort, verdict and wake. Waits for: the next order, the engine. Unblocked by: the controller, the
+engine's deadlines, the limit of a verdict.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ import numpy as np
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
-from slipstream.rollout_server.engine_interface import (
-    Engine,
-    EngineDied,
-    GenerationFailed,
-    LoadedWeights,
-)
+from slipstream.rollout_server.engine_interface import Engine, EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -67,12 +62,14 @@ class WeightOrders:
         dispatcher: Dispatcher,
         report: Callable[[fleet_pb2.PublishReport], None],
         *,
+        rested: Callable[[fleet_pb2.Rested], None] = lambda _: None,
         verdict_limit_s: float = VERDICT_LIMIT_S,
         probe_limit_s: float = PROBE_LIMIT_S,
     ) -> None:
         """Takes a paused engine; `probe_limit_s` is its limit, the other one the controller's."""
         self._verdict_limit_s, self._probe_limit_s = verdict_limit_s, probe_limit_s
-        self._engine, self._dispatcher, self._report = engine, dispatcher, report
+        self._engine, self._dispatcher = engine, dispatcher
+        self._report, self._rested = report, rested
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
         self._publish: _Publish | None = None
         # The version that the engine served last.
@@ -146,6 +143,16 @@ class WeightOrders:
                 await self._abort(order.abort)
             case "probe_verdict":
                 await self._take_verdict(order.probe_verdict)
+            case "rest":
+                await self._engine.rest(give_back=order.rest.give_back)
+                self._rested(fleet_pb2.Rested(number=order.rest.number))
+            case "wake":
+                await self._wake()
+
+    async def _wake(self) -> None:
+        """Resumes with the version served last; weights that may not be used stay paused."""
+        if self.version is not None and self.phase in (Phase.PROBING, Phase.SERVING):
+            await self._engine.resume(self.version)
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
         publish = self._publish = _Publish(order.order.publish_id)
@@ -160,7 +167,7 @@ class WeightOrders:
             return
         publish.move(PublishEvent.LOADED)
         publish.digests = list(loaded.bucket_digests)
-        publish.stages = _stages(loaded, prepare_s=prepared_s - begun_s)
+        publish.stages = loaded.stages(prepare_s=prepared_s - begun_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
@@ -335,15 +342,3 @@ class WeightOrders:
                 stages=stages,
             )
         )
-
-
-def _stages(loaded: LoadedWeights, *, prepare_s: float) -> fleet_pb2.PublishStages:
-    return fleet_pb2.PublishStages(
-        prepare_s=prepare_s,
-        pause_s=loaded.pause_s,
-        receive_s=loaded.receive_s,
-        load_s=loaded.load_s,
-        copied=loaded.by_plan,
-        wire_s=loaded.wire_s,
-        takes_deltas=loaded.takes_deltas,
-    )

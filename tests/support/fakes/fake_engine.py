@@ -68,6 +68,8 @@ class FakeEngine:
         self.ran_while_prepared = False
         self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
         self.pauses = 0
+        # Whether each rest gave memory back.
+        self.rests: list[bool] = []
         self.died = asyncio.Event()
         self.closed = False
         # Two layers: position p goes to expert p mod 4 in the first, p + 1 mod 4 in the second.
@@ -151,6 +153,11 @@ class FakeEngine:
 
     async def pause(self) -> None:
         self.pauses += 1
+        self.running.clear()
+        self._wake()
+
+    async def rest(self, *, give_back: bool) -> None:
+        self.rests.append(give_back)
         self.running.clear()
         self._wake()
 

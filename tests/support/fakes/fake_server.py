@@ -98,6 +98,9 @@ class FakeServer:
         # Lets a server that leaves hand back what it has.
         self.departure = asyncio.Event()
         self.departure.set()
+        # Whether each rest was to give memory back, and whether one goes on.
+        self.rests: list[bool] = []
+        self.is_resting, self.rests_when_told = False, True
         # Weights that did not pass their probe.
         self.rejected = 0
         # Group and member of each trajectory without a verdict.
@@ -198,6 +201,14 @@ class FakeServer:
                 self.version, self.rejected = None, self.rejected + 1
                 for task in self.running.values():
                     task.cancel()
+            case "rest":
+                self.rests.append(message.rest.give_back)
+                self.is_resting = True
+                if self.rests_when_told:
+                    rested = fleet_pb2.Rested(number=message.rest.number)
+                    await self.outbox.put(fleet_pb2.ServerMessage(rested=rested))
+            case "wake":
+                self.is_resting = False
             case "drain" if message.drain.finish:
                 self.tasks.create_task(self.leave())
             case "drain":
@@ -222,7 +233,7 @@ class FakeServer:
         if list(commit.bucket_digests) != self.digests:
             await self._say(commit.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="digests")
             return
-        self.version = version_from_pb(commit.version)
+        self.version, self.is_resting = version_from_pb(commit.version), False
         self.loaded_versions.append(self.version)
         probe = commit.probe.expected_logprobs
         if self.wrong_probes and probe:

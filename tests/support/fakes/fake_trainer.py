@@ -61,6 +61,8 @@ class FakeTrainer:
         self.export_path = "checkpoints/final"
         # Changes the weights that a step makes, as rounding on a GPU does.
         self.noise = b""
+        # The devices of its ranks; a fake server's place is the empty one.
+        self.places: list[weights_pb2.Place] = []
         self.batches: list[list[Trajectory]] = []
         self.published: list[PolicyVersion] = []
         self.lags: list[int] = []
@@ -86,6 +88,7 @@ class FakeTrainer:
                 layout_description="on 1 rank",
                 version=version_to_pb(self.version),
                 weight_digest=self.digest,
+                places=self.places,
             )
             welcome = await self._register(hello)
             self.version = version_from_pb(welcome.version)

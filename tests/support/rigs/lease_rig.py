@@ -76,7 +76,7 @@ class Rig:
         self.books = books_of(self.run, journal=journal)
         self.book, self.environments = self.books.leases, self.books.environments
         self.fleet, self.queue = self.books.fleet, self.books.queue
-        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         self.folder, self.journal = folder / "journal", journal
         self.journal.append("start", format=1, run_id="r")
         self.abandoned: list[Group] = []

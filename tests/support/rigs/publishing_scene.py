@@ -102,7 +102,7 @@ class Scene:
         self.run, self.tasks = run, tasks
         self.publisher = Publisher(self.fleet, run, tasks)
         lost = self.publisher.server_lost
-        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 5)
+        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 6)
         self.session = self.joined("a")
         self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
 

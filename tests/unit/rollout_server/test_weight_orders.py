@@ -70,7 +70,14 @@ class Rig:
             max_episodes=1,
             closed=lambda *_: None,
         )
-        self.orders = WeightOrders(self.engine, dispatcher, self._report, **limits)
+        self.rested: list[int] = []
+        self.orders = WeightOrders(
+            self.engine,
+            dispatcher,
+            self._report,
+            rested=lambda answer: self.rested.append(answer.number),
+            **limits,
+        )
         self.running = tasks.create_task(self.orders.run())
 
     def _report(self, report: fleet_pb2.PublishReport) -> None:
@@ -206,3 +213,48 @@ async def test_an_engine_that_resumed_before_its_commit_has_come_tells_that_all_
         rig.commit("p1")
         await rig.until("p1", SERVING)
         await rig.end()
+
+
+async def test_an_engine_rests_when_it_is_told_to_and_wakes_with_its_version() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.arrived.set()
+        rig.receive("p1")
+        rig.commit("p1")
+        await rig.until("p1", SERVING)
+        rig.order(rest=fleet_pb2.Rest(number=7, give_back=True))
+        while not rig.rested:
+            await asyncio.sleep(0)
+        assert (rig.rested, rig.engine.rests) == ([7], [True])
+        assert not rig.engine.running.is_set()
+        rig.order(wake=fleet_pb2.Wake())
+        while not rig.engine.running.is_set():
+            await asyncio.sleep(0)
+        assert rig.engine.version == PolicyVersion(0, 1)
+        await rig.end()
+
+
+async def test_new_weights_wake_an_engine_that_rests() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.arrived.set()
+        for publish_id in ("p1", "p2"):
+            rig.order(rest=fleet_pb2.Rest(number=1))
+            rig.receive(publish_id)
+            rig.commit(publish_id)
+            await rig.until(publish_id, SERVING)
+            assert rig.engine.running.is_set()
+        await rig.end()
+
+
+async def test_an_engine_with_weights_that_may_not_be_used_is_not_woken() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.arrived.set()
+        rig.receive("p1")
+        await rig.until("p1", LOADED)
+        rig.order(wake=fleet_pb2.Wake())
+        rig.order(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="a test"))
+        rig.order(wake=fleet_pb2.Wake())
+        await rig.end()
+        assert rig.engine.resumed == 0

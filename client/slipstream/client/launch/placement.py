@@ -163,7 +163,7 @@ def _share_with_learner(config: Config, placement: Placement) -> Config:
         server = server.model_copy(update={"gpu_memory_utilization": share})
         config = config.model_copy(update={"rollout_server": server})
     total = engines * server.gpu_memory_utilization + (fraction or 0.0)
-    if total > 1:
+    if total > 1 and config.controller.turns != "sleep":
         raise ConfigError(
             f"on a shared GPU {engines} * rollout_server.gpu_memory_utilization + "
             f"learner.gpu_memory_fraction must be at most 1, got "

@@ -51,6 +51,11 @@ class RunCalls:
         status = await self._status()
         return None if status is None else Milestones(status.step, status.checkpoint_step)
 
+    async def has_trainer(self) -> bool:
+        """Whether a trainer has loaded and registered; False when the controller is silent."""
+        status = await self._status()
+        return status is not None and status.state != status_pb2.RUN_STATE_STARTING
+
     async def is_stopping(self) -> bool:
         """Whether the trainer saves and exports now; False when the controller does not answer."""
         status = await self._status()

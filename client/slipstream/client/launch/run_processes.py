@@ -251,6 +251,9 @@ class RunProcesses:
     async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
         policy = RestartPolicy(self._config.rollout_server.max_restarts)
         address = self._config.controller.address
+        # Where both take the whole GPU in turn, the learner must have loaded and given it back.
+        while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():
+            await asyncio.sleep(LOOK_S)
         while True:
             started_s = time.monotonic()
             arguments = ["--controller", address, "--server-id", name]

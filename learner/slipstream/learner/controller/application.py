@@ -18,6 +18,7 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
@@ -164,6 +165,7 @@ class Controller:
         self._endings = Endings(journal, books.ledger, books.queue)
         self._intake = Intake(run, books, self._endings)
         self._publisher = self._make_publisher(books.fleet, run, tasks)
+        self._turns = EngineTurns(books.fleet, run)
         self._scheduler = Scheduler(run, books, self._intake.start_afresh)
         self._watch = RunWatch(run, books, self._intake.take_back)
         self._evaluator = Evaluator(
@@ -181,6 +183,7 @@ class Controller:
             books.leases,
             former,
             self._publisher,
+            turns=self._turns,
             evaluations_done=self._evaluator.is_done,
             on_step=partial(self._stepped, journal),
             on_checkpoint=self._checkpoints.saved,
@@ -209,6 +212,7 @@ class Controller:
             publish=self._publisher.report,
             lease=self._lease_reported,
             draining=self._server_drains,
+            rested=self._turns.rested,
         )
 
     def _add_services(self, books: Books, server: grpc.aio.Server) -> None:
@@ -231,6 +235,7 @@ class Controller:
         self._endings.flush_soon()
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
+        self._turns.server_lost(session)
         self._environments.server_lost(session.key)
         if not session.drained.is_set():
             self._ledger.die(session.key)
@@ -261,6 +266,7 @@ class Controller:
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return
+        self._turns.stepped(report.metrics.get("trained_tokens", 0.0))
         snapshot = self._ledger.snapshot()
         row = self._recorder.step(
             batch,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.protocol.run_folder import LOCKS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
 
@@ -129,7 +130,7 @@ def _load(
         stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
     gpus = gpu_names(os.environ, launch.local_rank, 1)
     limit_s = config.rollout_server.start_timeout_s
-    with fill_gpus(config.run_dir / "locks", gpus, alone=False, limit_s=limit_s):
+    with fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch, activity=activity)
         return Trainer(config, policy, client), policy.ranks
 

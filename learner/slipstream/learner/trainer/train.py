@@ -6,10 +6,13 @@ Only rank 0 calls the controller. It broadcasts the orders, so that all ranks ta
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 
 from slipstream.learner.trainer.batches.batch import Batch
@@ -38,8 +41,8 @@ from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
-from slipstream.protocol.machine.gpu_lock import gpu_names
-from slipstream.protocol.run_folder import CHECKPOINTS, FINAL_MODEL
+from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.protocol.run_folder import CHECKPOINTS, FINAL_MODEL, LOCKS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
@@ -86,6 +89,8 @@ class Trainer:
             self._published, senders, ranks=self._ranks, client=client
         )
         self._digests = self._export()
+        for memory in self._memories:
+            memory.settle()
 
     def run(self) -> None:
         """Follows the controller's orders until a stop order."""
@@ -134,10 +139,14 @@ class Trainer:
 
     def _place(self) -> bytes:
         """The host and GPUs of this rank, with its NCCL settings, as bytes."""
-        device = self._ranks.device
-        gpus = gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
         nccl = agreed_settings(os.environ)
-        return weights_pb2.Place(host_id=host_id(), cards=gpus, nccl=nccl).SerializeToString()
+        return weights_pb2.Place(host_id=host_id(), cards=self._gpus, nccl=nccl).SerializeToString()
+
+    @functools.cached_property
+    def _gpus(self) -> list[str]:
+        """The driver's name of this rank's GPU; empty on a CPU."""
+        device = self._ranks.device
+        return gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
 
     def _adopt(self, version: PolicyVersion) -> None:
         """Takes over the run's version of the weights, which the controller told rank 0."""
@@ -170,7 +179,7 @@ class Trainer:
                 f"batch {batch.batch_id} is for step {batch.step + 1}, "
                 f"but the weights are of version {self._version}"
             )
-        with self._policy.memory.resident(Part.PARAMETERS):
+        with turn_of_step(self._config, self._gpus), self._policy.memory.resident(Part.PARAMETERS):
             try:
                 result = self._step.run(batch)
             except UntrainableBatch as fault:
@@ -275,6 +284,17 @@ class Trainer:
     def _export(self) -> WeightDigests:
         with self._stages.measure("export"):
             return self._published.digests()
+
+
+def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[None]:
+    """Returns the turn in which a step may take the memory that an engine has given back.
+
+    A rollout server that starts meanwhile measures free memory: each waits for the other's end.
+    """
+    if config.controller.turns != "sleep":
+        return contextlib.nullcontext()
+    limit_s = config.rollout_server.start_timeout_s
+    return fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s)
 
 
 def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:

@@ -226,6 +226,11 @@ class Config(Section):
             served_problems(self.reference, self.algorithms, sampling.temperature),
         ):
             raise ValueError(problem)
+        if self.controller.turns == "sleep" and not self.learner.offload.gives_memory_back:
+            raise ValueError(
+                'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
+                "the learner gives its memory back to the engines"
+            )
         lag = algorithm.max_staleness
         if self.weights.publish_every_steps > lag + 1:
             raise ValueError(

@@ -114,6 +114,11 @@ class ControllerSection(Section):
     fleet_timeout_s: Silence = 600.0
     # Write some trajectories of every n-th step as text.
     sample_every_steps: Positive = 10
+    # Use of a GPU that learner and rollout servers share. off: both compute at the same time;
+    # pause: engines rest while the learner trains; sleep: they also give their memory back, and
+    # the learner its own (learner.offload) while they generate; auto: off or pause, whichever
+    # trains more tokens per second in the first steps.
+    turns: Literal["off", "pause", "sleep", "auto"] = "off"
 
 
 class ParallelSection(Section):
@@ -144,6 +149,11 @@ class OffloadSection(Section):
     gradients: bool = False
     # The optimizer's state, always except in the optimizer's step.
     optimizer: bool = False
+
+    @property
+    def gives_memory_back(self) -> bool:
+        """Whether the largest parts leave the device between steps."""
+        return self.gradients and self.optimizer
 
 
 class LearnerSection(Section):

@@ -28,7 +28,7 @@ from slipstream.rollout_server.engine_interface import (
     TextPart,
 )
 from slipstream.rollout_server.inference.engine_arguments import engine_config
-from slipstream.rollout_server.inference.engine_pause import EnginePause
+from slipstream.rollout_server.inference.engine_pause import ANSWER_LIMIT_S, EnginePause
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.prompts import Prompts
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
@@ -54,9 +54,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
-# Seconds after which an engine that has not answered an order to pause or resume counts as hung. A
-# step or two, and the calls before the order, take less.
-_ANSWER_LIMIT_S = 120.0
 
 
 class VllmEngine:
@@ -70,22 +67,20 @@ class VllmEngine:
         *,
         stage: bool,
         recompute_context: bool = True,
-        answer_limit_s: float = _ANSWER_LIMIT_S,
+        answer_limit_s: float = ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._llm = llm
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
         self._processes = processes
         self._silence_limit_s = silence_limit_s
-        loggers = llm.logger_manager.stat_loggers
-        (self._counter,) = (one for one in loggers if isinstance(one, TokenCounter))
+        self._counter = TokenCounter.among(llm.logger_manager.stat_loggers)
         self._clock = UseClock()
         self._pauses = EnginePause(
             llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
         self._workers = workers = WorkerCalls(llm, line)
-        pause = self._pauses.pause_for_update
-        self._updates = WeightUpdate(workers.call_all, pause, stage=stage)
+        self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
         self._prompts = Prompts(llm.model_config.model)
         self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
@@ -232,6 +227,10 @@ class VllmEngine:
         """See `Engine`."""
         await self._pauses.pause()
 
+    async def rest(self, *, give_back: bool) -> None:
+        """See `Engine`."""
+        await self._pauses.rest(give_back=give_back)
+
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
         await self._pauses.resume(version)
@@ -240,6 +239,7 @@ class VllmEngine:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         """See `Engine`."""
+        await self._pauses.wake_weights()
         await self._updates.prepare(order, layout, first_rank)
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:

@@ -74,6 +74,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     settings, sampling = config.rollout_server, config.sampling
     table = read_model_table(config.model.path)
     longest = table.get("max_position_embeddings", math.inf)
+    on_cpu = current_platform.is_cpu()
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
@@ -88,7 +89,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enforce_eager": settings.is_eager(on_cpu=current_platform.is_cpu()),
+        "enforce_eager": settings.is_eager(on_cpu=on_cpu),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "quantization": None if settings.quantization == "off" else settings.quantization,
         "logprobs_mode": "processed_logprobs",
@@ -97,7 +98,9 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "weight_transfer_config": WeightTransferConfig(
             backend=BACKEND if config.weights.delta == "off" else KEEPING_BACKEND
         ),
+        # On a CPU vLLM's workers keep their memory and only pause.
+        "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
         **draft_values(settings),
         **(vision_values(sampling) if table.get("vision_config") else {}),
-        **lora_arguments(config.lora, on_cpu=current_platform.is_cpu()),
+        **lora_arguments(config.lora, on_cpu=on_cpu),
     }

@@ -15,13 +15,18 @@ from slipstream.rollout_server.engine_interface import EngineDied
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+# Seconds after which an engine that has not answered an order to pause or resume counts as hung. A
+# step or two, and the calls before the order, take less.
+ANSWER_LIMIT_S = 120.0
+
 
 class EnginePause:
     """Pauses and resumes one engine; holds requests meanwhile.
 
     An engine with requests: `pause_for_update`, the update, `resume(version)`. An idle one:
     `hold_requests`, the update beside `resume_idle(version)`, `resume(version)`. Weights that may
-    not be used: `pause`, after which requests wait in the engine.
+    not be used: `pause`, after which requests wait in the engine. The learner trains on its GPU:
+    `rest`, then `wake_weights` and an update, or `resume` with the version that it had.
     """
 
     def __init__(
@@ -39,6 +44,8 @@ class EnginePause:
         self._held: dict[str, asyncio.Future[None]] = {}
         # The version of an engine that was resumed while its requests are held.
         self._ahead: PolicyVersion | None = None
+        # Whether the engine has given memory back, of which `resume` takes the rest again.
+        self._gave_back = False
 
     @property
     def salt(self) -> str | None:
@@ -62,7 +69,7 @@ class EnginePause:
         """See `Engine`."""
         if self._ahead != version:
             await self._call(asyncio.gather(*self._resuming(version)))
-        self.version, self.is_paused = version, False
+        self.version, self.is_paused, self._gave_back = version, False, False
         self._let_all_in()
 
     async def pause_for_update(self, update_limit_s: float) -> None:
@@ -83,6 +90,19 @@ class EnginePause:
         core = self._llm.engine_core
         pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         await self._call(pausing, update_limit_s)
+
+    async def rest(self, *, give_back: bool) -> None:
+        """See `Engine`; requests that come meanwhile wait in the engine."""
+        if not give_back:
+            await self._pause(0.0, clear_cache=False)
+            return
+        self._ahead, self.is_paused, self._gave_back = None, True, True
+        await self._call(self._llm.engine_core.sleep_async(1, "keep"))
+
+    async def wake_weights(self) -> None:
+        """Takes the memory of the weights again, if it was given back; the engine stays paused."""
+        if self._gave_back:
+            await self._call(self._llm.engine_core.wake_up_async(["weights"]))
 
     def hold_requests(self) -> None:
         """Holds every new request; only for an engine in which nothing runs."""
@@ -119,12 +139,15 @@ class EnginePause:
         for request_id in self._held:
             self.release(request_id)
 
-    def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[None]]:
+    def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[object]]:
         """Returns the two calls to resume, in the order in which the engine takes them.
 
         Await both at once.
         """
         stamping = self._llm.update_weight_version(_stamp(version))
+        if self._gave_back:
+            # Resumes as soon as all memory is there.
+            return stamping, self._llm.engine_core.wake_up_async(None)
         return stamping, self._llm.resume_generation()
 
     async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -23,6 +24,12 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         pass
+
+    @classmethod
+    def among(cls, loggers: Iterable[object]) -> TokenCounter:
+        """Returns the only counter among vLLM's loggers."""
+        (counter,) = (logger for logger in loggers if isinstance(logger, cls))
+        return counter
 
     def record(
         self,

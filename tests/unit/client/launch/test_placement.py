@@ -189,6 +189,19 @@ def test_shares_of_one_gpu_are_at_most_all_of_it() -> None:
     assert share_memory(config, Placement(("0",), (("1",),))) is config
 
 
+def test_shares_of_a_gpu_that_is_used_in_turn_may_be_more_than_all_of_it() -> None:
+    shared = Placement(("0",), (("0",),))
+    offload = {"gradients": True, "optimizer": True}
+    learner = {"gpu_memory_fraction": 0.9, "offload": offload}
+    config = config_of(learner, {"gpu_memory_utilization": 0.7})
+    in_turn = config.model_copy(
+        update={"controller": config.controller.model_copy(update={"turns": "sleep"})}
+    )
+    assert share_memory(in_turn, shared) is in_turn
+    with pytest.raises(ConfigError, match="at most 1"):
+        share_memory(config, shared)
+
+
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
     both = placed("0 1", server={"count": 2, "devices": [1, 1]})
     with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from slipstream.learner.trainer.orders import Order, Stop, Wait
-from slipstream.learner.trainer.train import Trainer
+from slipstream.learner.trainer.train import Trainer, turn_of_step
+from slipstream.protocol.errors import RunFailed
+from slipstream.protocol.machine.gpu_lock import fill_gpus
+from slipstream.protocol.run_folder import LOCKS
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import weights_pb2
 
@@ -66,3 +72,34 @@ def test_a_rank_says_where_it_computes_and_what_its_environment_tells_nccl(
     assert (place.host_id, list(place.cards)) == (host_id(), [])
     assert place.nccl["NCCL_PROTO"] == "simple"
     assert "NCCL_SOCKET_IFNAME" not in place.nccl
+
+
+def config_of(folder: Path, turns: str) -> Config:
+    table = {
+        "run": {"name": "r", "steps": 1, "dir": str(folder)},
+        "model": {"path": "model"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+        "controller": {"turns": turns},
+        "learner": {"offload": {"gradients": True, "optimizer": True}},
+    }
+    return parse_config(table, source="test")
+
+
+@pytest.mark.parametrize(("turns", "waits"), [("off", False), ("pause", False), ("sleep", True)])
+def test_no_engine_starts_while_a_step_has_the_memory_of_one(
+    tmp_path: Path, turns: str, waits: bool
+) -> None:
+    config = config_of(tmp_path, turns)
+
+    def start_engine() -> None:
+        with fill_gpus(config.run_dir / LOCKS, ["GPU-1"], alone=True, limit_s=0.0):
+            pass
+
+    with turn_of_step(config, ["GPU-1"]):
+        if waits:
+            with pytest.raises(RunFailed, match="did not end loading"):
+                start_engine()
+        else:
+            start_engine()
+    start_engine()

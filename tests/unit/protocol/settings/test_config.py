@@ -159,6 +159,12 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
             "controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got 5.0 and 2.0",
         ),
         (
+            "controller.turns",
+            "sleep",
+            'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
+            "the learner gives its memory back to the engines",
+        ),
+        (
             "learner.parallel",
             {"tp": 2},
             "learner.world_size must be a multiple of tp * pp * cp = 2, got 1",

@@ -32,7 +32,7 @@ from slipstream.v1 import fleet_pb2, status_pb2
 
 # Largest number of departed servers whose last state the status shows; each answer copies them.
 MAX_DEPARTED = 100
-PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict")
+PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict", "rest", "wake")
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ class FleetHandlers:
     publish: Callable[[ServerSession, fleet_pb2.PublishReport], None]
     lease: Callable[[ServerSession, fleet_pb2.LeaseReport], None]
     draining: Callable[[ServerSession], None]
+    rested: Callable[[ServerSession, fleet_pb2.Rested], None]
 
 
 class Fleet:
@@ -321,6 +322,8 @@ class Fleet:
                 self.handlers.publish(session, message.publish)
             case "lease":
                 self.handlers.lease(session, message.lease)
+            case "rested":
+                self.handlers.rested(session, message.rested)
             case "draining":
                 self.drains(session, message.draining.reason)
 

@@ -20,6 +20,7 @@ from slipstream.learner.controller.leasing.lease_waits import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_hello import impossible
@@ -49,6 +50,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         former: BatchFormer,
         publisher: Publisher,
         *,
+        turns: EngineTurns,
         evaluations_done: Callable[[], bool],
         on_step: Callable[[Trained, trainer_pb2.StepReport], None],
         on_checkpoint: Callable[[int], None],
@@ -56,7 +58,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run, self._progress = run, run.progress
         self._book = book
         self._former = former
-        self._publisher = publisher
+        self._publisher, self._turns = publisher, turns
         self._evaluations_done = evaluations_done
         self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
@@ -122,9 +124,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.PlaceKept]:
         """Keeps the trainer's place until this stream ends."""
-        async with aclosing(self.place.keep(context)) as kept:
-            async for message in kept:
-                yield message
+        try:
+            async with aclosing(self.place.keep(context)) as kept:
+                async for message in kept:
+                    yield message
+        finally:
+            self._turns.trainer_lost()
 
     async def Next(  # noqa: N802
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -137,6 +142,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if not isinstance(order, FormedBatch):
             yield order
             return
+        await self._turns.begin()
         yield trainer_pb2.Directive(batch=header(order))
         parts = chunks(order)
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
@@ -312,9 +318,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # The trainer restarted from a checkpoint, or an answer was lost.
             return await self._former.recorded(self._trainer_version.step)
         if progress.is_over:
+            self._turns.end()
             reason = progress.cause or "the run is over"
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
         publish = await self._publisher.prepare(request)
+        self._turns.end(() if publish is None else [r.server_id for r in publish.receivers])
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
         if not progress.all_steps_done:

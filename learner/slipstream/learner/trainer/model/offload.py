@@ -74,6 +74,11 @@ class HostMemory:
             raise
         self._leave(parts)
 
+    def settle(self) -> None:
+        """Sends the parts that `settings` offloads to the host before their first use."""
+        with self.resident(*Part):
+            pass
+
     def _leave(self, parts: Sequence[Part]) -> None:
         for part in parts:
             self._users[part] -= 1

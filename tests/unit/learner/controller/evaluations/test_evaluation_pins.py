@@ -41,7 +41,7 @@ class Rig:
             self.environments.add(spec)
         intake = Intake(self.run, books, Endings(journal, books.ledger, queue))
         self.publisher = Publisher(self.fleet, self.run, tasks)
-        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         scheduler = Scheduler(self.run, books, nothing)
         self.evaluator = Evaluator(
             self.run,

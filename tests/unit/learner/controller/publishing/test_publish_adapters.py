@@ -33,7 +33,7 @@ class Adapted:
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.run = run_of(lora={"rank": 8, "publish": "adapters"}, weights={"verify_every": 1000})
         self.fleet = Fleet(self.run)
-        self.fleet.handlers = FleetHandlers(*[nothing] * 7)
+        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         self.publisher = Publisher(self.fleet, self.run, tasks)
         self._tasks = tasks
         self._communicator_id = ""

@@ -12,7 +12,7 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
     kind: str, waiting: int
 ) -> None:
     fleet = Fleet(run_of(queue={"kind": kind}))
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
     # A shared queue counts once, with the newer of the two reports.
     for name, num_bytes in (("a", 300), ("b", 400)):
         joined(fleet, name).report.queued_bytes = num_bytes
@@ -22,7 +22,7 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
 
 def test_drafts_of_all_servers_are_added_up() -> None:
     fleet = Fleet(run_of())
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
     for name, drafted, accepted in (("a", 100, 60), ("b", 11, 7)):
         report = joined(fleet, name).report
         report.drafted_tokens, report.accepted_tokens = drafted, accepted
@@ -41,7 +41,7 @@ def test_a_server_has_left_only_if_it_said_goodbye(
     last: fleet_pb2.ServerMessage, state: fleet_pb2.ServerState, cause: str
 ) -> None:
     fleet = Fleet(run_of())
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
     session = joined(fleet, "a")
     fleet.order_drain(session, "new driver", finish=True)
     fleet.receive(session, last)
@@ -56,7 +56,7 @@ def test_a_server_has_left_only_if_it_said_goodbye(
 
 def test_the_status_shows_the_newest_of_those_that_left() -> None:
     fleet = Fleet(run_of())
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
     for number in range(MAX_DEPARTED + 20):
         fleet.remove(joined(fleet, f"s{number}"), "its stream ended")
     assert list(fleet.departed) == [f"s{number}" for number in range(20, MAX_DEPARTED + 20)]
@@ -65,7 +65,7 @@ def test_the_status_shows_the_newest_of_those_that_left() -> None:
 def test_the_last_server_does_not_leave_without_a_warning() -> None:
     run = run_of(controller={"fleet_timeout_s": 90.0})
     fleet = Fleet(run)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
     first, last = joined(fleet, "a"), joined(fleet, "b")
     fleet.order_drain(first, "new driver", finish=True)
     assert fleet.warn_without(first) == ""
@@ -80,7 +80,7 @@ def test_the_last_server_does_not_leave_without_a_warning() -> None:
 def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
     run = run_of()
     fleet = Fleet(run)
-    fleet.handlers = FleetHandlers(*[nothing] * 7)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
     session = joined(fleet, "a")
     run.progress.stop("enough")
     fleet.order_drain(session, "enough", finish=False)

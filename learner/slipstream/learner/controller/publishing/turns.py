@@ -1,0 +1,132 @@
+"""Lets engines rest while the learner trains on their device.
+
+Consumes: the moments at which the trainer begins and ends a step, the answers of servers. Produces:
+orders to rest and to wake. Waits for: the engines' rest, before the trainer gets its batch.
+Unblocked by: the answer, the loss of the server, or `weights.join_deadline_s`, after which the
+server's stream is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.publishing.turn_rule import TurnRule
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.server_states import LOADING, SERVING, ServerKey
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import fleet_pb2
+
+
+class EngineTurns:
+    """The engines that rest; those on other devices than the learner's never do.
+
+    await turns.begin()                       # before the trainer gets a batch
+    turns.end(keep=["server-0"])              # when it asks again; those kept get weights now
+    turns.trainer_lost()
+    """
+
+    def __init__(self, fleet: Fleet, run: Run) -> None:
+        self._fleet, self._run = fleet, run
+        setting, window = run.config.controller.turns, run.config.algorithm.max_staleness + 1
+        self._rule = TurnRule(setting, window=window)
+        self._gives_back = setting == "sleep"
+        self._number = 0
+        # Servers that were told to rest and not to wake; new weights wake them too.
+        self._resting: set[ServerKey] = set()
+        self._answers: dict[ServerKey, asyncio.Future[None]] = {}
+        self._has_warned = False
+
+    async def begin(self) -> None:
+        """Lets the engines of the learner's devices rest; returns when all of them do."""
+        if not self._rule.in_turns:
+            return
+        sharing = self._sharing()
+        self._warn_without_effect(sharing)
+        self._order(sharing)
+        limit_s = self._run.config.weights.join_deadline_s
+        await self._run.clock.wait(list(self._answers.values()), limit_s)
+        for session in sharing:
+            if not self._answers[session.key].done():
+                session.disconnect()
+                self._fleet.remove(session, f"its engine did not rest within {limit_s:g} s")
+
+    def end(self, keep: Collection[str] = ()) -> None:
+        """Wakes all engines that rest, but for the servers in `keep`, which take weights now."""
+        for key in [key for key in self._resting if key.server_id not in keep]:
+            self._resting.remove(key)
+            session = self._fleet.find(key)
+            if session is not None:
+                session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
+
+    def trainer_lost(self) -> None:
+        """Wakes engines that rest; where a new trainer needs their memory, lets all of them rest.
+
+        The new trainer wakes them when it asks for its first order.
+        """
+        if not self._gives_back:
+            self.end()
+        elif not self._run.progress.is_over:
+            self._order(self._sharing())
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Ends the wait for a server that is gone."""
+        self._resting.discard(session.key)
+        self._answered(session.key)
+
+    def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
+        """Notes that the engine of a server rests."""
+        if answer.number == self._number:
+            self._answered(session.key)
+
+    def stepped(self, tokens: float) -> None:
+        """Notes a step of `tokens` trained tokens, by which "auto" chooses."""
+        said = self._rule.stepped(time.monotonic(), tokens)
+        if said:
+            self._run.events.add(said)
+
+    def _order(self, sessions: Collection[ServerSession]) -> None:
+        self._number += 1
+        self._answers.clear()
+        order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
+        for session in sessions:
+            self._resting.add(session.key)
+            self._answers[session.key] = asyncio.get_running_loop().create_future()
+            session.send(fleet_pb2.ControllerMessage(rest=order))
+
+    def _answered(self, key: ServerKey) -> None:
+        answer = self._answers.get(key)
+        if answer is not None and not answer.done():
+            answer.set_result(None)
+
+    def _sharing(self) -> list[ServerSession]:
+        """Returns the servers whose engines sample, or are about to, on a device of the learner."""
+        ranks = self._run.progress.learner_places
+        return [
+            session
+            for session in self._fleet.sessions.values()
+            if session.state in (SERVING, LOADING)
+            and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
+        ]
+
+    def _warn_without_effect(self, sharing: Collection[ServerSession]) -> None:
+        if not sharing and self._fleet.serving() and not self._has_warned:
+            self._has_warned = True
+            self._run.events.add(
+                f'controller.turns = "{self._run.config.controller.turns}" has no effect: no '
+                "rollout server computes on a device of the learner",
+                Severity.WARNING,
+            )
+
+
+def shares(server: Place, rank: Place) -> bool:
+    """Whether a server and a trainer rank compute on the same GPU, or on CPUs of one host."""
+    if server.host != rank.host:
+        return False
+    if not server.gpus and not rank.gpus:
+        return True
+    return bool(set(server.gpus) & set(rank.gpus))

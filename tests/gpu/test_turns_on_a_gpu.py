@@ -1,0 +1,59 @@
+"""A whole run on one GPU in which engine and learner give each other their memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.run_processes import (
+    check_ledger,
+    copy_environments,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+STEPS = 6
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+def test_an_engine_gives_its_memory_back_in_each_step_and_samples_what_is_trained(
+    tmp_path: Path, enforce_eager: bool
+) -> None:
+    folder = copy_environments(tmp_path)
+    write_config(
+        folder,
+        make_model_folder(tmp_path / "tiny"),
+        run__steps=STEPS,
+        evaluations=[],
+        controller__turns="sleep",
+        learner__offload={"gradients": True, "optimizer": True},
+        rollout_server__enforce_eager=enforce_eager,
+        rollout_server__gpu_memory_utilization=0.5,
+        weights__transport="ipc",
+    )
+    result = run_command("run", "config.toml", cwd=folder, limit_s=450)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = folder / "run"
+    rows = rows_of(run)
+    assert len(rows) == STEPS
+    check_ledger(summary_of(run))
+    gaps = [row["logprob_gap_mean"] for row in rows]
+    print({"gaps": gaps, "step_s": [row.get("step_s") for row in rows]}, flush=True)
+    assert max(gaps) < 5e-3
+    log = (run / "logs" / "server-0.log").read_text()
+    freed = [float(gib) for gib in re.findall(r"Sleep mode freed ([0-9.]+) GiB", log)]
+    print({"freed_gib": freed}, flush=True)
+    # The cache of keys and values is nearly all of what the engine was given.
+    total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert len(freed) >= STEPS - 1
+    assert min(freed) > 0.4 * total_gib

@@ -1,0 +1,140 @@
+"""Learner and engines of one GPU in turn: whole runs of the controller with fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from slipstream.protocol.settings.config import Config
+from slipstream.v1 import weights_pb2
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import make_config, play
+
+
+class TrainerBeside(FakeTrainer):
+    """Trains on the servers' device; notes before each step which engines rest."""
+
+    def __init__(self, config: Config, *servers: FakeServer) -> None:
+        super().__init__(config.controller.address, step_s=0.02)
+        self.places = [weights_pb2.Place()]
+        self.servers = servers
+        self.resting: list[list[bool]] = []
+
+    async def train(self) -> None:
+        self.resting.append([server.is_resting for server in self.servers])
+
+
+def config_of(tmp_path: Path, turns: str, **changes: object) -> Config:
+    changes |= {"controller__turns": turns}
+    if turns == "sleep":
+        changes |= {"learner__offload": {"gradients": True, "optimizer": True}}
+    return make_config(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("turns", ["pause", "sleep"])
+async def test_no_engine_samples_while_a_step_is_trained_beside_it(
+    tmp_path: Path, turns: str
+) -> None:
+    config = config_of(tmp_path, turns)
+    servers = [FakeServer(config.controller.address, f"s{i}", delay_s=0.02) for i in range(2)]
+    trainer = TrainerBeside(config, *servers)
+    summary = await play(config, *servers, trainer=trainer)
+    assert (summary["code"], summary["steps"]) == (0, 12)
+    assert summary["ledger"]["difference"] == 0
+    assert trainer.resting[-1] == [True, True]
+    # A server that joins in a step has rested in all later ones.
+    assert sum(not all(each) for each in trainer.resting) <= 1
+    assert not any(server.is_resting for server in servers)
+    assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
+
+
+async def test_auto_tries_both_ways_and_tells_what_it_chose(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "auto", algorithm__max_staleness=1)
+    server = FakeServer(config.controller.address, "s", delay_s=0.01)
+    trainer = TrainerBeside(config, server)
+    told: list[str] = []
+
+    async def listen(controller, tasks) -> None:
+        while not any("from now on" in text for text in told):
+            told[:] = [event.text for event in controller._run.events.kept()]
+            await asyncio.sleep(0.01)
+
+    summary = await play(config, server, trainer=trainer, during=listen)
+    assert summary["steps"] == 12
+    # Windows of two steps: two at the same time, two in turn, and then what was chosen.
+    assert trainer.resting[:8] == [[False]] * 4 + [[True]] * 4
+    (chosen,) = [text for text in told if "from now on" in text]
+    assert trainer.resting[8:] == [["in turn from now on" in chosen]] * 4
+
+
+@pytest.mark.parametrize("turns", ["pause", "sleep"])
+async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
+    tmp_path: Path, turns: str
+) -> None:
+    config = config_of(tmp_path, turns)
+    server = FakeServer(config.controller.address, "s", delay_s=0.01)
+    first, second = TrainerBeside(config, server), TrainerBeside(config, server)
+    first.hold_at(3)
+
+    async def kill(controller, tasks) -> None:
+        training = asyncio.ensure_future(first.run())
+        while not first.holds:
+            await asyncio.sleep(0.005)
+        assert server.is_resting
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        if turns == "pause":
+            while server.is_resting:
+                await asyncio.sleep(0.005)
+        # The second one starts from the beginning, as a fake without a checkpoint does.
+        second_run.set()
+
+    second_run = asyncio.Event()
+    start = second.run
+
+    async def later() -> None:
+        await second_run.wait()
+        await start()
+
+    second.run = later  # type: ignore[method-assign]
+    summary = await play(config, server, trainer=second, during=kill)
+    assert (summary["code"], summary["steps"]) == (0, 12)
+    assert summary["ledger"]["difference"] == 0
+    assert not server.is_resting
+
+
+async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "sleep")
+    first = FakeServer(config.controller.address, "s", delay_s=0.01)
+    again = FakeServer(config.controller.address, "s", delay_s=0.01)
+    trainer = TrainerBeside(config, first, again)
+    trainer.hold_at(3)
+
+    async def kill(controller, tasks) -> None:
+        while not trainer.holds:
+            await asyncio.sleep(0.005)
+        assert first.is_resting
+        first.killed = True
+        tasks[0].cancel()
+        tasks.append(asyncio.ensure_future(again.run()))
+        trainer.gate.set()
+
+    summary = await play(config, first, trainer=trainer, during=kill)
+    assert (summary["code"], summary["steps"]) == (0, 12)
+    assert again.rests
+    assert not again.is_resting
+
+
+async def test_a_server_that_does_not_rest_is_sent_away_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "pause", weights__join_deadline_s=1.0)
+    good = FakeServer(config.controller.address, "good", delay_s=0.01)
+    deaf = FakeServer(config.controller.address, "deaf", delay_s=0.01)
+    deaf.rests_when_told = False
+    trainer = TrainerBeside(config, good)
+    summary = await play(config, good, deaf, trainer=trainer)
+    assert (summary["code"], summary["steps"]) == (0, 12)
+    assert summary["ledger"]["difference"] == 0

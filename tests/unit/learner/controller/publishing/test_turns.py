@@ -1,0 +1,159 @@
+"""Engines rest while the learner trains on their device, as the controller orders it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from slipstream.learner.controller.publishing.turns import EngineTurns, shares
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.server_states import ServerEvent
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import fleet_pb2
+from support.rigs.publishing_scene import joined, nothing, run_of, sent
+
+
+class Scene:
+    """Two servers that serve; `lost` is the name of each that is gone."""
+
+    def __init__(self, turns: str = "pause", join_deadline_s: float = 20.0) -> None:
+        offload = {"offload": {"gradients": True, "optimizer": True}}
+        self.run = run_of(
+            controller={"turns": turns},
+            learner=offload,
+            weights={"join_deadline_s": join_deadline_s},
+        )
+        self.fleet = Fleet(self.run)
+        self.lost: list[str] = []
+        self.turns = EngineTurns(self.fleet, self.run)
+        self.fleet.handlers = FleetHandlers(nothing, self._lost, *[nothing] * 6)
+        self.sessions = [self.serving("a"), self.serving("b")]
+
+    def _lost(self, session: ServerSession) -> None:
+        self.lost.append(session.name)
+        self.turns.server_lost(session)
+
+    def serving(self, name: str) -> ServerSession:
+        session = joined(self.fleet, name)
+        session.on(ServerEvent.RECEIVE)
+        session.on(ServerEvent.PUBLISHED)
+        return session
+
+    async def begin(self, *answering: ServerSession) -> list[fleet_pb2.Rest]:
+        """Begins a step; these servers say at once that their engines rest."""
+        beginning = asyncio.create_task(self.turns.begin())
+        await asyncio.sleep(0)
+        orders = []
+        for session in answering:
+            order = session.outbox.pop()
+            assert isinstance(order, fleet_pb2.ControllerMessage)
+            orders.append(order.rest)
+            self.turns.rested(session, fleet_pb2.Rested(number=order.rest.number))
+        async with asyncio.timeout(10):
+            await beginning
+        return orders
+
+
+@pytest.mark.parametrize(("turns", "give_back"), [("pause", False), ("sleep", True)])
+async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(
+    turns: str, give_back: bool
+) -> None:
+    scene = Scene(turns)
+    orders = await scene.begin(*scene.sessions)
+    assert [order.give_back for order in orders] == [give_back, give_back]
+    scene.turns.end()
+    assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
+    scene.turns.end()
+    assert [sent(session) for session in scene.sessions] == [[], []]
+
+
+async def test_nothing_rests_where_both_compute_at_the_same_time() -> None:
+    scene = Scene("off")
+    await scene.begin()
+    scene.turns.end()
+    assert [sent(session) for session in scene.sessions] == [[], []]
+
+
+async def test_a_server_that_is_sent_weights_now_is_woken_by_them() -> None:
+    scene = Scene()
+    await scene.begin(*scene.sessions)
+    scene.turns.end(keep=["a"])
+    assert [sent(session) for session in scene.sessions] == [[], ["wake"]]
+    # Had the publish come to nothing, this order alone would wake it.
+    scene.turns.end()
+    assert [sent(session) for session in scene.sessions] == [["wake"], []]
+
+
+async def test_a_server_whose_engine_does_not_rest_in_time_is_sent_away() -> None:
+    scene = Scene(join_deadline_s=0.05)
+    quick, _ = scene.sessions
+    await scene.begin(quick)
+    assert scene.lost == ["b"]
+    assert list(scene.fleet.sessions.values()) == [quick]
+    *_, event = scene.run.events.kept()
+    assert event.text == "rollout server b is gone: its engine did not rest within 0.05 s"
+
+
+async def test_the_loss_of_a_server_ends_the_wait_for_it() -> None:
+    scene = Scene()
+    beginning = asyncio.create_task(scene.turns.begin())
+    await asyncio.sleep(0)
+    for session in scene.sessions:
+        scene.fleet.remove(session, "its stream ended")
+    async with asyncio.timeout(10):
+        await beginning
+    scene.turns.end()
+
+
+async def test_an_answer_to_an_earlier_order_does_not_count() -> None:
+    scene = Scene(join_deadline_s=0.05)
+    (first, _) = await scene.begin(*scene.sessions)
+    beginning = asyncio.create_task(scene.turns.begin())
+    await asyncio.sleep(0)
+    scene.turns.rested(scene.sessions[0], fleet_pb2.Rested(number=first.number))
+    await beginning
+    assert scene.lost == ["a", "b"]
+
+
+async def test_engines_go_on_when_the_trainer_is_lost() -> None:
+    scene = Scene()
+    await scene.begin(*scene.sessions)
+    scene.turns.trainer_lost()
+    assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
+
+
+async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None:
+    scene = Scene("sleep")
+    scene.turns.trainer_lost()
+    assert [sent(session) for session in scene.sessions] == [["rest"], ["rest"]]
+    # The new trainer asks for its first order.
+    scene.turns.end()
+    assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
+
+
+async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -> None:
+    scene = Scene()
+    scene.run.progress.trainer_registered((Place("elsewhere"),))
+    await scene.begin()
+    await scene.begin()
+    assert [sent(session) for session in scene.sessions] == [[], []]
+    said = [event.text for event in scene.run.events.kept() if "no effect" in event.text]
+    assert said == [
+        'controller.turns = "pause" has no effect: no rollout server computes on a device of the '
+        "learner"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("server", "rank", "shared"),
+    [
+        (Place("h"), Place("h"), True),
+        (Place("h"), Place("i"), False),
+        (Place("h", ("0", "1")), Place("h", ("1",)), True),
+        (Place("h", ("0",)), Place("h", ("1",)), False),
+        (Place("h", ("0",)), Place("i", ("0",)), False),
+        (Place("h", ("0",)), Place("h"), False),
+    ],
+)
+def test_a_device_is_shared_within_one_host_only(server: Place, rank: Place, shared: bool) -> None:
+    assert shares(server, rank) is shared

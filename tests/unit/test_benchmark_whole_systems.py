@@ -1,0 +1,111 @@
+"""What counts in benchmarks/whole_systems.py, and the work that all systems get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_systems_setup import System
+from whole_systems_tables import figures, table_of, windows
+from whole_systems_work import VARIABLE, Replies, Work
+
+
+def system_of(
+    monkeypatch: pytest.MonkeyPatch, ahead: int, fixed_steps: int, steps: int
+) -> tuple[System, list[dict[str, Any]]]:
+    """A system whose steps take as many seconds as their number says."""
+    rows = [
+        {"step": step, "step_s": float(step), "trained_tokens": 10.0}
+        for step in range(1, steps + 1)
+    ]
+    monkeypatch.setattr(System, "rows", lambda _: rows)
+    none = Path("nowhere")
+    return System("ours", none, ahead, none, Work(fixed=0), fixed_steps, steps), rows
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
+    found = windows(system)
+    # Replies are drawn up to five steps ahead; a window has five steps.
+    assert numbers(found["fixed"]) == list(range(6, 16))
+    assert numbers(found["lognormal"]) == list(range(26, 41))
+
+
+def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, _ = system_of(monkeypatch, ahead=0, fixed_steps=5, steps=8)
+    found = windows(system)
+    assert numbers(found["fixed"]) == [2, 3, 4, 5]
+    assert numbers(found["lognormal"]) == [7, 8]
+
+
+def test_a_system_that_was_cut_short_has_whole_windows_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, rows = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
+    del rows[33:]
+    assert numbers(windows(system)["lognormal"]) == list(range(26, 31))
+    del rows[28:]
+    assert "lognormal" not in windows(system)
+
+
+def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
+    rows = [
+        {"step": 1, "step_s": 1.0, "trained_tokens": 100.0, "training_s": 0.5},
+        {"step": 2, "step_s": 3.0, "trained_tokens": 100.0, "training_s": 1.5},
+    ]
+    found = figures(rows, 1)
+    assert found["tokens_per_s"] == 50.0
+    assert found["windows"] == [100.0, 100.0 / 3]
+    assert found["training_s"] == 1.0
+
+
+def test_ours_is_compared_with_the_best_peer_at_the_same_lengths() -> None:
+    def run(speed: float) -> list[dict[str, Any]]:
+        return [{"tokens_per_s": speed, "windows": [speed], "step_s": 1.0}]
+
+    lines = table_of(
+        {
+            "ours, fixed": run(300.0),
+            "ours, lognormal": run(200.0),
+            "trl-async, fixed": run(100.0),
+            "trl-colocated, fixed": run(150.0),
+            "trl-async, lognormal": run(50.0),
+        }
+    )
+    ratios = {cells[1].strip(): cells[3].strip() for cells in (line.split("|") for line in lines)}
+    assert ratios["ours, fixed"] == "2.00"
+    assert ratios["ours, lognormal"] == "4.00"
+    assert ratios["trl-async, fixed"] == ""
+
+
+def test_every_system_draws_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(fixed=3, tokens=7, longest=20, median=8.0)
+    for variable, value in work.environ().items():
+        monkeypatch.setenv(variable, value)
+    assert VARIABLE in work.environ()
+    assert Work.of_environ() == work
+    lengths = [work.length(place) for place in range(2000)]
+    assert lengths[:3] == [7, 7, 7]
+    assert 1 <= min(lengths[3:]) < 4
+    assert max(lengths[3:]) == 20
+    (message,) = work.prompt(5)
+    assert len(message["content"].split()) == 126
+    assert message != work.prompt(6)[0]
+
+
+async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_path: Path) -> None:
+    asked, gate = tmp_path / "asked", tmp_path / "gate"
+    environment = Replies({"fixed": 10, "tokens": 7}, str(asked), str(gate))
+    assert await environment.reset(0)
+    assert not asked.exists()
+    gate.touch()
+    await environment.reset(1)
+    assert asked.exists()
+    assert environment.max_reply_tokens == 7
