@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from slipstream.v1 import trainer_pb2
 
+# Largest number of lines of a trainer's layout that become events.
+MAX_LAYOUT_LINES = 256
+
 
 def impossible(hello: trainer_pb2.TrainerHello) -> str:
     """The reason why no Slipstream trainer would send this hello; empty: it is valid."""
@@ -17,3 +20,10 @@ def impossible(hello: trainer_pb2.TrainerHello) -> str:
     if not hello.layout_description.strip():
         return "layout_description of a trainer must not be empty"
     return ""
+
+
+def described(hello: trainer_pb2.TrainerHello) -> list[str]:
+    """Returns the lines that tell people of a trainer's size and layout."""
+    sizes, *groups = hello.layout_description.splitlines()
+    first = f"the trainer has {hello.num_parameters:,} parameters {sizes}"
+    return [first, *(f"  {line}" for line in groups[:MAX_LAYOUT_LINES])]

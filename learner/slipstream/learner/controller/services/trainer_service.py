@@ -19,10 +19,11 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.lease_waits import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.services.trainer_hello import impossible
+from slipstream.learner.controller.services.trainer_hello import described, impossible
 from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
@@ -35,8 +36,6 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # Longest wait of a `Next` call; then the trainer calls again.
 NEXT_LIMIT_S = 5.0
-# Largest number of lines of a trainer's layout that become events.
-MAX_LAYOUT_LINES = 256
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -48,6 +47,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         book: LeaseBook,
         former: BatchFormer,
         publisher: Publisher,
+        stored: StoredPublisher,
         *,
         evaluations_done: Callable[[], bool],
         on_step: Callable[[Trained, trainer_pb2.StepReport], None],
@@ -56,7 +56,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run, self._progress = run, run.progress
         self._book = book
         self._former = former
-        self._publisher = publisher
+        self._publisher, self._stored = publisher, stored
         self._evaluations_done = evaluations_done
         self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
@@ -107,10 +107,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self.hello = request
         self._progress.trainer_registered(map(place_from_pb, request.places))
-        sizes, *groups = request.layout_description.splitlines()
-        self._run.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
-        for line in groups[:MAX_LAYOUT_LINES]:
-            self._run.events.add(f"  {line}")
+        for line in described(request):
+            self._run.events.add(line)
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(
             run_id=self._progress.run_id,
@@ -201,6 +199,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             f"{request.wall_s:.1f} s"
         )
         return trainer_pb2.CheckpointReceipt()
+
+    async def ReportStored(  # noqa: N802
+        self, request: trainer_pb2.StoredReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.StoredReceipt:
+        """Takes the end of a store order."""
+        await self.place.check(context)
+        return self._stored.stored(request)
 
     async def ReportWork(  # noqa: N802
         self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
@@ -317,6 +322,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         publish = await self._publisher.prepare(request)
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
+        if (store := self._stored.order(request)) is not None:
+            return trainer_pb2.Directive(store=store)
         if not progress.all_steps_done:
             asked_s = time.monotonic()
             for rule in rules:
