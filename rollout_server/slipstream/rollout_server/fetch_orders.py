@@ -49,12 +49,12 @@ class FetchOrders:
 
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
         """Returns an order with what only this server knows: the layout, and the file."""
-        order = message.receive.order
-        if message.WhichOneof("message") == "receive" and order.communicator.transport == "storage":
-            if self._ready is not None and self._ready[0] == order.publish_id:
-                fetched = self._ready[1]
-                message.receive.layout.CopyFrom(fetched.layout)
-                order.communicator.path = str(fetched.path.resolve())
+        if message.WhichOneof("message") != "receive" or self._ready is None:
+            return message
+        order, (publish_id, fetched) = message.receive.order, self._ready
+        if order.communicator.transport == "storage" and order.publish_id == publish_id:
+            message.receive.layout.CopyFrom(fetched.layout)
+            order.communicator.path = str(fetched.path.resolve())
         return message
 
     def note(self, report: fleet_pb2.PublishReport) -> None:
