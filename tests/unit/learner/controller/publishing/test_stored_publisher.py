@@ -78,9 +78,7 @@ class Far:
         self.say(publish_id, READY, session, stages=FETCHED)
         receive, commit = (await next_order(session)).receive, (await next_order(session)).commit
         assert (receive.order.publish_id, commit.publish_id) == (publish_id, publish_id)
-        self.say(
-            publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS
-        )
+        self.say(publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS)
         while not session.is_serving:
             await asyncio.sleep(0)
         return [receive, commit]
