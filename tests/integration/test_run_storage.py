@@ -84,8 +84,8 @@ async def test_a_near_and_a_far_server_in_one_run_and_a_killed_trainer(
         connection(config, run) as client,
         command(
             tmp_path / "far-out",
-            *("rollout-server", config, "--controller", address_of(config)),
-            *(f"{name}={value}" for name, value in own.items()),
+            *("rollout-server", config, *(f"{name}={value}" for name, value in own.items())),
+            *("--controller", address_of(config)),
             cwd=tmp_path,
         ) as far,
     ):

@@ -165,7 +165,7 @@ class StoredPublisher:
     ) -> None:
         """Tells a server to load what it has fetched; its requests wait from here on."""
         version = version_from_pb(report.version)
-        # As in other publishes: the first one, every n-th, and each to a server that did not serve.
+        # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
         is_proved = self._loads[session.key] % self._settings.verify_every == 0
         self._loads[session.key] += 1
         verify = is_proved or not session.is_serving
