@@ -28,6 +28,8 @@ FileSystem: TypeAlias = Any
 # The setting that limits each use of storage.
 LIMIT = "weights.storage_deadline_s"
 _MAX_MESSAGE = 500
+# fsspec's names of what has folders.
+_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,19 @@ class Storage:
                 f"{self.url}: {one_line(str(error), _MAX_MESSAGE)}"
             ) from error
 
+    @property
+    def _has_folders(self) -> bool:
+        """Whether a folder must be made first; an object store would make a bucket of it."""
+        names = self._files.protocol
+        return bool(_FOLDERS & {names} if isinstance(names, str) else _FOLDERS & set(names))
+
     def write(self, key: str, data: memoryview, until: Until) -> None:
         """Writes one object; nobody may look for it before this returns."""
 
         def write() -> None:
             path = self._path(key)
-            # Object stores have no folders.
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if self._has_folders:
+                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, bytes(data))
 
         self._within(until, f"write {key}", write)
