@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -80,18 +81,18 @@ def store() -> Iterator[int]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        import s3fs
-
-        keys = {"key": "anybody", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
-        files = s3fs.S3FileSystem(**keys, skip_instance_cache=True)
         until_s = time.monotonic() + 60
         while True:
             try:
-                files.mkdir("weights")
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
                 break
-            except Exception:
+            except OSError:
                 assert time.monotonic() < until_s
-                time.sleep(0.2)
+                time.sleep(0.1)
+        import s3fs
+
+        keys = {"key": "anybody", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
+        s3fs.S3FileSystem(**keys, skip_instance_cache=True).mkdir("weights")
         yield port
     finally:
         process.kill()

@@ -43,9 +43,7 @@ class Rig:
         self.orders = FetchOrders(self.stored, self.reports.append, tasks)
 
     def start(self, publish_id: str) -> None:
-        self.orders.start(
-            fleet_pb2.PreparePublish(publish_id=publish_id, stored=self.manifest)
-        )
+        self.orders.start(fleet_pb2.PreparePublish(publish_id=publish_id, stored=self.manifest))
 
     async def until_reported(self, number: int) -> None:
         while len(self.reports) < number:
