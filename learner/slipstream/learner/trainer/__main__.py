@@ -16,6 +16,7 @@ from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTE
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
+from slipstream.protocol.weights.storage import check_storage
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
@@ -54,6 +55,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         check_model(config)
+        check_storage(config.weights.storage_url)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR

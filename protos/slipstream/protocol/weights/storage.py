@@ -53,6 +53,12 @@ class Until:
             raise WeightSyncError(f"{what}: not done within {self.limit_s:g} s ({LIMIT})")
 
 
+def check_storage(url: str | None) -> None:
+    """Raises ConfigError when fsspec cannot open `url`; asks nothing of the storage itself."""
+    if url is not None:
+        Storage(url)
+
+
 class Storage:
     """Whole objects by their keys, all below one URL; every method may be called on any thread.
 

@@ -123,9 +123,9 @@ class StoredPublisher:
         return stored != version and (is_regular or is_other or progress.all_steps_done)
 
     def _is_due(self, session: ServerSession, newest: trainer_pb2.StoredReport) -> bool:
-        if session.key in self._fetches or session.key in self._fleet.pinned:
-            return False
-        if time.monotonic() < session.retry_publish_s:
+        is_busy = session.key in self._fetches or session.key in self._fleet.pinned
+        too_early = time.monotonic() < session.retry_publish_s
+        if is_busy or too_early or self._run.progress.is_over:
             return False
         is_behind = session.is_serving and session.version != version_from_pb(newest.version)
         return is_behind or session.state in (JOINING, STALE)
@@ -138,7 +138,8 @@ class StoredPublisher:
             answer = await self._fetched(session, report, publish_id)
         finally:
             del self._fetches[session.key]
-        if self._fleet.find(session.key) is not session or session.is_leaving:
+        is_gone = self._fleet.find(session.key) is not session or session.is_leaving
+        if is_gone or self._run.progress.is_over:
             return
         if answer.phase != READY:
             cause = f"version {report.version.step} from storage: {answer.message or 'it failed'}"
