@@ -61,6 +61,25 @@ async def test_near_servers_train_on_while_a_far_one_fetches(tmp_path: Path) -> 
     assert f"its version {far.version.step} is too old" in late
 
 
+async def test_a_slow_link_makes_a_server_older_and_no_step_longer(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run__steps=40, algorithm__max_staleness=12, **STORAGE)
+    near = FakeServer(config.controller.address, "near", max_episodes=8)
+    far = FakeServer(config.controller.address, "far", from_storage=True)
+    trainer = FakeTrainer(config.controller.address, step_s=0.05)
+    # A fetch takes four steps and more.
+    far.fetch_s = 0.2
+    summary = await play(config, near, far, trainer=trainer)
+    assert summary["code"] == 0
+    assert max(trainer.lags) <= config.algorithm.max_staleness
+    by_far = [t for batch in trainer.batches for t in batch if t.server_id == "far"]
+    assert by_far
+    steps = [version.step for version in far.loaded_versions]
+    assert steps == sorted(set(steps))
+    # It fetched the newest version there was each time, not each version.
+    assert len(steps) < 40
+    print(f"{len(by_far)} trajectories of the far server, which loaded {steps}")
+
+
 async def test_a_far_server_that_was_away_takes_part_again(tmp_path: Path) -> None:
     config = make_config(tmp_path, run__steps=20, **STORAGE)
     near = FakeServer(config.controller.address, "near")

@@ -76,7 +76,7 @@ class FakeServer:
         self.failing_environment, self.queue_url = failing_environment, queue_url
         self.queue_bytes = queue_bytes
         # Lets a version be fetched from storage, and what was fetched.
-        self.from_storage, self.link = from_storage, asyncio.Event()
+        self.from_storage, self.link, self.fetch_s = from_storage, asyncio.Event(), 0.0
         self.link.set()
         self.fetched: list[str] = []
         # What the queue has taken.
@@ -217,6 +217,7 @@ class FakeServer:
 
     async def _fetch(self, prepare: fleet_pb2.PreparePublish) -> None:
         await self.link.wait()
+        await asyncio.sleep(self.fetch_s)
         self.fetched.append(prepare.stored.key)
         await self._say(prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
 
