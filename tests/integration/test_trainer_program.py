@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,11 +23,13 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
+from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.settings.config_file import dump_config, parse_config
 from slipstream.protocol.types import GroupId
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
-from slipstream.v1 import trainer_pb2, weights_pb2
+from slipstream.rollout_server.stored_weights import StoredWeights
+from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from support.fakes.fake_controller import (
     FakeController,
     batch_order,
@@ -112,6 +114,7 @@ def start_trainer(
     checkpoint: dict[str, object] | None = None,
     sampling: dict[str, object] | None = None,
     environ: Mapping[str, str] = {},
+    weights: dict[str, object] | None = None,
     **learner: object,
 ) -> list[Rank]:
     """The ranks of a trainer, forked from the pool or, without one, started as users do."""
@@ -129,7 +132,8 @@ def start_trainer(
             "controller": {"address": address, "stall_timeout_s": 1.0},
             "checkpoint": checkpoint or {},
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
-            "weights": {"bucket_mib": 1, "join_deadline_s": 2.0, "bucket_deadline_s": 1.0},
+            "weights": {"bucket_mib": 1, "join_deadline_s": 2.0, "bucket_deadline_s": 1.0}
+            | (weights or {}),
         },
         source="test",
     )
@@ -217,6 +221,59 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     check_probe(controller.results[0].probe, receiver.received[0], model, first=8)
     assert not controller.results[1].HasField("probe")
     check_probe(controller.results[2].probe, receiver.received[2], model, first=None)
+
+
+def test_two_ranks_write_versions_to_storage_while_they_train(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
+    root, reports, found = tmp_path / "storage", list[trainer_pb2.StoredReport](), list[bytes]()
+    settings = {"storage_url": str(root)}
+    server = StoredWeights(WeightsSection(storage_url=str(root)), tmp_path / "server")
+    both = threading.Event()
+
+    def fetch(report: trainer_pb2.StoredReport) -> None:
+        # In a real run the controller answers at once, and a server fetches later.
+        reports.append(report)
+        if not report.error:
+            fetched = server.fetch(report.stored, threading.Event())
+            data, by_name = memoryview(fetched.path.read_bytes()), {}
+            for bucket in layout_from_pb(fetched.layout):
+                part, data = data[: bucket.num_bytes], data[bucket.num_bytes :]
+                names = (span.tensor.name for span in bucket.spans)
+                by_name |= zip(names, bucket_tensor_digests(bucket, part), strict=True)
+            found.append(weight_digest(by_name))
+        if len(reports) == 2:
+            both.set()
+
+    def orders() -> Iterator[list[trainer_pb2.Directive]]:
+        for step in range(2):
+            order = trainer_pb2.StoreOrder(
+                version=trajectory_pb2.PolicyVersion(step=step), folder=f"run/v{step}"
+            )
+            yield [trainer_pb2.Directive(store=order)]
+            yield batch_order(BATCHES[step])
+        both.wait(TIMEOUT_S)
+        yield stop_order()
+
+    with FakeController(orders(), on_stored=fetch) as controller:
+        trainer = start_trainer(
+            *(tmp_path, model, controller.address),
+            pool=rank_pool,
+            world_size=2,
+            weights=settings,
+            parallel={"pp": 2},
+        )
+        statuses = finish(trainer, tmp_path)
+    log = (tmp_path / "rank-0.log").read_text()
+    assert statuses == [0, 0], log[-3000:]
+    assert [report.error for report in reports] == ["", ""]
+    # Both stages sent their tensors, and what was fetched is what the step had made.
+    assert controller.hello is not None
+    assert controller.hello.num_senders == 2
+    assert found == [controller.hello.weight_digest, controller.steps[0].weight_digest]
+    assert reports[0].HasField("probe")
+    assert reports[1].num_bytes <= reports[1].whole_bytes
+    assert [p for p in root.rglob("*") if p.is_file()] == []
 
 
 def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(

@@ -18,6 +18,8 @@ CHECKPOINTS, FINAL_MODEL = "checkpoints", "final"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
 # Causes of suspended environments, and the drawn curves.
 SUSPENDED, CURVES = "suspended.json", "curves.png"
+# The folder of what rollout servers fetched from storage, in a folder for each.
+FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.
 LOGS = "logs"
 # The folder of the locks by which processes fill a GPU in turn.

@@ -104,7 +104,7 @@ class Lease(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ..., chat_template_kwargs_json: _Optional[str] = ...) -> None: ...
 
 class ServerHello(_message.Message):
-    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place")
+    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place", "from_storage")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class ServerHello(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    FROM_STORAGE_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_epoch: int
     protocol_version: int
@@ -123,7 +124,8 @@ class ServerHello(_message.Message):
     host: str
     queue_bytes: int
     place: _weights_pb2.Place
-    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ...) -> None: ...
+    from_storage: bool
+    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ..., from_storage: bool = ...) -> None: ...
 
 class BusyInterval(_message.Message):
     __slots__ = ("start_s", "end_s")
@@ -194,7 +196,7 @@ class PublishReport(_message.Message):
     def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., stages: _Optional[_Union[PublishStages, _Mapping]] = ...) -> None: ...
 
 class PublishStages(_message.Message):
-    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s", "served_at", "takes_deltas")
+    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s", "served_at", "takes_deltas", "fetch_s", "fetched_bytes", "fetched_links")
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +206,9 @@ class PublishStages(_message.Message):
     WIRE_S_FIELD_NUMBER: _ClassVar[int]
     SERVED_AT_FIELD_NUMBER: _ClassVar[int]
     TAKES_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_LINKS_FIELD_NUMBER: _ClassVar[int]
     prepare_s: float
     pause_s: float
     receive_s: float
@@ -213,7 +218,10 @@ class PublishStages(_message.Message):
     wire_s: float
     served_at: float
     takes_deltas: bool
-    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., takes_deltas: bool = ...) -> None: ...
+    fetch_s: float
+    fetched_bytes: int
+    fetched_links: int
+    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., takes_deltas: bool = ..., fetch_s: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., fetched_links: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease", "draining", "rested")
@@ -276,12 +284,14 @@ class EnvironmentOrder(_message.Message):
     def __init__(self, spec: _Optional[_Union[_environment_pb2.EnvironmentSpec, _Mapping]] = ..., unload: bool = ..., try_reset: bool = ...) -> None: ...
 
 class PreparePublish(_message.Message):
-    __slots__ = ("publish_id", "version")
+    __slots__ = ("publish_id", "version", "stored")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     version: _trajectory_pb2.PolicyVersion
-    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+    stored: _weights_pb2.StoredWeights
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., stored: _Optional[_Union[_weights_pb2.StoredWeights, _Mapping]] = ...) -> None: ...
 
 class ReceiveWeights(_message.Message):
     __slots__ = ("order", "layout", "first_rank")

@@ -48,16 +48,18 @@ class PlaceKept(_message.Message):
     def __init__(self) -> None: ...
 
 class NextRequest(_message.Message):
-    __slots__ = ("version", "communicator_id", "bucket_digests", "delta")
+    __slots__ = ("version", "communicator_id", "bucket_digests", "delta", "can_store")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    CAN_STORE_FIELD_NUMBER: _ClassVar[int]
     version: _trajectory_pb2.PolicyVersion
     communicator_id: str
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
     delta: _weights_pb2.Delta
-    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., delta: _Optional[_Union[_weights_pb2.Delta, _Mapping]] = ...) -> None: ...
+    can_store: bool
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., delta: _Optional[_Union[_weights_pb2.Delta, _Mapping]] = ..., can_store: bool = ...) -> None: ...
 
 class BatchHeader(_message.Message):
     __slots__ = ("step", "batch_id", "num_groups", "num_trajectories")
@@ -95,19 +97,29 @@ class WaitOrder(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StoreOrder(_message.Message):
+    __slots__ = ("version", "folder")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    version: _trajectory_pb2.PolicyVersion
+    folder: str
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., folder: _Optional[str] = ...) -> None: ...
+
 class Directive(_message.Message):
-    __slots__ = ("batch", "chunk", "publish", "stop", "wait")
+    __slots__ = ("batch", "chunk", "publish", "stop", "wait", "store")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     batch: BatchHeader
     chunk: TrajectoryChunk
     publish: _weights_pb2.PublishOrder
     stop: StopOrder
     wait: WaitOrder
-    def __init__(self, batch: _Optional[_Union[BatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[TrajectoryChunk, _Mapping]] = ..., publish: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., stop: _Optional[_Union[StopOrder, _Mapping]] = ..., wait: _Optional[_Union[WaitOrder, _Mapping]] = ...) -> None: ...
+    store: StoreOrder
+    def __init__(self, batch: _Optional[_Union[BatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[TrajectoryChunk, _Mapping]] = ..., publish: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., stop: _Optional[_Union[StopOrder, _Mapping]] = ..., wait: _Optional[_Union[WaitOrder, _Mapping]] = ..., store: _Optional[_Union[StoreOrder, _Mapping]] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step", "batch_id", "version", "weight_digest", "metrics", "wall_s")
@@ -189,6 +201,34 @@ class PublishReceipt(_message.Message):
     serving: _containers.RepeatedScalarFieldContainer[str]
     discard_communicator: bool
     def __init__(self, serving: _Optional[_Iterable[str]] = ..., discard_communicator: bool = ...) -> None: ...
+
+class StoredReport(_message.Message):
+    __slots__ = ("version", "folder", "error", "stored", "bucket_digests", "probe", "num_bytes", "whole_bytes", "write_s")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_S_FIELD_NUMBER: _ClassVar[int]
+    version: _trajectory_pb2.PolicyVersion
+    folder: str
+    error: str
+    stored: _weights_pb2.StoredWeights
+    bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    probe: _weights_pb2.Probe
+    num_bytes: int
+    whole_bytes: int
+    write_s: float
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., folder: _Optional[str] = ..., error: _Optional[str] = ..., stored: _Optional[_Union[_weights_pb2.StoredWeights, _Mapping]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., num_bytes: _Optional[int] = ..., whole_bytes: _Optional[int] = ..., write_s: _Optional[float] = ...) -> None: ...
+
+class StoredReceipt(_message.Message):
+    __slots__ = ("needed",)
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    needed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, needed: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckpointReport(_message.Message):
     __slots__ = ("version", "weight_digest", "path", "num_bytes", "wall_s")

@@ -69,6 +69,11 @@ class TrainerServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.FromString,
                 _registered_method=True)
+        self.ReportStored = channel.unary_unary(
+                '/slipstream.v1.TrainerService/ReportStored',
+                request_serializer=slipstream_dot_v1_dot_trainer__pb2.StoredReport.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_trainer__pb2.StoredReceipt.FromString,
+                _registered_method=True)
         self.ReportWork = channel.unary_unary(
                 '/slipstream.v1.TrainerService/ReportWork',
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.WorkReport.SerializeToString,
@@ -135,6 +140,12 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportStored(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportWork(self, request, context):
         """Sends a sign of life between the other reports.
         """
@@ -191,6 +202,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReportCheckpoint,
                     request_deserializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.FromString,
                     response_serializer=slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.SerializeToString,
+            ),
+            'ReportStored': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportStored,
+                    request_deserializer=slipstream_dot_v1_dot_trainer__pb2.StoredReport.FromString,
+                    response_serializer=slipstream_dot_v1_dot_trainer__pb2.StoredReceipt.SerializeToString,
             ),
             'ReportWork': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportWork,
@@ -397,6 +413,33 @@ class TrainerService(object):
             '/slipstream.v1.TrainerService/ReportCheckpoint',
             slipstream_dot_v1_dot_trainer__pb2.CheckpointReport.SerializeToString,
             slipstream_dot_v1_dot_trainer__pb2.CheckpointReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportStored(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.TrainerService/ReportStored',
+            slipstream_dot_v1_dot_trainer__pb2.StoredReport.SerializeToString,
+            slipstream_dot_v1_dot_trainer__pb2.StoredReceipt.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,7 @@ class WeightLayout(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., adapter_scale: _Optional[float] = ...) -> None: ...
 
 class Communicator(_message.Message):
-    __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size", "unique_id", "num_senders")
+    __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size", "unique_id", "num_senders", "path")
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Communicator(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     UNIQUE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     communicator_id: str
     transport: str
     store_host: str
@@ -48,7 +49,50 @@ class Communicator(_message.Message):
     world_size: int
     unique_id: bytes
     num_senders: int
-    def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., unique_id: _Optional[bytes] = ..., num_senders: _Optional[int] = ...) -> None: ...
+    path: str
+    def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., unique_id: _Optional[bytes] = ..., num_senders: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class StoredWeights(_message.Message):
+    __slots__ = ("key", "num_bytes", "digest")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    num_bytes: int
+    digest: bytes
+    def __init__(self, key: _Optional[str] = ..., num_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class StoredObject(_message.Message):
+    __slots__ = ("key", "num_bytes", "digest", "buckets")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    num_bytes: int
+    digest: bytes
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[str] = ..., num_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StoredLink(_message.Message):
+    __slots__ = ("version", "objects", "delta", "bucket_digests")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    version: _trajectory_pb2.PolicyVersion
+    objects: _containers.RepeatedCompositeFieldContainer[StoredObject]
+    delta: Delta
+    bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., objects: _Optional[_Iterable[_Union[StoredObject, _Mapping]]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StoredManifest(_message.Message):
+    __slots__ = ("layout", "links")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    layout: WeightLayout
+    links: _containers.RepeatedCompositeFieldContainer[StoredLink]
+    def __init__(self, layout: _Optional[_Union[WeightLayout, _Mapping]] = ..., links: _Optional[_Iterable[_Union[StoredLink, _Mapping]]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("host_id", "cards", "nccl")

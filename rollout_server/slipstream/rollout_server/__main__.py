@@ -30,6 +30,7 @@ from slipstream.protocol.settings.config import Config, RolloutServerSection, ad
 from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.protocol.types import ServerId
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
 from slipstream.rollout_server.memory import available_bytes
@@ -94,6 +95,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     from slipstream.rollout_server.episodes.workers import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer, wait_for_controller
 
+    check_storage(config.weights.storage_url)
     await wait_for_controller(options.controller, options.connect_timeout_s)
     os.environ.update(
         process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())

@@ -23,6 +23,7 @@ from slipstream.protocol.access.security import (
 )
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.run_folder import FETCHED
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import vocabulary_size
 from slipstream.protocol.types import ServerId
@@ -43,6 +44,7 @@ from slipstream.rollout_server.session import (
     SessionWaits,
     hello,
 )
+from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,10 @@ class RolloutServer:
         self._waits = waits
         self._credentials = Credentials.load(config.security)
         self._outbox = OutgoingMessages()
+        self._stored: StoredWeights | None = None
+        if config.rollout_server.weights_from == "storage":
+            folder = config.run_dir / FETCHED / server_id
+            self._stored = StoredWeights(config.weights, folder)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller says so, then drains.
@@ -117,6 +123,7 @@ class RolloutServer:
                     self._waits,
                     Agents(self._engine, self._config.rollout_server),
                     self._open_reference(stack),
+                    self._stored,
                 )
                 watches = [
                     group.create_task(self._engine.watch()),

@@ -30,8 +30,10 @@ from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.fetch_orders import FetchOrders
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.reference_server import ReferenceServer
+from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -100,6 +102,8 @@ class SessionServices:
     agents: Agents
     # Answers for the reference model; None: no server does.
     reference: ReferenceServer | None = None
+    # What the server fetched from storage; None: it takes weights from the trainer.
+    stored: StoredWeights | None = None
 
 
 class Session:
@@ -141,6 +145,7 @@ class Session:
         self._orders = WeightOrders(
             services.engine, self._dispatcher, self._publish_report, rested=self._rested
         )
+        self._fetches = FetchOrders(services.stored, self._publish_report, group)
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Set by a drain order that leaves running episodes no time.
@@ -230,8 +235,10 @@ class Session:
                 if not message.drain.finish:
                     self._leave_at_once.set()
                 self._drain_ordered.set()
+            case "prepare" if message.prepare.HasField("stored"):
+                self._fetches.start(message.prepare)
             case "prepare" | "receive" | "commit" | "abort" | "probe_verdict" | "rest" | "wake":
-                self._orders.put(message)
+                self._orders.put(self._fetches.completed(message))
 
     async def _beat(self) -> None:
         while True:
@@ -239,6 +246,7 @@ class Session:
             self._outbox.put(fleet_pb2.ServerMessage(heartbeat=self._report()))
 
     async def _end_episodes(self, publishing: asyncio.Task[None], *, carry_out: bool) -> None:
+        self._fetches.close()
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self._dispatcher.cancel_all()
@@ -259,6 +267,7 @@ class Session:
         self._outbox.put(fleet_pb2.ServerMessage(lease=report))
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
+        self._fetches.note(report)
         self._outbox.put(fleet_pb2.ServerMessage(publish=report))
 
     def _rested(self, answer: fleet_pb2.Rested) -> None:
@@ -281,6 +290,7 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
             cards=[] if is_cpu_build() else gpu_names(os.environ, 0, engine.num_workers),
             nccl=agreed_settings(os.environ),
         ),
+        from_storage=config.rollout_server.weights_from == "storage",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 
 import grpc
@@ -60,13 +60,14 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(
         self,
-        orders: list[list[pb.Directive]],
+        orders: Iterable[list[pb.Directive]],
         *,
+        on_stored: Callable[[pb.StoredReport], None] = lambda report: None,
         on_start_publish: StartHook | None = None,
         token: str | None = None,
     ) -> None:
         self._orders = iter(orders)
-        self._on_start_publish = on_start_publish
+        self._on_start_publish, self._on_stored = on_start_publish, on_stored
         self._taking_part: list[weights_pb2.Receiver] = []
         # Answers the trainer, when asked: the receivers that still take part in the newest publish.
         self.still_there = lambda: self._taking_part
@@ -155,6 +156,12 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.checkpoints.append(request)
         self.saved.set()
         return pb.CheckpointReceipt()
+
+    def ReportStored(
+        self, request: pb.StoredReport, context: grpc.ServicerContext
+    ) -> pb.StoredReceipt:
+        self._on_stored(request)
+        return pb.StoredReceipt()
 
     def ReportWork(self, request: pb.WorkReport, context: grpc.ServicerContext) -> pb.WorkReceipt:
         self.num_signs += 1

@@ -26,11 +26,12 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.protocol.weights.buckets import layout_from_pb
+from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 OPEN = Credentials(None, None, None, None)
 QUEUE_BYTES = 256 << 20
+LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 
 Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
 
@@ -64,6 +65,7 @@ class FakeServer:
         slow_environment: str = "",
         queue_url: str = "",
         queue_bytes: int = QUEUE_BYTES,
+        from_storage: bool = False,
     ) -> None:
         """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
         self.address, self.name = address, name
@@ -73,6 +75,10 @@ class FakeServer:
         self.environments_fail, self.slow_environment = environments_fail, slow_environment
         self.failing_environment, self.queue_url = failing_environment, queue_url
         self.queue_bytes = queue_bytes
+        # Lets a version be fetched from storage, and what was fetched.
+        self.from_storage, self.link, self.fetch_s = from_storage, asyncio.Event(), 0.0
+        self.link.set()
+        self.fetched: list[str] = []
         # What the queue has taken.
         self.delivered: list[tuple[str, bytes]] = []
         # Seals what it delivers; comes with the welcome.
@@ -144,6 +150,7 @@ class FakeServer:
                 engine_workers=1,
                 max_model_len=4096,
                 queue_bytes=self.queue_bytes,
+                from_storage=self.from_storage,
             )
         )
         while (message := await self.outbox.get()) is not None:
@@ -178,10 +185,15 @@ class FakeServer:
                 for key, task in self.running.items():
                     if key.startswith(message.cancel.group_id + "."):
                         task.cancel()
+            case "prepare" if message.prepare.HasField("stored"):
+                self.tasks.create_task(self._fetch(message.prepare))
             case "prepare":
                 await self._say(message.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
             case "receive":
                 await self.buckets.wait()
+                if message.receive.order.communicator.transport == "storage":
+                    assert self.fetched, "it was told to load what it has not fetched"
+                    self.layout = LAYOUT
                 if message.receive.layout.tensors:
                     self.layout = message.receive.layout
                 digests = bucket_digests(self.layout)
@@ -213,6 +225,12 @@ class FakeServer:
                 self.tasks.create_task(self.leave())
             case "drain":
                 await self._drain()
+
+    async def _fetch(self, prepare: fleet_pb2.PreparePublish) -> None:
+        await self.link.wait()
+        await asyncio.sleep(self.fetch_s)
+        self.fetched.append(prepare.stored.key)
+        await self._say(prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
 
     async def _close(self, group_id: str, episodes: list[asyncio.Task]) -> None:
         await asyncio.gather(*episodes, return_exceptions=True)

@@ -20,14 +20,17 @@ from slipstream.protocol.codec import (
 )
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.protocol.types import PolicyVersion, Trajectory
-from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
-from support.fakes.fake_server import OPEN, bucket_digests
-
-LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
+from support.fakes.fake_server import LAYOUT, OPEN, bucket_digests
 
 Checkpoint = tuple[PolicyVersion, bytes]
+PROBE = weights_pb2.Probe(
+    token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
+    lengths=[4],
+    expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
+    tolerance=1e-3,
+)
 START: Checkpoint = (PolicyVersion(0, 0), b"the weights of the start")
 
 
@@ -65,6 +68,9 @@ class FakeTrainer:
         self.places: list[weights_pb2.Place] = []
         self.batches: list[list[Trajectory]] = []
         self.published: list[PolicyVersion] = []
+        # Versions that it was told to write to storage, and why it cannot.
+        self.stored: list[PolicyVersion] = []
+        self.storage_error = ""
         self.lags: list[int] = []
         self.stop_reason = ""
         self.communicator_id = ""
@@ -100,6 +106,7 @@ class FakeTrainer:
                     version=version_to_pb(self.version),
                     communicator_id=self.communicator_id,
                     bucket_digests=bucket_digests(LAYOUT),
+                    can_store=True,
                 )
                 started_s = time.monotonic()
                 answer = self.stub.Next(request, timeout=self.call_timeout_s, metadata=self.epoch)
@@ -132,6 +139,8 @@ class FakeTrainer:
                 started_s = time.monotonic()
                 await self._publish(first.publish)
                 self._publish_s += time.monotonic() - started_s
+            case "store":
+                await self._store(first.store)
             case "wait":
                 self.num_waits += 1
             case "stop":
@@ -215,6 +224,20 @@ class FakeTrainer:
     async def report(self, report: trainer_pb2.StepReport) -> trainer_pb2.StepReceipt:
         return await self.stub.ReportStep(report, timeout=60, metadata=self.epoch)
 
+    async def _store(self, order: trainer_pb2.StoreOrder) -> None:
+        self.stored.append(version_from_pb(order.version))
+        report = trainer_pb2.StoredReport(
+            version=order.version,
+            folder=order.folder,
+            error=self.storage_error,
+            stored=weights_pb2.StoredWeights(key=f"{order.folder}/manifest"),
+            bucket_digests=bucket_digests(LAYOUT),
+            probe=PROBE,
+            num_bytes=10,
+            whole_bytes=100,
+        )
+        await self.stub.ReportStored(report, timeout=60, metadata=self.epoch)
+
     async def _publish(self, order: weights_pb2.PublishOrder) -> None:
         if not order.begun:
             start = trainer_pb2.PublishStart(
@@ -225,14 +248,7 @@ class FakeTrainer:
                 return
         self.communicator_id = order.communicator.communicator_id
         self.published.append(version_from_pb(order.version))
-        probe = None
-        if order.verify:
-            probe = weights_pb2.Probe(
-                token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
-                lengths=[4],
-                expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
-                tolerance=1e-3,
-            )
+        probe = PROBE if order.verify else None
         receipt = await self.stub.FinishPublish(
             trainer_pb2.PublishResult(
                 publish_id=order.publish_id, bucket_digests=bucket_digests(LAYOUT), probe=probe

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.share_digests import whole_digests
+from slipstream.v1 import weights_pb2
 
-from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.gloo_sender import GlooSender, layout_of, pack
 from support.fakes.plain_matrices import keep_matrices_plain
 from support.ranks.fp8_ranks import load, same_bits
 from support.ranks.loader_ranks import SHAPES, checkpoint, two_models
@@ -72,28 +74,52 @@ class Scene:
         )
         sending.start()
         try:
-            ready = value_of(
-                self._worker.slipstream_prepare(
-                    0, order.SerializeToString(), layout.SerializeToString(), 1, self._stage
-                )
-            )
-            while not ready:
-                time.sleep(0.002)
-                ready = value_of(self._worker.slipstream_is_ready(0))
-            if self._worker.weight_transfer_engine.can_copy:
-                value_of(self._worker.slipstream_begin(0))
-            result = value_of(self._worker.slipstream_receive(0))
+            result = self._updated(order, layout)
         except WeightSyncError as error:
             self.seen.append(str(error))
             return
         finally:
             sending.join()
-        self._load(self._fresh, weights)
-        loaded = dict(self._model.named_parameters())
-        same = all(same_bits(loaded[n], p) for n, p in self._fresh.named_parameters())
+        same = self._is_same(weights)
         if base is not None:
             same &= whole_digests([result["shares"]]) == self._sender.digests(layout, weights)
         self.seen.append((result["by_plan"], same))
+
+    def publish_file(self, weights: Weights, path: Path) -> None:
+        """The same from a file that a server has fetched; notes whether digests agree too."""
+        self._count += 1
+        layout = layout_of(weights, SMALL)
+        path.write_bytes(b"".join(pack(b, weights).numpy() for b in layout_from_pb(layout)))
+        order = self._sender.order(f"p{self._count}", self._count)
+        order.communicator.Clear()
+        order.communicator.transport, order.communicator.path = "storage", str(path)
+        # Each publish through storage has its own name, and keeps no communicator.
+        order.communicator.communicator_id, order.new_communicator = order.publish_id, True
+        result = self._updated(order, layout)
+        digests = [bytes.fromhex(digest) for digest in result["digests"]]
+        is_sent = digests == self._sender.digests(layout, weights)
+        self.seen.append((result["by_plan"], self._is_same(weights), is_sent))
+
+    def _updated(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout
+    ) -> dict[str, Any]:
+        ready = value_of(
+            self._worker.slipstream_prepare(
+                0, order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+            )
+        )
+        while not ready:
+            time.sleep(0.002)
+            ready = value_of(self._worker.slipstream_is_ready(0))
+        if self._worker.weight_transfer_engine.can_copy:
+            value_of(self._worker.slipstream_begin(0))
+        return value_of(self._worker.slipstream_receive(0))
+
+    def _is_same(self, weights: Weights) -> bool:
+        """Whether the model has what the loader makes of these weights."""
+        self._load(self._fresh, weights)
+        loaded = dict(self._model.named_parameters())
+        return all(same_bits(loaded[n], p) for n, p in self._fresh.named_parameters())
 
     def _load(self, model: Any, weights: Weights) -> None:
         if self._is_quantised:
@@ -146,6 +172,14 @@ def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     scene.publish(scene.second, LARGE, most=1)
     scene.meet_again()
     scene.publish(scene.second, LARGE)
+    return scene.seen
+
+
+def updates_from_files(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
+    """Three updates from the file into which a server fetches."""
+    scene, path = Scene(folder, shape, stage=stage), folder / f"{shape}-{stage}-fetched"
+    for weights in (scene.first, scene.second, scene.first):
+        scene.publish_file(weights, path)
     return scene.seen
 
 

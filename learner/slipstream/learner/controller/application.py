@@ -18,6 +18,7 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
@@ -145,6 +146,7 @@ class Controller:
                     tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
                     tasks.create_task(self._watch.watch_forever(), name="watch"),
                     tasks.create_task(self._checkpoints.watch_forever(), name="checkpoints"),
+                    tasks.create_task(self._stored.run_forever(), name="storage"),
                     tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
                 ]
                 await self._until_over()
@@ -166,6 +168,8 @@ class Controller:
         self._intake = Intake(run, books, self._endings)
         self._publisher = self._make_publisher(books.fleet, run, tasks)
         self._turns = EngineTurns(books.fleet, run)
+        deliveries = self._publisher.deliveries
+        self._stored = StoredPublisher(books.fleet, run, tasks, deliveries=deliveries)
         self._scheduler = Scheduler(run, books, self._intake.start_afresh)
         self._watch = RunWatch(run, books, self._intake.take_back)
         self._evaluator = Evaluator(
@@ -183,6 +187,7 @@ class Controller:
             books.leases,
             former,
             self._publisher,
+            self._stored,
             turns=self._turns,
             evaluations_done=self._evaluator.is_done,
             on_step=partial(self._stepped, journal),
@@ -190,12 +195,7 @@ class Controller:
         )
         self._environment_servicer = EnvironmentServicer(run, books, self._intake)
         self._parts = RestoredParts(
-            books,
-            self._intake,
-            former,
-            self._recorder,
-            self._evaluator,
-            self._environment_servicer,
+            books, self._intake, former, self._recorder, self._evaluator, self._environment_servicer
         )
         self._connect(journal)
         self._add_services(books, server)
@@ -236,6 +236,7 @@ class Controller:
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)
         self._turns.server_lost(session)
+        self._stored.server_lost(session)
         self._environments.server_lost(session.key)
         if not session.drained.is_set():
             self._ledger.die(session.key)

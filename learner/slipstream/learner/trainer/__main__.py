@@ -17,6 +17,7 @@ from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
 from slipstream.protocol.run_folder import LOCKS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
+from slipstream.protocol.weights.storage import check_storage
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
@@ -55,6 +56,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         check_model(config)
+        check_storage(config.weights.storage_url)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR

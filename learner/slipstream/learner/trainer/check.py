@@ -15,6 +15,7 @@ from slipstream.protocol.exit_codes import USAGE_ERROR
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.settings.roles import named, role_settings
+from slipstream.protocol.weights.storage import check_storage
 
 
 def main() -> int:
@@ -30,6 +31,7 @@ def main() -> int:
 
 def check_settings(config: Config) -> None:
     """Raises ConfigError for a name that users cannot set or a value that Megatron refuses."""
+    check_storage(config.weights.storage_url)
     _check(config)
     for name, settings in role_settings(config).items():
         with named(config, name):

@@ -105,18 +105,21 @@ class ControllerClient:
         communicator_id: str,
         bucket_digests: Sequence[bytes],
         delta: weights_pb2.Delta | None = None,
+        can_store: bool = False,
     ) -> list[pb.Directive]:
         """Returns the messages of the next order, or a stop order after `stop` (also meanwhile).
 
         `bucket_digests` belong to the weights of `version`. They would be sent through
         `communicator_id`, the communicator that the senders have ("": none). `delta`: what these
-        weights changed since the last publish, if that is kept.
+        weights changed since the last publish, if that is kept. `can_store`: whether a version can
+        be written to storage.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
             communicator_id=communicator_id,
             bucket_digests=bucket_digests,
             delta=delta,
+            can_store=can_store,
         )
 
         def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
@@ -183,6 +186,11 @@ class ControllerClient:
     def report_checkpoint(self, report: pb.CheckpointReport) -> None:
         """Reports that a checkpoint is complete."""
         self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
+
+    def report_stored(self, report: pb.StoredReport) -> pb.StoredReceipt:
+        """Reports the end of a store order; may be called on any thread."""
+        receipt: pb.StoredReceipt = self._call("ReportStored", self._stub.ReportStored, report)
+        return receipt
 
     def report_work(self, activity: Activity) -> None:
         """Reports that the trainer makes progress; works on any thread, ignores failed calls."""

@@ -27,7 +27,7 @@ class Wait:
     """The order to ask again, because there is nothing to do yet."""
 
 
-Order: TypeAlias = Batch | weights_pb2.PublishOrder | Stop | Wait
+Order: TypeAlias = Batch | weights_pb2.PublishOrder | trainer_pb2.StoreOrder | Stop | Wait
 
 
 def pack_directives(directives: Iterable[trainer_pb2.Directive]) -> bytes:
@@ -57,6 +57,8 @@ def read_order(directives: Sequence[trainer_pb2.Directive]) -> Order:
         return _read_batch(first.batch, directives[1:])
     if kind == "publish":
         return first.publish
+    if kind == "store":
+        return first.store
     if kind == "stop":
         return Stop(first.stop.reason)
     if kind == "wait":

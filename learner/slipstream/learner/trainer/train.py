@@ -38,6 +38,7 @@ from slipstream.learner.trainer.weights.export import save_adapters, save_hf_fol
 from slipstream.learner.trainer.weights.probe import build_probe
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import open_published
+from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
@@ -88,6 +89,11 @@ class Trainer:
         self._publisher = WeightPublisher(
             self._published, senders, ranks=self._ranks, client=client
         )
+        self._writer: VersionWriter | None = None
+        if config.weights.storage_url is not None:
+            self._writer = VersionWriter(
+                self._published, config.weights, ranks=self._ranks, client=client
+            )
         self._digests = self._export()
         for memory in self._memories:
             memory.settle()
@@ -105,7 +111,10 @@ class Trainer:
                     self._publish(order)
             with self._stages.measure("checkpoint"):
                 self._tell(self._checkpointer.poll())
-            if isinstance(order, Batch):
+            if isinstance(order, trainer_pb2.StoreOrder):
+                with self._stages.measure("publish"):
+                    self._store(order)
+            elif isinstance(order, Batch):
                 with self._profile.step(order.step + 1):
                     self._train(order)
             elif isinstance(order, Stop):
@@ -167,6 +176,7 @@ class Trainer:
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
                 delta=self._published.offer,
+                can_store=self._writer is not None and self._writer.is_idle,
             )
         if self._ranks.world_size > 1:
             data = pack_directives(directives) if self._ranks.is_main else None
@@ -257,6 +267,17 @@ class Trainer:
         self._publisher.run(order, probe)
         self._ranks.activity.note()
 
+    def _store(self, order: trainer_pb2.StoreOrder) -> None:
+        """Begins to write the weights to storage; `VersionWriter` reports the end."""
+        if self._writer is None or version_from_pb(order.version) != self._version:
+            raise RunFailed(
+                f"version {order.version.step} cannot be stored, the weights are of version "
+                f"{self._version}"
+            )
+        # Every stored version has a probe: a server that joins needs one, whenever it does.
+        self._writer.store(order, build_probe(self._policy, self._last_batch, self._config))
+        self._ranks.activity.note()
+
     def _finish(self, order: Stop) -> None:
         self._profile.close()
         logger.info("stopping with version %s: %s", self._version, order.reason)
@@ -271,6 +292,8 @@ class Trainer:
                 save_adapters(self._policy, self._config, target.with_name("final-adapters"))
             export_path = str(target)
         self._publisher.abort()
+        if self._writer is not None:
+            self._writer.close()
         if self._ranks.is_main:
             self._client.finish(
                 trainer_pb2.TrainerGoodbye(weight_digest=self._digest, export_path=export_path)

@@ -49,6 +49,7 @@ from slipstream.protocol.settings.sections import (
     RunSection,
     SecuritySection,
 )
+from slipstream.protocol.settings.storage_rules import storage_problems
 from slipstream.protocol.settings.weights_section import WeightsSection
 
 __all__ = [
@@ -221,6 +222,7 @@ class Config(Section):
             precision_problems(
                 server, model=self.model, lora=self.lora, weights=self.weights, algorithms=distinct
             ),
+            storage_problems(server, self.weights, self.lora),
             length_problems(sampling, self.evaluations),
             profile_problems(self.learner, self.run),
             served_problems(self.reference, self.algorithms, sampling.temperature),

@@ -272,6 +272,9 @@ class RolloutServerSection(Section):
     # Passed by name to the chat template, as `enable_thinking = false` is. Those of an environment
     # come before them, those of an agent's request before both.
     chat_template_kwargs: TemplateValues = {}
+    # trainer: new weights come from the trainer's ranks, over weights.transport. storage: the
+    # server fetches them from weights.storage_url while it serves, for a server behind a slow link.
+    weights_from: Literal["trainer", "storage"] = "trainer"
     # Precision of the engine's linear layers, under vLLM's names. fp8_per_channel: weights in
     # float8 with a scale for each row, made of the weights that arrive; fp8_per_tensor: a scale for
     # each matrix. Needs a GPU of compute capability 8.9; CPUs compute fp8_per_channel, slowly.

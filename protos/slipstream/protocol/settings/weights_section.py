@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from slipstream.protocol.settings.section import Host, Positive, Section, Silence
 
 DeltaSetting = Literal["off", "gpu", "host"]
+
+
+def _check_storage(url: str) -> str:
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # The value is not shown: it may hold a password.
+        raise ValueError(
+            "a storage URL has no user, password, query or fragment: credentials come from the "
+            "environment"
+        )
+    return url
+
+
+StorageUrl = Annotated[str, AfterValidator(_check_storage)]
 
 
 class WeightsSection(Section):
@@ -30,6 +45,15 @@ class WeightsSection(Section):
     # weights, with an eighth more; host: in main memory, which takes longer. An engine's worker
     # takes memory for one bucket.
     delta: DeltaSetting = "off"
+    # Folder, or URL of fsspec such as s3://bucket/prefix, into which the trainer writes versions
+    # for servers with rollout_server.weights_from = "storage". A server may have its own name for
+    # it. None: no server takes weights from storage.
+    storage_url: StorageUrl | None = None
+    # Most versions from one whole version to the next; the versions between are what changed. The
+    # trainer keeps the weights that it wrote last, and those that it writes, in main memory.
+    storage_whole_every: Positive = 20
+    # Limit of writing a version to storage, and of fetching a version from there.
+    storage_deadline_s: Silence = 600.0
     # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
     # loads.
     bucket_deadline_s: float = Field(2.0, ge=0.1)

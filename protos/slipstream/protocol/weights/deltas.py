@@ -19,12 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
 from slipstream.protocol.weights.digests import bucket_digest
 
 ELEMENT_BYTES = 2
 BLOCK_ELEMENTS = 256
 _COUNT_BYTES = 2
+
+Elements = npt.NDArray[np.uint16]
 
 
 def num_blocks(bucket: Bucket) -> int:
@@ -52,6 +57,27 @@ def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Buck
         else replace(bucket, num_bytes=payload_parts(bucket, count)[2])
         for bucket, count in zip(buckets, changed, strict=True)
     )
+
+
+def put_payload(
+    elements: Elements, payload: bytes | memoryview, bucket: Bucket, changed: int
+) -> None:
+    """Writes the changed elements of a payload to their places in `elements`, in main memory.
+
+    Raises ProtocolError, and writes nothing, when the payload is not one of this bucket.
+    """
+    first, second, end = payload_parts(bucket, changed)
+    if len(payload) != end:
+        raise ProtocolError(f"a payload of {changed} changes has {end} bytes, got {len(payload)}")
+    raw = np.frombuffer(payload, dtype=np.uint8)
+    per_block = raw[:first].view("<u2")
+    if int(per_block.sum(dtype=np.int64)) != changed:
+        raise ProtocolError(f"a payload should have {changed} changes, got {per_block.sum()}")
+    blocks = np.repeat(np.arange(len(per_block), dtype=np.int64), per_block)
+    places = blocks * BLOCK_ELEMENTS + raw[second : second + changed]
+    if changed and int(places.max()) >= len(elements):
+        raise ProtocolError(f"a payload names element {places.max()} of {len(elements)}")
+    elements[places] = raw[first:second].view("<u2")
 
 
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:

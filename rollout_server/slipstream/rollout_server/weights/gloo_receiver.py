@@ -16,37 +16,14 @@ from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat, op
 from torch._C import _distributed_c10d as c10d
 
 
-class GlooReceiver:
-    """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
+class HostReceiver:
+    """Receives buckets in main memory, two buffers in turn; a transport says how one is taken."""
 
     enqueues = False
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
-        """Joins the communicator; WeightSyncError when a member misses the deadline."""
-        communicator = membership.communicator
-        timeout = timedelta(seconds=membership.join_deadline_s)
+    def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._digests: BucketDigests | None = None
-        try:
-            self._store: c10d.Store | None = c10d.TCPStore(
-                communicator.store_host,
-                communicator.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
-            self._group: Any = _gloo_group(
-                c10d.PrefixStore(communicator.communicator_id, self._store),
-                membership.rank,
-                communicator.world_size,
-                local_address(communicator.store_host, communicator.store_port),
-                timeout,
-            )
-        except RuntimeError as error:
-            raise WeightSyncError(
-                f"could not join communicator {communicator.communicator_id} "
-                f"within {membership.join_deadline_s:g} s: {error}"
-            ) from error
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """See `BucketReceiver`: two buffers in turn."""
@@ -67,6 +44,7 @@ class GlooReceiver:
             incoming.buckets, torch.device("cpu"), digested=incoming.digested
         )
         memory = self.prepare(incoming)
+        self._begin(incoming)
         for place, bucket in enumerate(incoming.buckets):
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._take(bucket, buffer, incoming.bucket_deadline_s)
@@ -81,6 +59,43 @@ class GlooReceiver:
     def take_wire(self) -> Wire:
         """See `BucketReceiver`: not timed, since a bucket is received only when it is asked for."""
         return Wire()
+
+    def _begin(self, incoming: Incoming) -> None:
+        """Begins an update."""
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
+        """Fills `buffer` with the next bucket; WeightSyncError after `deadline_s`."""
+        raise NotImplementedError
+
+
+class GlooReceiver(HostReceiver):
+    """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
+
+    def __init__(self, membership: Seat, device: torch.device) -> None:
+        """Joins the communicator; WeightSyncError when a member misses the deadline."""
+        super().__init__()
+        communicator = membership.communicator
+        timeout = timedelta(seconds=membership.join_deadline_s)
+        try:
+            self._store: c10d.Store | None = c10d.TCPStore(
+                communicator.store_host,
+                communicator.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
+            self._group: Any = _gloo_group(
+                c10d.PrefixStore(communicator.communicator_id, self._store),
+                membership.rank,
+                communicator.world_size,
+                local_address(communicator.store_host, communicator.store_port),
+                timeout,
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"could not join communicator {communicator.communicator_id} "
+                f"within {membership.join_deadline_s:g} s: {error}"
+            ) from error
 
     def close(self) -> None:
         """See `BucketReceiver`.

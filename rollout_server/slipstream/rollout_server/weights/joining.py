@@ -11,11 +11,13 @@ from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Se
 from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver
 from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.rollout_server.weights.nccl_receiver import NcclReceiver
+from slipstream.rollout_server.weights.storage_receiver import StorageReceiver
 
 TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
     "gloo": GlooReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
+    "storage": StorageReceiver,
 }
 
 

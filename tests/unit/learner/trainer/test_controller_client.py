@@ -88,6 +88,7 @@ def test_every_call_carries_the_token(tmp_path: Path) -> None:
         client.has_all_receivers("p", 1)
         client.finish_publish(pb.PublishResult())
         client.report_checkpoint(pb.CheckpointReport())
+        client.report_stored(pb.StoredReport())
         client.report_work(Activity())
         client.report_failure(pb.TrainerFailure())
         client.set_batch_aside(pb.TrainerFailure())

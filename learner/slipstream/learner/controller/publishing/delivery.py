@@ -83,7 +83,7 @@ class Deliveries:
     ) -> None:
         self._fleet, self._run, self._progress = fleet, run, run.progress
         self._settings = run.config.weights
-        self._tasks, self._reports = tasks, reports
+        self._tasks, self.reports = tasks, reports
         self.membership = Membership(run.progress.run_id)
         self.totals = PublishTotals()
         # Failed publishes in a row of each server, over all of its epochs. The first counts since
@@ -107,7 +107,7 @@ class Deliveries:
         probe: weights_pb2.Probe | None,
     ) -> None:
         """Lets a server resume once it has loaded the buckets with these digests."""
-        self._reports.expect(publish.publish_id, session.key, SERVING)
+        self.reports.expect(publish.publish_id, session.key, SERVING)
         session.send(
             fleet_pb2.ControllerMessage(
                 commit=fleet_pb2.CommitPublish(
@@ -133,7 +133,7 @@ class Deliveries:
         if session.key in publish.failed:
             # The receiver failed before this task began, and no report will come.
             return
-        report = await self._reports.wait(publish.publish_id, session.key, SERVING, limit_s)
+        report = await self.reports.wait(publish.publish_id, session.key, SERVING, limit_s)
         if session.key in publish.failed:
             return
         if report.phase != SERVING:
@@ -181,7 +181,7 @@ class Deliveries:
         publish.failed.add(session.key)
         self.membership.forget(publish.communicator_id)
         self.make_stale(session, cause, publish.publish_id)
-        self._reports.abandon(publish.publish_id, session.key, cause)
+        self.reports.abandon(publish.publish_id, session.key, cause)
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
         """Takes a server out of service until it has a whole version; aborts `publish_id` there."""
@@ -199,6 +199,22 @@ class Deliveries:
             return
         session.cause = cause
         self._run.events.add(f"rollout server {session.name} is stale: {cause}", Severity.WARNING)
+        self._follow_failure(session, cause)
+
+    def fetch_failed(self, session: ServerSession, cause: str) -> None:
+        """Notes that a server could not fetch a version: one that serves keeps its version."""
+        if not session.is_serving:
+            self.make_stale(session, cause)
+            return
+        assert session.version is not None
+        session.failed_publishes += 1
+        self._run.events.add(
+            f"rollout server {session.name} keeps version {session.version.step}: {cause}",
+            Severity.WARNING,
+        )
+        self._follow_failure(session, cause)
+
+    def _follow_failure(self, session: ServerSession, cause: str) -> None:
         match self._note_failure(session, cause):
             case RetryAfter(wait_s):
                 session.retry_publish_s = time.monotonic() + wait_s

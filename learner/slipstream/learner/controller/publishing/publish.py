@@ -45,18 +45,17 @@ class Publisher:
         self._settings = run.config.weights
         self._apart = run.config.lora.publishes_adapters
         self._tasks, self._reports = tasks, PhaseReports(run.clock)
-        self._deliveries = Deliveries(fleet, run, tasks, self._reports)
-        self._readiness = Readiness(run, tasks, self._reports, self._deliveries)
-        self._membership = self._deliveries.membership
+        self.deliveries = Deliveries(fleet, run, tasks, self._reports)
+        self._readiness = Readiness(run, tasks, self._reports, self.deliveries)
+        self._membership = self.deliveries.membership
         self._count = 0
         self._current: Publish | None = None
         # Servers that hold this trainer's matrices, and may be sent only adapters.
         self._holders: set[ServerKey] = set()
         # Whether the last publish sent only adapters: a publish without `start` has its layout.
         self._was_alone = False
-        # Servers that keep their version, because an evaluation runs on them.
-        self.pinned: set[ServerKey] = set()
-        self.totals = self._deliveries.totals
+        self.pinned = fleet.pinned
+        self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
         """Returns the servers that should be sent `version` now; None: the newest version."""
@@ -64,7 +63,7 @@ class Publisher:
         regular = version.step % every == 0 or self._progress.all_steps_done
         return [
             session
-            for session in self._fleet.sessions.values()
+            for session in self._fleet.fed_by_trainer()
             if time.monotonic() >= session.retry_publish_s
             and not self._readiness.is_late(session)
             and (
@@ -118,7 +117,7 @@ class Publisher:
             # The trainer asks for an order, so it never got the last one.
             self._abandon(self._current, "the trainer does not send")
         trainer = trainer or trainer_pb2.NextRequest()
-        targets = self._deliveries.together(self.due())
+        targets = self.deliveries.together(self.due())
         if not targets:
             return None
         version, publish_id = self._progress.version, self._new_id()
@@ -210,7 +209,7 @@ class Publisher:
         digests = list(result.bucket_digests)
         if not publish.digests:
             for session in publish.receivers:
-                self._deliveries.commit(publish, session, digests, result.probe)
+                self.deliveries.commit(publish, session, digests, result.probe)
         loads = [
             self._tasks.create_task(self._follow_load(publish, session, digests))
             for session in publish.receivers
@@ -254,7 +253,7 @@ class Publisher:
         is_served = session.is_serving and report.publish_id == session.publish_id
         if is_served and report.phase == fleet_pb2.PUBLISH_PHASE_FAILED:
             # The server has itself stopped serving these weights.
-            self._deliveries.make_stale(session, report.message)
+            self.deliveries.make_stale(session, report.message)
 
     def server_lost(self, session: ServerSession) -> None:
         """Ends all waits for a server that is gone."""
@@ -281,7 +280,7 @@ class Publisher:
     ) -> None:
         problem = await self._load_problem(publish, session, digests)
         if problem:
-            self._deliveries.fail(publish, session, problem)
+            self.deliveries.fail(publish, session, problem)
 
     async def _load_problem(
         self, publish: Publish, session: ServerSession, digests: list[bytes]
@@ -305,7 +304,7 @@ class Publisher:
                 # The server was pinned after it was asked.
                 continue
             if problem:
-                self._deliveries.make_stale(session, problem)
+                self.deliveries.make_stale(session, problem)
             elif self._fleet.find(session.key) is session:
                 kept.append(session)
         return kept
@@ -322,7 +321,7 @@ class Publisher:
         for session in publish.receivers:
             # A server that serves this version keeps it.
             if not (session.is_serving and session.version == publish.version):
-                self._deliveries.fail(publish, session, cause)
+                self.deliveries.fail(publish, session, cause)
 
     def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
         """Tells all receivers to receive; with `layout` None the earlier layout holds."""
@@ -347,4 +346,4 @@ class Publisher:
             own = fleet_pb2.ReceiveWeights(order=order, first_rank=ranks[session.key.server_id])
             session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
             if publish.digests:
-                self._deliveries.commit(publish, session, publish.digests, None)
+                self.deliveries.commit(publish, session, publish.digests, None)

@@ -23,6 +23,28 @@ class PublishTotals:
     probe_gap_max: float = 0.0
     last_stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
 
+    # Versions in storage, their bytes and those of whole versions; fetches and their bytes.
+    num_stored: int = 0
+    stored_bytes: int = 0
+    stored_whole_bytes: int = 0
+    num_fetched: int = 0
+    fetched_bytes: int = 0
+    last_stored: trainer_pb2.StoredReport = field(default_factory=trainer_pb2.StoredReport)
+    last_fetch_s: float = 0.0
+
+    def stored(self, report: trainer_pb2.StoredReport) -> None:
+        """Notes that a version lies in storage."""
+        self.num_stored += 1
+        self.stored_bytes += report.num_bytes
+        self.stored_whole_bytes += report.whole_bytes
+        self.last_stored = report
+
+    def fetched(self, report: fleet_pb2.PublishReport) -> None:
+        """Notes that a server has fetched a version."""
+        self.num_fetched += 1
+        self.fetched_bytes += report.stages.fetched_bytes
+        self.last_fetch_s = report.stages.fetch_s
+
     def sent(self, result: trainer_pb2.PublishResult) -> None:
         """Notes that the trainer has sent a version completely."""
         self.publishes += 1
@@ -63,6 +85,9 @@ class PublishTotals:
             # Each side's time includes waits for the other side, so the shorter time is the wire's.
             "weights_wire_s": min(sent.wire_s, stages.wire_s or sent.wire_s),
             "weights_wire_bytes": float(sent.wire_bytes),
+            "stored_version_bytes": float(self.last_stored.num_bytes),
+            "store_s": self.last_stored.write_s,
+            "fetch_s": self.last_fetch_s,
         }
 
     def summary(self) -> dict[str, float]:
@@ -75,4 +100,9 @@ class PublishTotals:
             "publishes_delta": self.deltas,
             "published_bytes": self.bytes_sent,
             "published_whole_bytes": self.whole_bytes,
+            "versions_stored": self.num_stored,
+            "stored_bytes": self.stored_bytes,
+            "stored_whole_bytes": self.stored_whole_bytes,
+            "versions_fetched": self.num_fetched,
+            "fetched_bytes": self.fetched_bytes,
         }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.weights.transports import Place, choose_transport
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 def place_from_pb(message: weights_pb2.Place) -> Place:
@@ -49,9 +49,12 @@ def _choose(run: Run, places: Mapping[str, Place]) -> str:
     )
 
 
-def misfit(run: Run, name: str, place: weights_pb2.Place) -> str:
+def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
     """The reason why a server can never be sent weights; empty: it can, or no trainer came yet."""
+    if hello.from_storage:
+        has_storage = run.config.weights.storage_url is not None
+        return "" if has_storage else "it reads storage, but the run has no weights.storage_url"
     if not run.progress.learner_places:
         return ""
-    _, (problem,) = choose_for(run, {name: place})
+    _, (problem,) = choose_for(run, {hello.server_id: hello.place})
     return problem

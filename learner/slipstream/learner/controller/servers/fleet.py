@@ -167,11 +167,17 @@ class Fleet:
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         self.handlers: FleetHandlers | None = None
+        # Servers that keep their version, because an evaluation runs on them.
+        self.pinned: set[ServerKey] = set()
         self.empty_since_s = run.clock.now_s()
 
     def serving(self) -> list[ServerSession]:
         """The servers that may be leased groups."""
         return [session for session in self.sessions.values() if session.is_serving]
+
+    def fed_by_trainer(self) -> list[ServerSession]:
+        """The servers that take new weights from the trainer, not from storage."""
+        return [s for s in self.sessions.values() if not s.hello.from_storage]
 
     def gauges(self) -> dict[str, float]:
         """Sums over the newest server reports; docs/metrics.md says what each name means."""

@@ -118,7 +118,7 @@ class FleetServicer:
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
             reason = Reason.PROTOCOL
-        elif problem := misfit(self._run, hello.server_id, hello.place):
+        elif problem := misfit(self._run, hello):
             reason = Reason.WRONG_STATE
         elif self._progress.is_over:
             problem, reason = "the run is over", Reason.WRONG_STATE

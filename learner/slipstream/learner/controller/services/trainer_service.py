@@ -19,11 +19,12 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.lease_waits import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.services.trainer_hello import impossible
+from slipstream.learner.controller.services import trainer_hello
 from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
@@ -36,8 +37,6 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # Longest wait of a `Next` call; then the trainer calls again.
 NEXT_LIMIT_S = 5.0
-# Largest number of lines of a trainer's layout that become events.
-MAX_LAYOUT_LINES = 256
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -49,6 +48,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         book: LeaseBook,
         former: BatchFormer,
         publisher: Publisher,
+        stored: StoredPublisher,
         *,
         turns: EngineTurns,
         evaluations_done: Callable[[], bool],
@@ -56,9 +56,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         on_checkpoint: Callable[[int], None],
     ) -> None:
         self._run, self._progress = run, run.progress
-        self._book = book
-        self._former = former
-        self._publisher, self._turns = publisher, turns
+        self._book, self._former = book, former
+        self._publisher, self._stored, self._turns = publisher, stored, turns
         self._evaluations_done = evaluations_done
         self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
@@ -74,7 +73,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
         """Registers a trainer if the place is free; steps that it lacks are trained again."""
-        if claim := impossible(request):
+        if claim := trainer_hello.impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
@@ -109,10 +108,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self.hello = request
         self._progress.trainer_registered(map(place_from_pb, request.places))
-        sizes, *groups = request.layout_description.splitlines()
-        self._run.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
-        for line in groups[:MAX_LAYOUT_LINES]:
-            self._run.events.add(f"  {line}")
+        for line in trainer_hello.described(request):
+            self._run.events.add(line)
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(
             run_id=self._progress.run_id,
@@ -170,11 +167,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
-            self._run.events.add(
-                f"step {request.step + 1} came out different when it was trained again: "
-                f"its weights are version {trained.version} now, and are sent again",
-                Severity.WARNING,
-            )
+            warning = trainer_hello.came_out_different(trained.version)
+            self._run.events.add(warning, Severity.WARNING)
         self._on_step(trained, request)
         await self._former.durable()
         self._progress.moved()
@@ -202,11 +196,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._former.saved(request)
         self._progress.saved(request.version.step)
         self._on_checkpoint(request.version.step)
-        self._run.events.add(
-            f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
-            f"{request.wall_s:.1f} s"
-        )
+        self._run.events.add(trainer_hello.saved(request))
         return trainer_pb2.CheckpointReceipt()
+
+    async def ReportStored(  # noqa: N802
+        self, request: trainer_pb2.StoredReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.StoredReceipt:
+        """Takes the end of a store order."""
+        await self.place.check(context)
+        return self._stored.stored(request)
 
     async def ReportWork(  # noqa: N802
         self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
@@ -325,6 +323,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._turns.end(() if publish is None else [r.server_id for r in publish.receivers])
         if publish is not None:
             return trainer_pb2.Directive(publish=publish)
+        if (store := self._stored.order(request)) is not None:
+            return trainer_pb2.Directive(store=store)
         if not progress.all_steps_done:
             asked_s = time.monotonic()
             for rule in rules:

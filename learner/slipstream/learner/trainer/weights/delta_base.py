@@ -86,7 +86,7 @@ class DeltaBase:
             self._marks = CudaMarks(buckets, self._kept, device)
         if self._kept:
             logger.info(
-                "weights.delta keeps %.2f GB of published weights %s",
+                "%.2f GB of published weights are kept %s",
                 sum(kept.numel() for kept in self._kept.values()) / 1e9,
                 "in main memory" if where.type == "cpu" else "on the GPU",
             )

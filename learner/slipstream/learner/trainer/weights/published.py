@@ -57,6 +57,11 @@ class Published:
         return self._weights.sender
 
     @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of the weights, without adapters that are sent apart."""
+        return self._weights.buckets
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the model without adapters; tied tensors count once."""
         return self._weights.num_parameters
@@ -106,13 +111,15 @@ class Published:
         *,
         adapters_alone: bool = False,
         delta: weights_pb2.Delta | None = None,
+        is_publish: bool = True,
     ) -> WeightDigests:
         """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
 
-        `delta`: the last `offer`, of which only the changed elements are sent.
+        `delta`: the last `offer`, of which only the changed elements are sent. `is_publish`: see
+        `WeightStream`; adapters apart are always published.
         """
         if self._adapters is None:
-            return self._weights.run(send, delta=delta)
+            return self._weights.run(send, delta=delta, is_publish=is_publish)
         found: list[WeightDigests] = []
         first = 0
         for stream in self._parts(adapters_alone=adapters_alone):

@@ -173,13 +173,19 @@ class WeightStream:
 
     @torch.no_grad()
     def run(
-        self, send: Send | None = None, *, delta: weights_pb2.Delta | None = None
+        self,
+        send: Send | None = None,
+        *,
+        delta: weights_pb2.Delta | None = None,
+        is_publish: bool = True,
     ) -> WeightDigests:
         """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
 
         `delta`: the last `offer`; `send` then gets the payload of each bucket that is worth one.
+        Unless it `is_publish`, what is sent becomes no base of later deltas.
         """
         assert delta is None or delta == self.offer
+        is_sent = send is not None and is_publish
         wires = self.buckets if delta is None else on_the_wire(self.buckets, delta.changed)
         ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
@@ -212,11 +218,11 @@ class WeightStream:
                     # The digest is taken while the bucket travels; the lane is refilled later on
                     # the same stream.
                     if self._own[place] and not is_payload:
-                        self._note(place, buffer, is_sent=send is not None)
+                        self._note(place, buffer, is_sent=is_sent)
                 found = self._digests.read(self._handle)
         digests = self._share(found, clock.total_s())
         if self._base is not None:
-            self._base.settle(digests.changed, sent=digests.buckets if send is not None else ())
+            self._base.settle(digests.changed, sent=digests.buckets if is_sent else ())
         return digests
 
     def _has_early(self, place: int) -> bool:

@@ -10,7 +10,7 @@ from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.transports import Place
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 @pytest.fixture
@@ -23,6 +23,10 @@ def run(request: pytest.FixtureRequest) -> Run:
         "weights": {"transport": request.param},
     }
     return Run.of(parse_config(values, source="test"), "placed")
+
+
+def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
+    return fleet_pb2.ServerHello(server_id=name, place=place)
 
 
 def place(host: str, *gpus: str) -> weights_pb2.Place:
@@ -49,10 +53,10 @@ def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
 def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
     run: Run,
 ) -> None:
-    assert misfit(run, "a", place("here", "GPU-0")) == ""
+    assert misfit(run, hello("a", place("here", "GPU-0"))) == ""
     run.progress.trainer_registered((Place("here", ("GPU-0",)),))
-    assert "joins no two processes on one GPU" in misfit(run, "a", place("here", "GPU-0"))
-    assert misfit(run, "b", place("here", "GPU-1")) == ""
+    assert "joins no two processes on one GPU" in misfit(run, hello("a", place("here", "GPU-0")))
+    assert misfit(run, hello("b", place("here", "GPU-1"))) == ""
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
@@ -63,9 +67,9 @@ def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(
     server = place("there", "GPU-7")
     server.nccl["NCCL_CUMEM_ENABLE"] = "1"
     said = "NCCL_CUMEM_ENABLE is 0 in trainer rank 0 and 1 in b: set it on both, or on neither"
-    assert said in misfit(run, "b", server)
+    assert said in misfit(run, hello("b", server))
     server.nccl["NCCL_CUMEM_ENABLE"] = "0"
-    assert misfit(run, "b", server) == ""
+    assert misfit(run, hello("b", server)) == ""
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)

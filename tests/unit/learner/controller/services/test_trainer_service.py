@@ -38,6 +38,7 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
         None,
         OneBatch(),
         None,
+        None,
         turns=None,
         evaluations_done=lambda: False,
         on_step=nothing,

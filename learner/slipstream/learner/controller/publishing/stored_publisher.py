@@ -1,0 +1,221 @@
+"""Publishes through storage: the trainer writes a version there, and servers fetch it.
+
+Consumes: reports of the trainer on versions in storage, and of servers that have fetched one.
+Produces: store orders for the trainer; questions and publish orders for servers. Waits for: each
+fetch, for `weights.storage_deadline_s`. Unblocked by: the server's answer, its loss, or the limit.
+
+No other server and no training step waits for any of this: each server has publishes of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.publish_failures import (
+    MAX_RETRY_S,
+    FailRun,
+    FailureCounts,
+    RetryAfter,
+    consequence,
+)
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.server_states import (
+    JOINING,
+    STALE,
+    ServerEvent,
+    ServerKey,
+)
+from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+READY = fleet_pb2.PUBLISH_PHASE_READY
+# Longest time between two looks for servers that are due.
+_LOOK_S = 0.25
+
+
+class StoredPublisher:
+    """Has versions written to storage, and brings each server that reads there to the newest one.
+
+    trainer:  `order` --> it writes the version while it trains on --> `stored`
+    a server: due --prepare--> it fetches while it serves --READY--> receive, commit --> it serves
+    """
+
+    def __init__(
+        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, deliveries: Deliveries
+    ) -> None:
+        self._fleet, self._run, self._tasks = fleet, run, tasks
+        self._settings, self._deliveries = run.config.weights, deliveries
+        self._newest: trainer_pb2.StoredReport | None = None
+        # Folder of the version that the trainer writes; "" if it writes none.
+        self._ordered = ""
+        self._num_orders, self._num_publishes = 0, 0
+        # Writes that failed in a row, and the time before which none is ordered.
+        self._failed, self._retry_s = 0, 0.0
+        # What each server fetches, and the number of its publishes.
+        self._fetches: dict[ServerKey, trainer_pb2.StoredReport] = {}
+        self._loads: Counter[ServerKey] = Counter()
+        # The version of each server for which it was said that it is too old for a lease.
+        self._too_old: dict[ServerKey, PolicyVersion | None] = {}
+
+    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
+        """Returns the order to write the trainer's version, if a server wants it from storage."""
+        version = version_from_pb(trainer.version)
+        if trainer.can_store:
+            # The trainer has ended the last order, or is another one.
+            self._ordered = ""
+        is_wanted = self._is_wanted(version) and any(self._readers())
+        if not trainer.can_store or not is_wanted or time.monotonic() < self._retry_s:
+            return None
+        self._num_orders += 1
+        name = f"{version.incarnation}-{version.step:08d}-{time.time_ns():x}-{self._num_orders}"
+        self._ordered = f"{self._run.progress.run_id}/{name}"
+        return trainer_pb2.StoreOrder(version=trainer.version, folder=self._ordered)
+
+    def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
+        """Takes the end of a store order; returns the manifests from which servers still fetch."""
+        if report.folder and report.folder == self._ordered:
+            self._ordered = ""
+            if report.error:
+                self._write_failed(report)
+            else:
+                self._failed, self._newest = 0, report
+                self._deliveries.totals.stored(report)
+                self._run.signal.notify()
+        needed = {each.stored.key for each in self._fetches.values()}
+        if self._newest is not None:
+            needed.add(self._newest.stored.key)
+        return trainer_pb2.StoredReceipt(needed=sorted(needed))
+
+    async def run_forever(self) -> None:
+        """Begins a publish to each server that is due, until the task is cancelled."""
+        while True:
+            for session in self._readers():
+                self._warn_if_too_old(session)
+                if self._newest is not None and self._is_due(session, self._newest):
+                    self._fetches[session.key] = self._newest
+                    self._tasks.create_task(self._publish(session, self._newest))
+            await self._run.signal.changes(_LOOK_S)
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Forgets a server that is gone."""
+        self._loads.pop(session.key, None)
+        self._too_old.pop(session.key, None)
+
+    def _readers(self) -> list[ServerSession]:
+        return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
+
+    def _is_wanted(self, version: PolicyVersion) -> bool:
+        """Whether `version` is the run's newest, is due, and does not lie in storage yet."""
+        progress = self._run.progress
+        if version != progress.version:
+            return False
+        if self._newest is None:
+            return True
+        stored = version_from_pb(self._newest.version)
+        is_regular = version.step % self._settings.publish_every_steps == 0
+        is_other = stored.incarnation != version.incarnation
+        return stored != version and (is_regular or is_other or progress.all_steps_done)
+
+    def _is_due(self, session: ServerSession, newest: trainer_pb2.StoredReport) -> bool:
+        is_busy = session.key in self._fetches or session.key in self._fleet.pinned
+        too_early = time.monotonic() < session.retry_publish_s
+        if is_busy or too_early or self._run.progress.is_over:
+            return False
+        is_behind = session.is_serving and session.version != version_from_pb(newest.version)
+        return is_behind or session.state in (JOINING, STALE)
+
+    async def _publish(self, session: ServerSession, report: trainer_pb2.StoredReport) -> None:
+        """Lets a server fetch a version while it serves, and then load it."""
+        self._num_publishes += 1
+        publish_id = f"s{self._num_publishes:06d}"
+        try:
+            answer = await self._fetched(session, report, publish_id)
+        finally:
+            del self._fetches[session.key]
+        is_gone = self._fleet.find(session.key) is not session or session.is_leaving
+        if is_gone or self._run.progress.is_over:
+            return
+        if answer.phase != READY:
+            cause = f"version {report.version.step} from storage: {answer.message or 'it failed'}"
+            self._deliveries.fetch_failed(session, cause)
+        elif session.key not in self._fleet.pinned:
+            self._deliveries.totals.fetched(answer)
+            self._load(session, report, publish_id)
+
+    async def _fetched(
+        self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
+    ) -> fleet_pb2.PublishReport:
+        reports = self._deliveries.reports
+        reports.expect(publish_id, session.key, READY)
+        prepare = fleet_pb2.PreparePublish(
+            publish_id=publish_id, version=report.version, stored=report.stored
+        )
+        session.send(fleet_pb2.ControllerMessage(prepare=prepare))
+        # The server has the first limit itself, and names the storage.
+        limit_s = self._settings.storage_deadline_s + self._settings.join_deadline_s
+        return await reports.wait(publish_id, session.key, READY, limit_s)
+
+    def _load(
+        self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
+    ) -> None:
+        """Tells a server to load what it has fetched; its requests wait from here on."""
+        version = version_from_pb(report.version)
+        # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
+        is_proved = self._loads[session.key] % self._settings.verify_every == 0
+        self._loads[session.key] += 1
+        verify = is_proved or not session.is_serving
+        order = weights_pb2.PublishOrder(
+            publish_id=publish_id,
+            version=version_to_pb(version),
+            communicator=weights_pb2.Communicator(
+                communicator_id=publish_id, transport="storage", world_size=1
+            ),
+            new_communicator=True,
+            verify=verify,
+            bucket_deadline_s=self._settings.bucket_deadline_s,
+            join_deadline_s=self._settings.join_deadline_s,
+        )
+        digests = tuple(report.bucket_digests)
+        publish = Publish(publish_id, version, verify, [session], order, digests=digests)
+        publish.is_announced, publish.told_s = True, time.monotonic()
+        session.on(ServerEvent.RECEIVE)
+        session.send(fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights(order=order)))
+        self._deliveries.commit(publish, session, digests, report.probe)
+
+    def _warn_if_too_old(self, session: ServerSession) -> None:
+        version, step = session.version, self._run.progress.version.step
+        bound = self._run.config.algorithm.max_staleness
+        if not session.is_serving or version is None or version.step + bound >= step:
+            return
+        if self._too_old.get(session.key) != version:
+            self._too_old[session.key] = version
+            self._run.events.add(
+                f"rollout server {session.name} gets no groups: its version {version.step} is too "
+                f"old for step {step + 1} (algorithm.max_staleness = {bound}); it has not fetched "
+                "a newer one from storage yet",
+                Severity.WARNING,
+            )
+
+    def _write_failed(self, report: trainer_pb2.StoredReport) -> None:
+        self._failed += 1
+        counts = FailureCounts(self._failed, self._failed, self._failed)
+        is_any_serving = any(s.is_serving for s in self._fleet.fed_by_trainer())
+        found = consequence(counts, is_any_serving=is_any_serving)
+        if isinstance(found, FailRun):
+            self._run.progress.fail(
+                f"no rollout server takes weights from the trainer, and {self._failed} versions in "
+                f"a row could not be written to storage, the last one: {report.error}"
+            )
+            return
+        # A trainer is not sent away: it tries on, at the longest wait.
+        wait_s = found.wait_s if isinstance(found, RetryAfter) else MAX_RETRY_S
+        self._retry_s = time.monotonic() + wait_s
+        self._run.events.add(
+            f"version {report.version.step} is not in storage: {report.error}", Severity.WARNING
+        )

@@ -1,0 +1,225 @@
+"""Writes versions to storage while training goes on, for servers that fetch them from there.
+
+Consumes: store orders. Produces: objects, then the manifest that names them, then a report. Waits
+for: one pass over the weights; the rest is done by a thread of each sending rank. Unblocked by: the
+storage, or `weights.storage_deadline_s`.
+
+A manifest is written when all that it names lies there. The controller learns its key and digest
+only then, and servers learn them from the controller: no server ever sees half of a version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.published import Published
+from slipstream.learner.trainer.weights.rank_objects import OBJECT_DIGEST_BYTES, RankObjects
+from slipstream.learner.trainer.weights.weight_stream import Release
+from slipstream.protocol.errors import RunFailed, WeightSyncError
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.deltas import content_name
+from slipstream.protocol.weights.storage import Storage, Until
+from slipstream.v1 import trainer_pb2, weights_pb2
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks whether another rank has written its objects.
+_LOOK_S = 0.2
+# Seconds that the end of the run waits for the storage.
+_CLOSE_LIMIT_S = 30.0
+
+
+class VersionWriter:
+    """Carries out store orders one after another; `store` and `close` are collective.
+
+    `store` copies the weights and returns; a thread on each sending rank writes them. Rank 0 joins
+    what the ranks have written, reports, and removes what no server needs any more.
+    """
+
+    def __init__(
+        self,
+        published: Published,
+        weights: WeightsSection,
+        *,
+        ranks: Ranks,
+        client: ControllerClient,
+    ) -> None:
+        """Opens `weights.storage_url`; ConfigError when fsspec cannot."""
+        assert weights.storage_url is not None
+        self._published, self._weights = published, weights
+        self._ranks, self._client = ranks, client
+        self._storage = Storage(weights.storage_url)
+        self._thread: threading.Thread | None = None
+        self._abandoned = threading.Event()
+        # Made at the first order, since it takes twice the memory of the rank's buckets.
+        self._objects: RankObjects | None = None
+        # On rank 0 the chain of the newest version; empty: the next one is whole. And all keys that
+        # a manifest of this trainer names, by the manifest's key.
+        self._chain: list[weights_pb2.StoredLink] = []
+        self._named: dict[str, set[str]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has ended its last order."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
+        """Copies the weights on all ranks and begins to write them."""
+        until = Until.after(self._weights.storage_deadline_s, self._abandoned)
+        if self._thread is not None:
+            # Rank 0 is idle, or there were no order; others end within the same limit.
+            self._thread.join()
+        data = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
+        whole = self._ranks.broadcast_bytes(data if self._ranks.is_main else None) == b"whole"
+        sender = self._published.sender
+        if self._objects is None and sender is not None:
+            self._objects = RankObjects(
+                self._published.buckets,
+                sender,
+                self._storage,
+                object_bytes=self._weights.bucket_mib << 20,
+                pin=self._ranks.device.type == "cuda",
+            )
+        # Ranks that send nothing take part in the same pass.
+        take = _pass_by if self._objects is None else self._objects.take
+        digests = self._published.run(take, is_publish=False)
+        if self._objects is None:
+            return
+        report = trainer_pb2.StoredReport(
+            version=order.version,
+            folder=order.folder,
+            bucket_digests=digests.buckets,
+            probe=probe,
+            whole_bytes=self._published.num_bytes(adapters_alone=False),
+        )
+        self._thread = threading.Thread(
+            target=self._write, args=(report, whole, until), name="version-writer", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the writing; rank 0 removes all that the run has in storage."""
+        self._abandoned.set()
+        if self._thread is not None:
+            self._thread.join()
+        if not self._ranks.is_main or not self._named:
+            return
+        run = next(iter(self._named)).partition("/")[0]
+        self._remove(run, set(), Until.after(_CLOSE_LIMIT_S))
+
+    def _is_whole(self) -> bool:
+        """Whether rank 0 begins a new chain: by number, or when the old one is as long as that."""
+        size = sum(_num_bytes(link) for link in self._chain[1:])
+        is_long = len(self._chain) >= self._weights.storage_whole_every
+        return not self._chain or is_long or size >= _num_bytes(self._chain[0])
+
+    def _write(self, report: trainer_pb2.StoredReport, whole: bool, until: Until) -> None:
+        """Writes this rank's objects; on rank 0 the manifest too, and reports."""
+        assert self._objects is not None
+        started_s = time.monotonic()
+        try:
+            link = self._objects.write(
+                report.folder, report.bucket_digests, whole=whole, until=until
+            )
+            link.version.CopyFrom(report.version)
+            if not self._ranks.is_main:
+                part = memoryview(link.SerializeToString())
+                self._storage.write(_part(report.folder, self._published.sender), part, until)
+                return
+            self._join(link, report.folder, until)
+            if link.HasField("delta"):
+                link.delta.base = content_name(self._chain[-1].bucket_digests)
+            chain = [link] if whole else [*self._chain, link]
+            report.stored.CopyFrom(self._write_manifest(chain, report.folder, until))
+            report.num_bytes = _num_bytes(link)
+            self._chain = chain
+        except WeightSyncError as error:
+            self._chain = []
+            if not self._ranks.is_main:
+                logger.warning("version %d: %s", report.version.step, error)
+                self._ranks.words.say(_failed(report.folder, self._published.sender))
+                return
+            report.error = str(error)
+            # What was written of it would fill a full disk.
+            self._remove(report.folder, set(), Until.after(_CLOSE_LIMIT_S, self._abandoned))
+        report.write_s = time.monotonic() - started_s
+        self._report(report, until)
+
+    def _join(self, link: weights_pb2.StoredLink, folder: str, until: Until) -> None:
+        """Adds the objects and changes of the other senders to rank 0's own link."""
+        changed = list(link.delta.changed)
+        for sender in range(1, len(self._published.senders)):
+            what = f"rank {self._published.senders[sender]} could not write version {folder}"
+            while _part(folder, sender) not in self._storage.keys(folder, until):
+                if self._ranks.words.was_said(_failed(folder, sender)):
+                    raise WeightSyncError(f"{what}: its log says why")
+                until.check(what)
+                time.sleep(_LOOK_S)
+            part = weights_pb2.StoredLink.FromString(
+                self._storage.read(_part(folder, sender), until)
+            )
+            link.objects.extend(part.objects)
+            changed = [sum(both) for both in zip(changed, part.delta.changed, strict=True)]
+        if link.HasField("delta"):
+            link.delta.changed[:] = changed
+
+    def _write_manifest(
+        self, chain: list[weights_pb2.StoredLink], folder: str, until: Until
+    ) -> weights_pb2.StoredWeights:
+        layout = self._published.layout(adapters_alone=False)
+        data = weights_pb2.StoredManifest(layout=layout, links=chain).SerializeToString()
+        key = f"{folder}/manifest"
+        self._storage.write(key, memoryview(data), until)
+        self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
+        digest = hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
+        return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=digest)
+
+    def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
+        """Tells the controller, and removes what neither the newest nor a needed manifest names."""
+        try:
+            receipt = self._client.report_stored(report)
+        except RunFailed as error:
+            # The trainer's next call says the same, or the controller is back by then.
+            logger.warning("version %d in storage: %s", report.version.step, error)
+            self._chain = []
+            return
+        if report.error:
+            return
+        needed = {report.stored.key, *receipt.needed}
+        self._named = {key: named for key, named in self._named.items() if key in needed}
+        if not needed <= self._named.keys():
+            # A server still fetches what an earlier trainer wrote, of which only it has the keys.
+            return
+        self._remove(report.folder.partition("/")[0], set().union(*self._named.values()), until)
+
+    def _remove(self, folder: str, kept: set[str], until: Until) -> None:
+        """Removes all objects in `folder` that are not `kept`."""
+        try:
+            found = self._storage.keys(folder, until)
+            self._storage.remove([key for key in found if key not in kept], until)
+        except WeightSyncError as error:
+            logger.warning("old versions stay in storage: %s", error)
+
+
+def _pass_by(place: int, bucket: Bucket, data: Tensor) -> Release:
+    """The `Send` of a rank that sends nothing."""
+    return lambda: None
+
+
+def _part(folder: str, sender: int | None) -> str:
+    return f"{folder}/part-{sender}"
+
+
+def _failed(folder: str, sender: int | None) -> str:
+    return f"not stored/{folder}/{sender}"
+
+
+def _num_bytes(link: weights_pb2.StoredLink) -> int:
+    return sum(each.num_bytes for each in link.objects)

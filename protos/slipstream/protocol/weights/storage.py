@@ -1,0 +1,155 @@
+"""A folder or an object store that holds versions of weights, reached through fsspec.
+
+Waits for: the storage. Unblocked by: its answer, the deadline of the call, or `abandoned`. A call
+of fsspec cannot be cancelled: the thread of one that is late is left behind, and its result with
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from slipstream.protocol.bounds import one_line
+from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.protocol.weights.waits import wait_for
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+# fsspec has no types.
+FileSystem: TypeAlias = Any
+
+# The setting that limits each use of storage.
+LIMIT = "weights.storage_deadline_s"
+_MAX_MESSAGE = 500
+# fsspec's names of what has folders.
+_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
+
+
+@dataclass(frozen=True)
+class Until:
+    """The end of one use of storage: a time of `time.monotonic`, or the event before it."""
+
+    deadline_s: float
+    limit_s: float
+    abandoned: threading.Event
+
+    @classmethod
+    def after(cls, limit_s: float, abandoned: threading.Event | None = None) -> Until:
+        """Returns the end after `limit_s` seconds from now."""
+        return cls(time.monotonic() + limit_s, limit_s, abandoned or threading.Event())
+
+    def check(self, what: str) -> None:
+        """Raises WeightSyncError when the time is over; `what` was to be done."""
+        if self.abandoned.is_set():
+            raise WeightSyncError(f"{what}: abandoned")
+        if time.monotonic() >= self.deadline_s:
+            raise WeightSyncError(f"{what}: not done within {self.limit_s:g} s ({LIMIT})")
+
+
+def check_storage(url: str | None) -> None:
+    """Raises ConfigError when fsspec cannot open `url`; asks nothing of the storage itself."""
+    if url is not None:
+        Storage(url)
+
+
+class Storage:
+    """Whole objects by their keys, all below one URL; every method may be called on any thread.
+
+    Raises WeightSyncError when the storage refuses, has another object, or misses the deadline.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Opens nothing yet; ConfigError for a kind of storage that is not installed."""
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            # Options and credentials come from the environment, as fsspec and the store say.
+            self._files: FileSystem
+            self._files, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"weights.storage_url must be a folder or a URL that fsspec opens, got "
+                f"{self.url}: {one_line(str(error), _MAX_MESSAGE)}"
+            ) from error
+
+    @property
+    def _has_folders(self) -> bool:
+        """Whether a folder must be made first; an object store would make a bucket of it."""
+        names = self._files.protocol
+        return bool(_FOLDERS & {names} if isinstance(names, str) else _FOLDERS & set(names))
+
+    def write(self, key: str, data: memoryview, until: Until) -> None:
+        """Writes one object; nobody may look for it before this returns."""
+
+        def write() -> None:
+            path = self._path(key)
+            if self._has_folders:
+                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, bytes(data))
+
+        self._within(until, f"write {key}", write)
+
+    def read(self, key: str, until: Until) -> bytes:
+        """Returns one object."""
+        return self._within(
+            until, f"read {key}", lambda: bytes(self._files.cat_file(self._path(key)))
+        )
+
+    def keys(self, folder: str, until: Until) -> list[str]:
+        """Returns the keys of all objects in `folder`, at any depth."""
+
+        def find() -> list[str]:
+            try:
+                found = self._files.find(self._path(folder))
+            except FileNotFoundError:
+                return []
+            return [str(path).removeprefix(f"{self._root}/") for path in found]
+
+        return self._within(until, f"list {folder}", find)
+
+    def remove(self, keys: list[str], until: Until) -> None:
+        """Removes objects; one that is gone already is none to remove."""
+
+        def remove() -> None:
+            for key in keys:
+                try:
+                    self._files.rm_file(self._path(key))
+                except FileNotFoundError:
+                    log.info("%s was removed before", key)
+
+        self._within(until, f"remove {len(keys)} objects", remove)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _within(self, until: Until, what: str, call: Callable[[], Result]) -> Result:
+        what = f"storage {self.url} could not {what}"
+        until.check(what)
+        answers: queue.Queue[Result | Exception] = queue.Queue(maxsize=1)
+
+        def run() -> None:
+            try:
+                answers.put(call())
+            except Exception as error:  # noqa: BLE001 - each store has its own errors
+                answers.put(error)
+
+        threading.Thread(target=run, name="weight-storage", daemon=True).start()
+        try:
+            answer = wait_for(answers, until.deadline_s - time.monotonic(), until.abandoned)
+        except queue.Empty:
+            until.check(what)
+            raise WeightSyncError(
+                f"{what}: not done within {until.limit_s:g} s ({LIMIT})"
+            ) from None
+        if isinstance(answer, Exception):
+            cause = one_line(str(answer) or type(answer).__name__, _MAX_MESSAGE)
+            raise WeightSyncError(f"{what}: {cause}") from answer
+        return answer

@@ -1,0 +1,89 @@
+"""The controller's orders to fetch a version from storage, carried out while the engine serves.
+
+Consumes: questions that name a version in storage. Produces: one report for each, READY or FAILED.
+Waits for: the storage, on a thread. Unblocked by: the end of the fetch, a newer question, `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
+from slipstream.v1 import fleet_pb2
+
+log = logging.getLogger(__name__)
+
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+
+
+class FetchOrders:
+    """Fetches one version at a time, and completes the order to load it.
+
+    fetches = FetchOrders(stored, report, group)
+    fetches.start(prepare)  # reports READY or FAILED later
+    order = fetches.completed(receive)  # with the layout and the file
+    fetches.close()
+    """
+
+    def __init__(
+        self,
+        stored: StoredWeights | None,
+        report: Callable[[fleet_pb2.PublishReport], None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """`stored`: None for a server that takes its weights from the trainer."""
+        self._stored, self._report, self._group = stored, report, group
+        self._abandoned = threading.Event()
+        # The publish whose version lies in the file.
+        self._ready: tuple[str, Fetched] | None = None
+
+    def start(self, order: fleet_pb2.PreparePublish) -> None:
+        """Begins to fetch a version; abandons the fetch before it."""
+        self._abandoned.set()
+        self._abandoned, self._ready = threading.Event(), None
+        self._group.create_task(self._fetch(order, self._abandoned))
+
+    def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
+        """Returns an order with what only this server knows: the layout, and the file."""
+        if message.WhichOneof("message") != "receive" or self._ready is None:
+            return message
+        order, (publish_id, fetched) = message.receive.order, self._ready
+        if order.communicator.transport == "storage" and order.publish_id == publish_id:
+            message.receive.layout.CopyFrom(fetched.layout)
+            order.communicator.path = str(fetched.path.resolve())
+        return message
+
+    def note(self, report: fleet_pb2.PublishReport) -> None:
+        """Forgets the fetched version if the engine could not load it."""
+        if self._stored is not None and report.phase == FAILED:
+            self._stored.forget()
+
+    def close(self) -> None:
+        """Abandons the fetch under way."""
+        self._abandoned.set()
+
+    async def _fetch(self, order: fleet_pb2.PreparePublish, abandoned: threading.Event) -> None:
+        report = fleet_pb2.PublishReport(publish_id=order.publish_id)
+        try:
+            if self._stored is None:
+                raise WeightSyncError('rollout_server.weights_from is not "storage" here')
+            fetched = await asyncio.to_thread(self._stored.fetch, order.stored, abandoned)
+        except WeightSyncError as error:
+            report.phase, report.message = FAILED, str(error)
+        else:
+            if abandoned.is_set():
+                return
+            self._ready = order.publish_id, fetched
+            report.phase = fleet_pb2.PUBLISH_PHASE_READY
+            report.stages.fetch_s = fetched.seconds
+            report.stages.fetched_bytes = fetched.num_bytes
+            report.stages.fetched_links = fetched.num_links
+            log.info(
+                "fetched version %d in %.1f s: %d bytes, %d links",
+                *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),
+            )
+        self._report(report)

@@ -1,0 +1,192 @@
+"""A server's own copy of the newest version that it fetched from storage.
+
+Consumes: manifests and objects. Produces: one file with all buckets, of which the digests are
+proved. Waits for: the storage. Unblocked by: its answer, `weights.storage_deadline_s`, or
+`abandoned`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from slipstream.protocol.errors import ProtocolError, WeightSyncError
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
+from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
+from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
+from slipstream.protocol.weights.storage import Storage, Until
+from slipstream.v1 import weights_pb2
+
+log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A version that lies in the file at `path`, and what fetching it took."""
+
+    layout: weights_pb2.WeightLayout
+    path: Path
+    num_links: int
+    num_bytes: int
+    seconds: float
+
+
+class StoredWeights:
+    """Brings its file from the version that it holds to a newer one; `fetch` on any thread.
+
+    The file holds all buckets, one after the other. A fetch that fails in the middle leaves no
+    version in it: the next one begins with a whole one.
+    """
+
+    def __init__(self, weights: WeightsSection, folder: Path) -> None:
+        """Keeps the file in `folder`; ConfigError when fsspec cannot open the storage."""
+        assert weights.storage_url is not None
+        self._storage = Storage(weights.storage_url)
+        self._limit_s = weights.storage_deadline_s
+        self._path = folder / "weights"
+        self._lock = threading.Lock()
+        # The name of what the file holds; b"" for no version.
+        self._held = b""
+
+    def forget(self) -> None:
+        """Takes the file for worthless: the next fetch begins with a whole version."""
+        self._held = b""
+
+    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> Fetched:
+        """Returns when the file holds the version of this manifest.
+
+        Raises WeightSyncError when the storage lacks something, has other bytes than the manifest
+        says, or is late, and when the disk is full.
+        """
+        until = Until.after(self._limit_s, abandoned)
+        started_s = time.monotonic()
+        # An abandoned fetch ends soon.
+        with self._lock:
+            manifest = self._manifest(stored, until)
+            buckets = layout_from_pb(manifest.layout)
+            links = _lacking(manifest.links, self._held)
+            num_bytes = stored.num_bytes
+            try:
+                with _Buckets(self._path, buckets, anew=_is_whole(links)) as file:
+                    for link in links:
+                        num_bytes += self._apply(link, file, until)
+            except OSError as error:
+                self._held = b""
+                raise WeightSyncError(f"fetched weights in {self._path}: {error}") from error
+        seconds = time.monotonic() - started_s
+        return Fetched(manifest.layout, self._path, len(links), num_bytes, seconds)
+
+    def _manifest(
+        self, stored: weights_pb2.StoredWeights, until: Until
+    ) -> weights_pb2.StoredManifest:
+        data = self._read(stored.key, stored.num_bytes, stored.digest, until)
+        try:
+            return weights_pb2.StoredManifest.FromString(data)
+        except DecodeError as error:
+            raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
+
+    def _read(self, key: str, num_bytes: int, digest: bytes, until: Until) -> bytes:
+        data = self._storage.read(key, until)
+        if len(data) != num_bytes:
+            raise WeightSyncError(
+                f"storage {self._storage.url} has {len(data)} bytes of {key}, "
+                f"{num_bytes} were written"
+            )
+        if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != digest:
+            raise WeightSyncError(
+                f"storage {self._storage.url} has other bytes in {key} than were written"
+            )
+        return data
+
+    def _apply(self, link: weights_pb2.StoredLink, file: _Buckets, until: Until) -> int:
+        """Brings the file one link further and proves its buckets; returns the bytes fetched."""
+        self._held = b""
+        changed = list(link.delta.changed) if link.HasField("delta") else None
+        wires = file.buckets if changed is None else on_the_wire(file.buckets, changed)
+        missing = set(range(len(file.buckets)))
+        num_bytes = 0
+        for stored in link.objects:
+            data = memoryview(self._read(stored.key, stored.num_bytes, stored.digest, until))
+            for place in stored.buckets:
+                size = wires[place].num_bytes
+                part, data = data[:size], data[size:]
+                file.put(place, part, 0 if changed is None else changed[place])
+                missing.discard(place)
+                if file.digest(place) != link.bucket_digests[place]:
+                    raise WeightSyncError(f"bucket {place} of {stored.key} came out wrong")
+            num_bytes += stored.num_bytes
+        if missing:
+            raise WeightSyncError(f"version {link.version.step} lacks {len(missing)} buckets")
+        self._held = content_name(link.bucket_digests)
+        return num_bytes
+
+
+class _Buckets:
+    """The file of all buckets, mapped into memory inside a `with`."""
+
+    def __init__(self, path: Path, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        """`anew`: the file is made; else it must be there."""
+        self.buckets = tuple(buckets)
+        self._path, self._anew = path, anew
+        self._starts = [0, *accumulate(bucket.num_bytes for bucket in buckets)]
+
+    def __enter__(self) -> _Buckets:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if self._anew else 0)
+        file = os.open(self._path, flags, 0o600)
+        try:
+            if self._anew:
+                # Else a full disk would end the process when the memory is written.
+                os.posix_fallocate(file, 0, self._starts[-1])
+            self._map = mmap.mmap(file, self._starts[-1])
+        finally:
+            os.close(file)
+        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._bytes
+        self._map.close()
+
+    def put(self, place: int, data: memoryview, changed: int) -> None:
+        """Takes a whole bucket, or its payload of `changed` elements."""
+        bucket, here = self.buckets[place], self._at(place)
+        if len(data) == bucket.num_bytes:
+            here[:] = np.frombuffer(data, dtype=np.uint8)
+            return
+        try:
+            put_payload(here.view(np.uint16), data, bucket, changed)
+        except ProtocolError as error:
+            raise WeightSyncError(f"bucket {place}: {error}") from error
+
+    def digest(self, place: int) -> bytes:
+        """Returns the digest of a bucket as it lies in the file."""
+        return bucket_digest(bucket_tensor_digests(self.buckets[place], self._at(place).data))
+
+    def _at(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return self._bytes[self._starts[place] : self._starts[place + 1]]
+
+
+def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
+    """Returns the links that lead from `held` to the end, all of them if it is not in the chain."""
+    for place in range(len(links) - 1, -1, -1):
+        if held and content_name(links[place].bucket_digests) == held:
+            return list(links[place + 1 :])
+    return list(links)
+
+
+def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
+    return bool(links) and not links[0].HasField("delta")

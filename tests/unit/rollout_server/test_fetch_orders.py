@@ -1,0 +1,122 @@
+"""Orders to fetch a version, carried out while the engine serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from slipstream.protocol.settings.config import WeightsSection
+from slipstream.rollout_server.fetch_orders import FetchOrders
+from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
+from slipstream.v1 import fleet_pb2, weights_pb2
+from support.rigs.stored_versions import StoredVersions, first_content
+
+READY = fleet_pb2.PUBLISH_PHASE_READY
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+
+
+class SlowStorage(StoredWeights):
+    """Fetches when it is told to, or when it is abandoned."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        super().__init__(WeightsSection(storage_url=url), folder)
+        self.gate = threading.Event()
+        self.num_abandoned = 0
+
+    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> Fetched:
+        while not self.gate.wait(0.01):
+            if abandoned.is_set():
+                self.num_abandoned += 1
+                break
+        return super().fetch(stored, abandoned)
+
+
+class Rig:
+    def __init__(self, tmp_path: Path, tasks: asyncio.TaskGroup) -> None:
+        url = str(tmp_path / "storage")
+        self.manifest = StoredVersions(url).write(0, first_content(), whole=True)
+        self.stored = SlowStorage(url, tmp_path / "a")
+        self.reports: list[fleet_pb2.PublishReport] = []
+        self.orders = FetchOrders(self.stored, self.reports.append, tasks)
+
+    def start(self, publish_id: str) -> None:
+        self.orders.start(fleet_pb2.PreparePublish(publish_id=publish_id, stored=self.manifest))
+
+    async def until_reported(self, number: int) -> None:
+        while len(self.reports) < number:
+            await asyncio.sleep(0.01)
+
+    def completed(self, publish_id: str) -> fleet_pb2.ReceiveWeights:
+        order = weights_pb2.PublishOrder(publish_id=publish_id)
+        order.communicator.transport = "storage"
+        message = fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights(order=order))
+        return self.orders.completed(message).receive
+
+
+@contextlib.asynccontextmanager
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        made = Rig(tmp_path, tasks)
+        yield made
+        made.orders.close()
+
+
+async def test_an_order_to_load_gets_layout_and_file_of_what_was_fetched(tmp_path: Path) -> None:
+    async with rig(tmp_path) as scene:
+        scene.start("s1")
+        await asyncio.sleep(0.05)
+        # The loop is free, and the engine serves, while it fetches.
+        assert scene.reports == []
+        scene.stored.gate.set()
+        await scene.until_reported(1)
+        (report,) = scene.reports
+        assert (report.publish_id, report.phase) == ("s1", READY)
+        assert report.stages.fetched_bytes > 0
+        receive = scene.completed("s1")
+        assert len(receive.layout.tensors) == 4
+        assert Path(receive.order.communicator.path).is_file()
+        assert scene.completed("s2").order.communicator.path == ""
+
+
+async def test_a_newer_version_ends_the_fetch_of_an_older_one(tmp_path: Path) -> None:
+    async with rig(tmp_path) as scene:
+        scene.start("s1")
+        scene.start("s2")
+        await scene.until_reported(1)
+        scene.stored.gate.set()
+        await scene.until_reported(2)
+        assert [(r.publish_id, r.phase) for r in scene.reports] == [("s1", FAILED), ("s2", READY)]
+        assert scene.completed("s1").order.communicator.path == ""
+
+
+async def test_a_fetch_that_fails_says_why(tmp_path: Path) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        scene.manifest.key = "run/nowhere"
+        scene.start("s1")
+        await scene.until_reported(1)
+        assert scene.reports[0].phase == FAILED
+        assert "could not read run/nowhere" in scene.reports[0].message
+
+
+async def test_what_the_engine_could_not_load_is_fetched_again(tmp_path: Path) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        scene.start("s1")
+        await scene.until_reported(1)
+        scene.start("s2")
+        await scene.until_reported(2)
+        scene.orders.note(fleet_pb2.PublishReport(publish_id="s2", phase=FAILED))
+        scene.start("s3")
+        await scene.until_reported(3)
+        assert [r.stages.fetched_links for r in scene.reports] == [1, 0, 1]
+
+
+async def test_a_server_of_the_trainer_fetches_nothing() -> None:
+    reports: list[fleet_pb2.PublishReport] = []
+    async with asyncio.TaskGroup() as tasks:
+        FetchOrders(None, reports.append, tasks).start(fleet_pb2.PreparePublish(publish_id="s1"))
+    assert reports[0].phase == FAILED
