@@ -26,6 +26,8 @@ from support.rigs.run_processes import (  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
+# Both sides load again within a minute, on a machine without other work.
+RESTART_LIMIT_S = 300.0
 SETTINGS = {
     "controller__turns": "sleep",
     "learner__offload": {"gradients": True, "optimizer": True},
@@ -67,11 +69,11 @@ async def test_either_side_may_be_killed_at_any_moment_of_its_turn(
         command(folder / "first", "run", "config.toml", cwd=folder) as started,
         connection(config, started) as client,
     ):
-        step = (await until_step(client, 3)).step
+        step = (await until_step(client, 3, limit_s=RESTART_LIMIT_S)).step
         for victim in (TRAINER, ROLLOUT_SERVER, TRAINER):
             for process in started.find(victim):
                 kill(process)
-            step = (await until_step(client, step + 6)).step
+            step = (await until_step(client, step + 6, limit_s=RESTART_LIMIT_S)).step
         await client.stop("the test is over")
         assert await started.wait(120) == 0
     check_ledger(summary_of(folder / "run"))
