@@ -65,6 +65,7 @@ class FakeEngine:
         self.others_came = asyncio.Event()
         self.others_came.set()
         self.prepared = ""
+        self.orders: list[tuple[weights_pb2.PublishOrder, weights_pb2.WeightLayout]] = []
         self.ran_while_prepared = False
         self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
         self.pauses = 0
@@ -165,6 +166,7 @@ class FakeEngine:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         self.prepared = order.publish_id
+        self.orders.append((order, layout))
         self.ran_while_prepared = self.running.is_set()
         await self.others_came.wait()
         await asyncio.sleep(0)
