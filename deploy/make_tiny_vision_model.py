@@ -1,4 +1,4 @@
-"""Makes a tiny random Qwen2.5-VL or Qwen3-VL for the example of colours."""
+"""Makes a tiny random Qwen2.5-VL or Qwen3-VL, dense or with experts, for the example of colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
 )
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -53,7 +53,13 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    is_third = family == "qwen3_vl"
+    is_third = family != "qwen2_5_vl"
+    mixture = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
     decoder = {
         "vocab_size": len(SPECIAL_TOKENS) + len(WORDS),
         "hidden_size": 64,
@@ -73,6 +79,7 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
             **({"mrope_interleaved": True} if is_third else {}),
         },
         **({"head_dim": 32} if is_third else {}),
+        **(mixture if family == "qwen3_vl_moe" else {}),
         **sizes,
     }
     tower = {
@@ -90,7 +97,7 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
     else:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     ids = ("vision_start", "image", "video", "vision_end")
-    kind = "Qwen3VL" if is_third else "Qwen2_5_VL"
+    kind = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}[family]
     config = getattr(transformers, f"{kind}Config")(
         text_config=decoder,
         vision_config=tower,
