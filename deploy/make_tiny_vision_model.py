@@ -57,7 +57,8 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
     mixture = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
+        # Another number than hidden_size: transformers looks at it to know the form of a file.
+        "moe_intermediate_size": 96,
         "norm_topk_prob": True,
     }
     decoder = {
@@ -106,9 +107,22 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
         **{f"{name}_token_id": 4 + place for place, name in enumerate(ids)},
     )
     getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        _turn_experts(folder / "model.safetensors")
     Qwen2VLImageProcessorPil(
         patch_size=14, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     ).save_pretrained(folder)
+
+
+def _turn_experts(file: Path) -> None:
+    """Writes the experts as published files have them, and transformers after it loaded them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.mT.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def main() -> None:
