@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
-from megatron.bridge.models.conversion.utils import extract_expert_number_from_param
-from megatron.bridge.models.gpt_oss.gpt_oss_bridge import GPTOSSBridge
+from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from slipstream.learner.trainer.model.mappings import DECODER, EXPERTS, LAYER, renamed
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
@@ -22,7 +21,7 @@ class FusedExperts:
     It stands before the class of a bridge.
     """
 
-    maybe_modify_converted_hf_weight = GPTOSSBridge.maybe_modify_converted_hf_weight
+    hf_config: Megatron
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +43,28 @@ class FusedExperts:
             self.hf_weights_cache = {hf_param: whole.mT if whole.dim() == 3 else whole}
         found: Tensor = self.hf_weights_cache[hf_param]
         return found
+
+    def maybe_modify_converted_hf_weight(
+        self,
+        task: Megatron,
+        converted_weights_dict: dict[str, Tensor],
+        _hf_state_dict: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Returns tensors of the files; {} until the last expert of a layer comes."""
+        if ".mlp.experts." not in task.param_name:
+            return converted_weights_dict
+        ((name, tensor),) = converted_weights_dict.items()
+        num_experts = self.hf_config.get_text_config().num_local_experts
+        num_ranks = task.mapping.ep_size
+        per_rank = num_experts // num_ranks
+        first = extract_expert_number_from_param(task.param_name) % per_rank
+        found = self.hf_weights_cache.setdefault(name, {})
+        for rank, own in enumerate(tensor if num_ranks > 1 else [tensor]):
+            found[first + rank * per_rank] = own
+        if len(found) < num_experts:
+            return {}
+        del self.hf_weights_cache[name]
+        return {name: torch.stack([found[expert] for expert in range(num_experts)])}
 
 
 class _OneExpert(AutoMapping):  # type: ignore[misc]
