@@ -37,7 +37,7 @@ def make_model(folder: Path, name: str, *, layers: int) -> None:
         "mistral": ("Mistral", {"sliding_window": 700}),
         "gpt-oss": (
             "GptOss",
-            {"sliding_window": 300, "num_local_experts": 2, "num_experts_per_tok": 1}
+            {"sliding_window": 300, "num_local_experts": 4, "num_experts_per_tok": 2}
             | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
         ),
     }
