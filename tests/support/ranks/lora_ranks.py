@@ -60,7 +60,6 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-pp2": (2, "moe", {"parallel": {"pp": 2}}),
     "experts-dp2-distributed": (2, "moe", {"use_distributed_optimizer": True}),
     "latent-one": (1, "deepseek", {}),
-    "latent-ep2": (2, "deepseek", {"parallel": {"ep": 2}}),
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
     "latent-cp2": (2, "deepseek", {"parallel": {"cp": 2}}),
     # Its queries come from no latent vector.
