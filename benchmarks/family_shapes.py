@@ -162,6 +162,11 @@ _NEXT = {
     "linear_num_value_heads": 32,
     "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
 }
+_DEEP_ROPE = ROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_DEEP_TOWER = _tower(16, 1152, 4304) | {
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [1, 2],
+}
 FAMILIES = {
     "qwen3": Family("Qwen3", _heads(4096, 12288, 32, 8, 128)),
     "llama": Family("Llama", _heads(4096, 14336, 32, 8, 128)),
@@ -264,10 +269,15 @@ FAMILIES = {
     ),
     "qwen3-vl": Family(
         "Qwen3VL",
-        _heads(4096, 12288, 32, 8, 128)
-        | {"rope_parameters": ROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}},
-        tower=_tower(16, 1152, 4304)
-        | {"num_position_embeddings": 2304, "deepstack_visual_indexes": [1, 2]},
+        _heads(4096, 12288, 32, 8, 128) | {"rope_parameters": _DEEP_ROPE},
+        tower=_DEEP_TOWER,
+    ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoe",
+        _heads(2048, 6144, 32, 4, 128)
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": True, "rope_parameters": _DEEP_ROPE},
+        tower=_DEEP_TOWER,
     ),
 }
 
@@ -299,6 +309,10 @@ def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
         for place, buffer in model.named_buffers():
             if place.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn_like(buffer))
+        for place, parameter in model.named_parameters():
+            if name == "qwen3-vl-moe" and ".experts." in place:
+                # Published files have these as tokens are multiplied by them.
+                parameter.data = parameter.mT.contiguous()
     model.save_pretrained(folder, max_shard_size="4GB")
     return folder
 

@@ -1,4 +1,4 @@
-"""Makes a tiny random Qwen2.5-VL or Qwen3-VL for the example of colours."""
+"""Makes a tiny random Qwen2.5-VL or Qwen3-VL, dense or with experts, for the example of colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
 )
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -53,7 +53,14 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    is_third = family == "qwen3_vl"
+    is_third = family != "qwen2_5_vl"
+    mixture = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        # Another number than hidden_size: transformers looks at it to know the form of a file.
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    }
     decoder = {
         "vocab_size": len(SPECIAL_TOKENS) + len(WORDS),
         "hidden_size": 64,
@@ -73,6 +80,7 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
             **({"mrope_interleaved": True} if is_third else {}),
         },
         **({"head_dim": 32} if is_third else {}),
+        **(mixture if family == "qwen3_vl_moe" else {}),
         **sizes,
     }
     tower = {
@@ -90,7 +98,7 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
     else:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     ids = ("vision_start", "image", "video", "vision_end")
-    kind = "Qwen3VL" if is_third else "Qwen2_5_VL"
+    kind = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}[family]
     config = getattr(transformers, f"{kind}Config")(
         text_config=decoder,
         vision_config=tower,
@@ -99,9 +107,22 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
         **{f"{name}_token_id": 4 + place for place, name in enumerate(ids)},
     )
     getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        _turn_experts(folder / "model.safetensors")
     Qwen2VLImageProcessorPil(
         patch_size=14, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     ).save_pretrained(folder)
+
+
+def _turn_experts(file: Path) -> None:
+    """Writes the experts as published files have them, and transformers after it loaded them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.mT.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def main() -> None:

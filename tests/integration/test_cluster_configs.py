@@ -23,7 +23,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# As the model's makers recommend it for sequences of 128k tokens.
+# What the model's makers recommend for sequences of 128k tokens.
 LONG = {
     "max_position_embeddings": 131072,
     "rope_parameters": {

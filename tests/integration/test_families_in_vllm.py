@@ -64,6 +64,21 @@ def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) ->
     )
 
 
+def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(tmp_path: Path) -> None:
+    case = "qwen3-next.glm"
+    for name, seed in (("first", 0), ("second", 1)):
+        make_field_model(tmp_path / name, case, seed=seed, moe_intermediate_size=64)
+    folders = [tmp_path / name / case for name in ("first", "second")]
+    write_tokenizer(folders[0])
+    output = tmp_path / "found.npy"
+    run_engine(folders[0], folders[1], output)
+    expected = np.stack([logprobs(folder) for folder in folders])
+    gaps = np.abs(np.load(output, allow_pickle=False) - expected).mean(axis=1)
+    apart = np.abs(expected[0] - expected[1]).mean()
+    print(f"mean gaps {gaps}, {apart} between the models")
+    assert gaps.max() < 0.1 * apart
+
+
 def write_tokenizer(folder: Path) -> None:
     from make_tiny_model import make_tokenizer
 

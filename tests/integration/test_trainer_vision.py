@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from support.ranks.vision_ranks import ADAM_EPS, LAYOUTS, LEARNING_RATE, config_
 from support.references.plain_vision import plain_logprobs, plain_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OTHERS = [layout for layout in LAYOUTS if layout != "one"]
+# Megatron trains experts with tensor parallel ranks only if these share the tokens, too.
+LACKING = {("qwen3_vl_moe", "tp2"), ("qwen2_5_vl", "ep2"), ("qwen3_vl", "ep2")}
+OTHERS = [
+    (family, layout)
+    for family, layout in itertools.product(FAMILIES, LAYOUTS)
+    if layout != "one" and (family, layout) not in LACKING
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +87,7 @@ def test_an_image_and_the_tower_matter(family: str, folder: Path, trained) -> No
     assert len(changed) > 0.9 * len(towers)
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), OTHERS)
 def test_layouts_train_images_like_one_rank(family: str, layout: str, trained) -> None:
     one, found = (trained(family, name) for name in ("one", layout))
     for name in ("before", "after"):

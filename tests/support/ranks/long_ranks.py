@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.settings.config_file import check_model, parse_config
+from slipstream.protocol.settings.config_file import parse_config
 
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "one": (1, {}),
@@ -37,7 +37,7 @@ def make_model(folder: Path, name: str, *, layers: int) -> None:
         "mistral": ("Mistral", {"sliding_window": 700}),
         "gpt-oss": (
             "GptOss",
-            {"sliding_window": 300, "num_local_experts": 2, "num_experts_per_tok": 1}
+            {"sliding_window": 300, "num_local_experts": 4, "num_experts_per_tok": 2}
             | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
         ),
     }
@@ -94,9 +94,7 @@ def config_of(folder: Path, layout: str, length: int):
             "timeout_s": 600.0,
         },
     }
-    config = parse_config(table, source="test")
-    check_model(config)
-    return config
+    return parse_config(table, source="test")
 
 
 def run_rank(folder: Path, job: str) -> None:

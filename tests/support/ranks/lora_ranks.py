@@ -59,6 +59,11 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-etp2": (2, "moe", {"parallel": SP}),
     "experts-pp2": (2, "moe", {"parallel": {"pp": 2}}),
     "experts-dp2-distributed": (2, "moe", {"use_distributed_optimizer": True}),
+    "latent-one": (1, "deepseek", {}),
+    "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
+    "latent-cp2": (2, "deepseek", {"parallel": {"cp": 2}}),
+    # Its queries come from no latent vector.
+    "lite-one": (1, "deepseek2-lite", {}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
 # Adapters that drop a share of their inputs.

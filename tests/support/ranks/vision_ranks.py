@@ -19,6 +19,7 @@ LAYOUTS = {
     "sp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "dp2": {},
+    "ep2": {"ep": 2},
 }
 LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
 # The longest conversation has a micro batch of its own, without images.

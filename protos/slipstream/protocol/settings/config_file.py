@@ -125,7 +125,7 @@ def check_sizes(config: Config) -> list[str]:
         )
     lora_problems = config.lora.problems(
         num_experts=sizes.experts,
-        is_latent=bool(sizes.latent_size),
+        latent_tp=config.learner.parallel.tp if sizes.latent_size else 0,
         has_delta_net=bool(sizes.linear_heads),
     )
     problems = (role_problems(config, sizes), lora_problems, vision_problems(config, sizes))

@@ -39,6 +39,8 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         "Qwen3ForCausalLM": _DENSE,
         VISION[0]: {**_DENSE, "attention_bias": _ANY_BIAS},
         VISION[1]: _DENSE,
+        # transformers lets the weights of a token's experts add up to 1, vLLM if the file says so.
+        VISION[2]: {**_UNSHARED, "norm_topk_prob": (True,)},
         "Qwen3MoeForCausalLM": _UNSHARED,
         "Qwen3NextForCausalLM": {"num_local_experts": ZERO},
         # vLLM always has these biases.
@@ -117,7 +119,10 @@ _LINEAR = (
     "linear_num_value_heads",
 )
 # Architecture -> fields that config.json must have.
-WRITTEN: Mapping[str, tuple[str, ...]] = {"DeepseekV3ForCausalLM": ("scoring_func", "topk_method")}
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "DeepseekV3ForCausalLM": ("scoring_func", "topk_method"),
+    VISION[2]: ("norm_topk_prob",),
+}
 READ: Mapping[str, tuple[str, ...]] = {
     "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
     "DeepseekV2ForCausalLM": (*_OF_SIGMOID, *_LATENT),

@@ -15,6 +15,14 @@ FUSED = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+# What `linear_qkv` stands for in latent attention: matrices of their own.
+LATENT = {
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
 Target = Literal[
     "linear_qkv",
     "linear_proj",
@@ -50,7 +58,7 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
     # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
-    # first factor.
+    # first factor. In latent attention linear_qkv names all matrices before the attention.
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
@@ -95,12 +103,12 @@ class LoraSection(Section):
         return self
 
     def problems(
-        self, *, num_experts: int, is_latent: bool = False, has_delta_net: bool = False
+        self, *, num_experts: int, latent_tp: int = 0, has_delta_net: bool = False
     ) -> Iterator[str]:
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
-        `is_latent` says that it has latent attention, whose matrices have other names, and
-        `has_delta_net` that some layers have none.
+        `latent_tp` is the tensor parallel size of a model with latent attention, else 0;
+        `has_delta_net` says that some layers have no attention.
 
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.
@@ -110,7 +118,16 @@ class LoraSection(Section):
                 f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
                 f"leave {' and '.join(_MLP)} out of lora.target_modules"
             )
-        if self.rank and is_latent:
-            yield f"lora.rank must be 0 for a model with latent attention, got {self.rank}"
+        if latent_tp and self.publishes_adapters:
+            yield (
+                "lora.publish must be merged for a model with latent attention, got "
+                f"{self.publish!r}: vLLM multiplies kv_b_proj into other matrices once, without "
+                "adapters"
+            )
+        if self.rank and latent_tp > 1:
+            yield (
+                "learner.parallel.tp must be 1 for adapters in a model with latent attention, "
+                f"got {latent_tp}"
+            )
         if self.rank and has_delta_net:
             yield f"lora.rank must be 0 for a model with delta nets, got {self.rank}"

@@ -23,7 +23,7 @@ _NORMED_HEADS = (
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
     "Qwen3NextForCausalLM",
-    VISION[1],
+    *VISION[1:],
 )
 # Architectures whose norm is over all heads together.
 _NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
@@ -91,7 +91,7 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     needed["model.norm.weight"] = (sizes.hidden,)
     if not sizes.has_tied_output:
         needed[OUTPUT] = (sizes.vocab, sizes.hidden)
-    if sizes.architecture == "Qwen3VLForConditionalGeneration":
+    if sizes.architecture in VISION[1:]:
         # The tensors of the tower are not checked.
         inner = "model.language_model."
         needed = {name.replace("model.", inner, 1): shape for name, shape in needed.items()}
@@ -186,7 +186,9 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     if layer < sizes.dense_layers:
         return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
     if sizes.architecture == _GPT_OSS:
-        return _fused_experts(sizes)
+        return _fused_experts(sizes, "router") | _biases(sizes)
+    if sizes.architecture == VISION[2]:
+        return _fused_experts(sizes, "gate")
     prefix, names = _EXPERTS[sizes.architecture]
     found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
     for expert in range(sizes.experts):
@@ -201,15 +203,22 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     return found
 
 
-def _fused_experts(sizes: ModelSizes) -> dict[str, Shape]:
+def _fused_experts(sizes: ModelSizes, router: str) -> dict[str, Shape]:
     """Returns the tensors of all experts together, in the form in which tokens multiply them."""
     experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
     return {
-        "mlp.router.weight": (experts, hidden),
-        "mlp.router.bias": (experts,),
+        f"mlp.{router}.weight": (experts, hidden),
         "mlp.experts.gate_up_proj": (experts, hidden, 2 * ffn),
-        "mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
         "mlp.experts.down_proj": (experts, ffn, hidden),
+    }
+
+
+def _biases(sizes: ModelSizes) -> dict[str, Shape]:
+    """Returns the biases of router and experts of a gpt-oss."""
+    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+    return {
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
         "mlp.experts.down_proj_bias": (experts, hidden),
     }
 

@@ -16,11 +16,16 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "GptOssForCausalLM": ("yarn",),
     "Qwen2_5_VLForConditionalGeneration": ("default",),
     "Qwen3VLForConditionalGeneration": ("default",),
+    "Qwen3VLMoeForConditionalGeneration": ("default",),
 }
 # Architectures with latent attention.
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # Architectures with a vision tower, whose positions have three axes.
-VISION = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+VISION = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
 # Architectures whose positions turn a part of each head.
 _PARTIAL = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")

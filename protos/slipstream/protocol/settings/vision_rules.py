@@ -30,6 +30,11 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
         )
     if config.critic is not None:
         yield f"[critic] is not supported for a {sizes.architecture}"
+    if config.algorithm.router_replay != "off":
+        yield (
+            f'algorithm.router_replay must be "off" for a {sizes.architecture}: it was not tested '
+            f"with images, got {config.algorithm.router_replay!r}"
+        )
     server, reference = config.rollout_server, config.reference
     for setting, value in (("drafts", server.drafts), ("quantization", server.quantization)):
         if value != "off":

@@ -36,7 +36,12 @@ def _stand_in_for_torchvision() -> None:
 
 _stand_in_for_torchvision()
 
-from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl  # noqa: E402
+from vllm.model_executor.models import (  # noqa: E402
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 
 
 class _ImagesAlone:
@@ -64,6 +69,10 @@ class _Qwen3Info(_ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[
     pass
 
 
+class _Qwen3MixtureInfo(_ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # type: ignore[misc]
+    pass
+
+
 @MULTIMODAL_REGISTRY.register_processor(
     qwen2_5_vl.Qwen2_5_VLMultiModalProcessor,
     info=_Qwen25Info,
@@ -82,3 +91,14 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
 )
 class Qwen3VLForConditionalGeneration(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
     """vLLM's Qwen3-VL."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen3MixtureInfo,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
+    qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration  # type: ignore[misc]
+):
+    """vLLM's Qwen3-VL with experts."""

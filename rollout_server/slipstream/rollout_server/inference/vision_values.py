@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from slipstream.protocol.settings.rope_fields import VISION
 from slipstream.protocol.settings.sampling_section import SamplingSection
 from vllm import ModelRegistry
 
 _MODELS = "slipstream.rollout_server.inference.vision_models"
-_ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 
 
 def vision_values(sampling: SamplingSection) -> dict[str, object]:
     """Makes vLLM take our classes, and returns its settings for images whose pixels are ours."""
-    for architecture in _ARCHITECTURES:
+    for architecture in VISION:
         # vLLM imports the module by its name, in processes of its own too.
         ModelRegistry.register_model(architecture, f"{_MODELS}:{architecture}")
     return {

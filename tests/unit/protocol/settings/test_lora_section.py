@@ -39,6 +39,18 @@ def test_adapters_of_experts_reach_servers_merged() -> None:
     assert list(attention.problems(num_experts=4)) == []
 
 
+def test_adapters_on_latent_attention_reach_servers_merged_and_from_whole_matrices() -> None:
+    assert list(LoraSection(rank=8).problems(num_experts=4, latent_tp=1)) == []
+    assert list(LoraSection().problems(num_experts=4, latent_tp=2)) == []
+    (problem,) = LoraSection(rank=8).problems(num_experts=4, latent_tp=2)
+    assert problem == (
+        "learner.parallel.tp must be 1 for adapters in a model with latent attention, got 2"
+    )
+    section = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv",))
+    (problem,) = section.problems(num_experts=4, latent_tp=1)
+    assert problem.startswith("lora.publish must be merged for a model with latent attention, got")
+
+
 def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:
     assert not LoraSection(rank=8).publishes_adapters
     assert LoraSection(rank=512, publish="adapters").publishes_adapters

@@ -43,6 +43,7 @@ WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     DEEPSEEK2: {"n_group": 1, "topk_group": 1},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
+    SEEING[-1]: {"norm_topk_prob": True},
 }
 LIMITED = {"topk_method": "group_limited_greedy"}
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
@@ -240,7 +241,7 @@ def test_fields_that_are_computed_alike_are_accepted(
 
 @pytest.mark.parametrize("architecture", SEEING)
 def test_positions_with_three_axes_say_where_these_are(architecture: str) -> None:
-    values = {"architectures": [architecture], **SIZES}
+    values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {})}
     (found,) = field_problems(values | {"rope_parameters": {"rope_type": "default"}})
     assert "needs mrope_section" in found
     rope = LLAMA3 | {"mrope_section": [4, 6, 6]}
@@ -297,13 +298,15 @@ def test_ministrals_sequences_stay_where_both_programs_scale_queries_alike(tmp_p
         check_model(parse_config(settings_of(model), source="test"))
 
 
+TWO_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
 THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}}
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"lora": {"rank": 8, "target_modules": ["linear_proj"]}}, "lora.rank must be 0 for a"),
+        ({"lora": {"rank": 8, "publish": "adapters"}}, "lora.publish must be merged"),
+        ({"lora": {"rank": 8}, "learner": TWO_RANKS}, "learner.parallel.tp must be 1 for adapters"),
         ({"learner": THREE_RANKS}, "q_lora_rank and kv_lora_rank"),
     ],
 )

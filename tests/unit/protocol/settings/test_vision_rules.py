@@ -52,6 +52,7 @@ def test_images_need_a_model_that_sees() -> None:
     [
         ({"learner": {"parallel": {"cp": 2}, "world_size": 2}}, "learner.parallel.cp must be 1"),
         ({"lora": {"rank": 4}}, "lora.rank must be 0"),
+        ({"algorithm": {"router_replay": "rollout"}}, "algorithm.router_replay must be"),
         ({"rollout_server": {"drafts": "shared"}}, "rollout_server.drafts must be"),
         (
             {"rollout_server": {"quantization": "fp8_per_channel"}},

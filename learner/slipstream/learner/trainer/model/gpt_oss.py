@@ -5,17 +5,15 @@ Importing this module after Bridge registers the recipe: see `compat.install`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
-    GPTOSSBridge,
     GPTOSSMLPDownProjMapping,
     GPTOSSMLPGateUpProjMapping,
 )
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
+from slipstream.learner.trainer.model.fused_experts import FusedExperts
 from slipstream.learner.trainer.model.mappings import (
     ATTENTION,
     DECODER,
@@ -29,25 +27,18 @@ from slipstream.learner.trainer.model.mappings import (
     renamed,
 )
 from slipstream.learner.trainer.untyped import Megatron
-from torch import Tensor
 from transformers import GptOssForCausalLM
 
 
 @MegatronModelBridge.register_bridge(
     source=GptOssForCausalLM, target=GPTModel, model_type="gpt_oss"
 )
-class GptOssBridge(FamilyBridge):
+class GptOssBridge(FusedExperts, FamilyBridge):
     """gpt-oss: every second layer has windows; experts have biases and a limited activation.
 
     Bridge's own recipe has other windows and positions than the file says, and keeps every expert's
     weights in memory while it loads. Source: arXiv:2508.10925, section 2.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Tensors of all experts of a layer: the one that is being loaded, or those that are being
-        # put together for export.
-        self.hf_weights_cache: dict[str, Megatron] = {}
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
         """Returns Megatron's provider for the model of `hf_pretrained.config`."""
@@ -85,21 +76,3 @@ class GptOssBridge(FamilyBridge):
         return MegatronMappingRegistry(
             *ends(), *norms_before(), *attention(biases=True), *renamed(pairs), *of_experts
         )
-
-    def maybe_modify_loaded_hf_weight(
-        self, hf_param: str | dict[str, str], hf_state_dict: Mapping[str, Tensor]
-    ) -> Tensor | dict[str, Tensor]:
-        """Returns what a parameter is made of; tensors of all experts are read once."""
-        if not isinstance(hf_param, str):
-            return {name: hf_state_dict[theirs] for name, theirs in hf_param.items()}
-        if ".mlp.experts." not in hf_param:
-            return hf_state_dict[hf_param]
-        if hf_param not in self.hf_weights_cache:
-            whole = hf_state_dict[hf_param]
-            # The files have matrices as tokens are multiplied by them.
-            self.hf_weights_cache = {hf_param: whole.mT if whole.dim() == 3 else whole}
-        found: Tensor = self.hf_weights_cache[hf_param]
-        return found
-
-    # Puts the experts of all ranks together.
-    maybe_modify_converted_hf_weight = GPTOSSBridge.maybe_modify_converted_hf_weight

@@ -68,7 +68,7 @@ class LengthGroup:
     keys: Tensor
     # [sequences, 1, queries, keys]: which keys a query sees; None: those up to its own place.
     mask: Tensor | None
-    # Of a block in place of a mask.
+    # The rule of a block's mask; None: `mask` holds it.
     band: Band | None = None
 
     def to(self, device: torch.device) -> LengthGroup:

@@ -15,6 +15,7 @@ from slipstream.learner.trainer.model.model import Change, defer_projections
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.lora_section import LATENT
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:
@@ -39,8 +40,12 @@ def adapters(config: Config, ranks: Ranks) -> Change:
                     add_adapter(module, rank=self.dim, scale=scale, dropout=self.dropout)
                 return module
 
+        matrices = list(config.lora.modules)
+        if "linear_qkv" in matrices:
+            # A model has either that one or some of these.
+            matrices += LATENT
         lora = OneAdapterForEachExpert(
-            target_modules=list(config.lora.modules),
+            target_modules=matrices,
             dim=config.lora.rank,
             alpha=config.lora.alpha,
             dropout=config.lora.dropout,

@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.model.fused_experts import FusedExperts, fused_experts
 from slipstream.learner.trainer.model.mappings import (
     DECODER,
     LAYER,
@@ -38,11 +39,13 @@ from torch import Tensor
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 
 class _VisionBridge(FamilyBridge):
@@ -77,17 +80,16 @@ class _VisionBridge(FamilyBridge):
         whole = ReplicatedMapping(
             megatron_param="visual.inner.**", hf_param=f"{self.tower_folder}**"
         )
-        decoder = [
-            *ends(),
-            *norms_before(),
-            *self.attention(),
-            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
-        ]
+        decoder = [*ends(), *norms_before(), *self.attention(), *self.feed_forward()]
         return MegatronMappingRegistry(*(self._placed(each) for each in decoder), whole)
 
     def attention(self) -> list[Megatron]:
         """Returns the mappings of the matrices of attention."""
         raise NotImplementedError
+
+    def feed_forward(self) -> list[Megatron]:
+        """Returns the mappings of the matrices behind attention."""
+        return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
     def _placed(self, mapping: Megatron) -> Megatron:
         """Returns a mapping of the decoder with the names of this family's files."""
@@ -150,6 +152,22 @@ class Qwen3VisionBridge(_VisionBridge):
     def attention(self) -> list[Megatron]:
         """Returns the mappings of the matrices of attention."""
         return attention(normed_heads=True)
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3VLMoeForConditionalGeneration, target=GPTModel, model_type="qwen3_vl_moe"
+)
+class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
+    """Qwen3-VL with experts, whose decoder is a Qwen3-MoE.
+
+    Source: arXiv:2511.21631, section 2.
+    """
+
+    tower = Qwen3VLMoeVisionModel
+
+    def feed_forward(self) -> list[Megatron]:
+        """Returns the mappings of the matrices behind attention."""
+        return fused_experts()
 
 
 class Vision:

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.lora_section import FUSED
+from slipstream.protocol.settings.lora_section import FUSED, LATENT
 from slipstream.protocol.settings.model_sizes import read_model_table
 from torch import Tensor
 
@@ -254,6 +254,13 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     disk.together(write)
 
 
+def _targets(config: Config, tensors: Collection[str]) -> list[str]:
+    """Returns the names of the matrices with adapters, as PEFT looks for them."""
+    names = [part for name in config.lora.modules for part in FUSED[name]]
+    names += [part for parts in LATENT.values() for part in parts if part not in names]
+    return [name for name in names if any(f".{name}.lora_" in each for each in tensors)]
+
+
 def _write_adapters(
     tensors: dict[str, Tensor], config: Config, target: Path, moved: Callable[[int], None]
 ) -> None:
@@ -271,7 +278,7 @@ def _write_adapters(
         "lora_dropout": config.lora.dropout,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": [part for name in config.lora.modules for part in FUSED[name]],
+        "target_modules": _targets(config, tensors),
     }
     (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
     if target.exists():
