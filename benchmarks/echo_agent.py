@@ -14,6 +14,38 @@ from slipstream.client.builtin.echo import Echo, Pair
 from slipstream.client.environment import StepResult
 
 
+class BareClient:
+    """A client that writes requests to sockets and reads JSON from them: next to no cost."""
+
+    def __init__(self) -> None:
+        # Connections without a call.
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def reply(self, asked: list[dict[str, str]], endpoint: Endpoint) -> str:
+        """Returns the text of the reply; RuntimeError for every status but 200."""
+        url = urllib.parse.urlsplit(endpoint.base_url)
+        if self._idle:
+            reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        body = json.dumps({"model": "policy", "messages": asked}).encode()
+        head = (
+            f"POST {url.path}/chat/completions HTTP/1.1",
+            f"host: {url.netloc}",
+            f"authorization: Bearer {endpoint.api_key}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+        )
+        writer.write("\r\n".join([*head, "", ""]).encode() + body)
+        status, *headers = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        length = next(h for h in headers if h.lower().startswith("content-length:"))
+        answer = json.loads(await reader.readexactly(int(length.partition(":")[2])))
+        self._idle.append((reader, writer))
+        if " 200 " not in status:
+            raise RuntimeError(f"the endpoint answers {status}: {answer}")
+        return str(answer["choices"][0]["message"]["content"] or "")
+
+
 class EchoAgent(AgentEnvironment[Pair]):
     """Asks through OpenAI's client for what `Echo` asks, and judges the reply as it does."""
 
@@ -51,33 +83,9 @@ class EchoAgent(AgentEnvironment[Pair]):
 
 
 class BareAgent(EchoAgent):
-    """Does the same without a client: it writes requests to a socket, and reads JSON from it.
+    """Does the same without OpenAI's client: what it costs are the gateway and the server."""
 
-    What it costs is what the gateway and the server cost.
-    """
-
-    # Connections without a call.
-    _idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    _bare = BareClient()
 
     async def _reply(self, asked: list[dict[str, str]], endpoint: Endpoint) -> str:
-        url = urllib.parse.urlsplit(endpoint.base_url)
-        if self._idle:
-            reader, writer = self._idle.pop()
-        else:
-            reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        body = json.dumps({"model": "policy", "messages": asked}).encode()
-        head = (
-            f"POST {url.path}/chat/completions HTTP/1.1",
-            f"host: {url.netloc}",
-            f"authorization: Bearer {endpoint.api_key}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-        )
-        writer.write("\r\n".join([*head, "", ""]).encode() + body)
-        status, *headers = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-        if " 200 " not in status:
-            raise RuntimeError(f"the endpoint answers {status}")
-        length = next(h for h in headers if h.lower().startswith("content-length:"))
-        answer = json.loads(await reader.readexactly(int(length.partition(":")[2])))
-        self._idle.append((reader, writer))
-        return str(answer["choices"][0]["message"]["content"] or "")
+        return await self._bare.reply(asked, endpoint)

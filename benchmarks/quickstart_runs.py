@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -28,6 +30,8 @@ class Run:
     summary: dict[str, Any]
     # Seconds from the start of the command to its end.
     wall_s: float
+    # Processor time of all its processes; None where another program made the run.
+    cpu_s: float | None = None
 
 
 def make_model(folder: Path) -> Path:
@@ -56,7 +60,7 @@ def run_quickstart(
         "learner.export_final=false",
         *overrides,
     ]
-    started_s = time.monotonic()
+    started_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         # The command runs as a module: the packages may be on PYTHONPATH only.
         [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
@@ -69,7 +73,9 @@ def run_quickstart(
     )
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
-    return _read(folder / name, time.monotonic() - started_s)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return dataclasses.replace(_read(folder / name, time.monotonic() - started_s), cpu_s=cpu_s)
 
 
 def finished_run(folder: Path, name: str) -> Run | None:
