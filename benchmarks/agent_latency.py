@@ -6,8 +6,9 @@ The rollout server, a worker process and their stream are real; the engine repli
 agent writes to a socket without a client of its own. A call begins before its request is written
 and ends when its JSON is read. A turn of an environment begins when the environment hands out its
 messages and ends when it is given the reply. Sessions of four turns run one after the other, and
-then side by side, with pauses so long that the two cores are not full. Prints one table and writes
-benchmarks/results/agent_latency.json. Takes two minutes.
+then side by side, with pauses so long that the two cores are not full. The processor time is that
+of server and worker together. Prints one table and writes benchmarks/results/agent_latency.json.
+Takes two minutes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from echo_agent import BareClient
 from measure import Spread, note, progress, settings_of, table, write_result
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, Environment, StepResult
@@ -95,6 +97,13 @@ class TurnsAgent(AgentEnvironment[int]):
                 {"role": "user", "content": QUESTION},
             ]
         return AgentOutcome(0.0, metrics=named(ms))
+
+
+def cpu_s() -> float:
+    """Returns the processor time of this process and of its workers."""
+    this = psutil.Process()
+    times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def named(ms: list[float]) -> dict[str, float]:
@@ -182,34 +191,43 @@ async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
         await running
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Returns the median milliseconds of each repeat, by kind and number of sessions."""
-    found: dict[str, list[float]] = {}
+async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Returns the median milliseconds of a call in each repeat, and its processor time.
+
+    Both are by kind and number of sessions.
+    """
+    found: dict[str, dict[str, list[float]]] = {"wall": {}, "cpu": {}}
     async with served(folder, arguments.turns) as server:
         for kind, reference in KINDS.items():
             await server.take(kind, reference, 0.0)
             await server.take(f"{kind}-paced", reference, arguments.pause_s)
         for repeat in range(-1, arguments.repeats):
             for kind in KINDS:
-                alone = [ms for _ in range(arguments.alone) for ms in await server.wave(kind, 1)]
-                paced = await server.wave(f"{kind}-paced", arguments.sessions)
-                for sessions, values in ((1, alone), (arguments.sessions, paced)):
-                    median = float(np.median(values))
-                    progress(f"{kind}, {sessions} sessions: {median:.2f} ms")
+                for sessions in (1, arguments.sessions):
+                    before_s, values = cpu_s(), list[float]()
+                    for _ in range(arguments.alone if sessions == 1 else 1):
+                        name = kind if sessions == 1 else f"{kind}-paced"
+                        values += await server.wave(name, sessions)
+                    cpu = 1e3 * (cpu_s() - before_s) / len(values)
+                    wall = float(np.median(values))
+                    progress(f"{kind}, {sessions} sessions: {wall:.2f} ms, processor {cpu:.2f} ms")
                     if repeat >= 0:
-                        found.setdefault(f"{kind}, {sessions}", []).append(median)
-                        note(NAME, {"kind": kind, "sessions": sessions, "ms": median})
+                        found["wall"].setdefault(f"{kind}, {sessions}", []).append(wall)
+                        found["cpu"].setdefault(f"{kind}, {sessions}", []).append(cpu)
+                        note(NAME, {"kind": kind, "sessions": sessions, "wall": wall, "cpu": cpu})
     return found
 
 
-def rows_of(found: dict[str, list[float]]) -> list[tuple[str, str, str, str]]:
+def rows_of(found: dict[str, dict[str, list[float]]]) -> list[tuple[str, ...]]:
     """Returns the rows of the table, each with what it adds to the environment's."""
     rows = []
-    for name, values in found.items():
+    for name in found["wall"]:
         kind, _, sessions = name.partition(", ")
-        median = Spread.of(values).median
-        added = median - Spread.of(found[f"environment, {sessions}"]).median
-        rows.append((kind, sessions, Spread.of(values).text(2), f"{added:.2f}"))
+        cells = [kind, sessions]
+        for values in found.values():
+            spread, plain = Spread.of(values[name]), Spread.of(values[f"environment, {sessions}"])
+            cells += [spread.text(2), f"{spread.median - plain.median:.2f}"]
+        rows.append(tuple(cells))
     return rows
 
 
@@ -224,7 +242,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(arguments, Path(folder)))
-    header = ["session", "at one time", "median of a call, ms (min-max)", "added, ms"]
+    header = ["session", "at one time", "median of a call, ms (min-max)", "added", "processor, ms"]
+    header.append("added")
     lines = table(header, rows_of(found))
     print("\n".join(lines))
     record = {"settings": settings_of(arguments), "ms": found, "table": lines}
