@@ -29,6 +29,7 @@ from slipstream.client import Endpoint
 NAME = "agent_clients"
 SERVE = "--serve"
 AT_ONCE = (16, 256)
+LIMIT_S = 600.0
 MESSAGES = [{"role": "user", "content": "a b"}]
 # What vLLM answers to the quickstart's task.
 MESSAGE = {"role": "assistant", "content": "a b a b", "refusal": None, "tool_calls": []}
@@ -69,11 +70,13 @@ async def calls() -> AsyncIterator[dict[str, Call]]:
     """Yields a call by each client; all of an entry's calls share one client."""
     limits = httpx.Limits(max_connections=None)
     async with (
-        openai.AsyncOpenAI(api_key="of no episode") as default,
+        openai.AsyncOpenAI(api_key="of no episode", timeout=LIMIT_S) as default,
         openai.AsyncOpenAI(
-            api_key="of no episode", http_client=openai.DefaultAioHttpClient()
+            api_key="of no episode",
+            timeout=LIMIT_S,
+            http_client=openai.DefaultAioHttpClient(),
         ) as fast,
-        httpx.AsyncClient(limits=limits, trust_env=False) as plain,
+        httpx.AsyncClient(limits=limits, timeout=LIMIT_S, trust_env=False) as plain,
     ):
         bare = BareClient()
 

@@ -485,14 +485,28 @@ async def test_environments_of_openenv_train_twenty_steps(tmp_path: Path) -> Non
     assert were_trained(await trained(tmp_path, entries)) == set(rules)
 
 
+MOVES = """
+def walk(reply):
+    return {"action": ["UP", "DOWN", "LEFT", "RIGHT"][len(reply) % 4]}
+
+def drop(reply):
+    return {"column": len(reply) % 7}
+
+def turn(reply):
+    return {"action": len(reply) % 4}
+"""
+
+
 @pytest.mark.slow
 @needs("openenv")
 @pytest.mark.skipif(not GAMES.exists(), reason=f"{GAMES} is not there: clone OpenEnv beside it")
 async def test_environments_of_openenvs_own_repository_train_twenty_steps(tmp_path: Path) -> None:
+    # A model that has learnt nothing moves nevertheless.
+    (tmp_path / "moves.py").write_text(MOVES)
     actions = {
-        "grid_world_env": {"action": "{reply}"},
-        "connect4_env": {"column": "{number}"},
-        "maze_env": {"action": "{number}"},
+        "grid_world_env": "moves:walk",
+        "connect4_env": "moves:drop",
+        "maze_env": "moves:turn",
     }
     uvicorn = [str(python_of("openenv")), "-m", "uvicorn", "--port", "{port}"]
     entries = [
