@@ -7,6 +7,7 @@ sessions start together, and kinds take turns.
 
     python benchmarks/agent_flow.py --repeats 5                  # one GPU, 4 minutes
     python benchmarks/agent_flow.py --device cpu --repeats 2     # a rehearsal
+    python benchmarks/agent_flow.py --repeats 5 --streamed       # and an agent with streamed calls
 
 Prints one table and writes benchmarks/results/agent_flow.json.
 """
@@ -35,6 +36,8 @@ NAME = "agent_flow"
 LIMIT_S = 240.0
 MORE_WORDS = 16
 KINDS = {"environment": "Turns", "agent": "TurnsAgent"}
+STREAMED = {"streamed": "StreamedAgent"}
+EVENT = "data: "
 
 
 def words(seed: int, number: int) -> str:
@@ -83,17 +86,48 @@ class TurnsAgent(AgentEnvironment[int]):
     async def run(self, task: int, endpoint: Endpoint) -> float:
         """Repeats the conversation in each call."""
         messages = [{"role": "user", "content": words(task, self._num_words)}]
-        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         for turn in range(1, self._turns + 1):
-            answer = await self._client.post(
-                f"{endpoint.base_url}/chat/completions",
-                json={"model": "policy", "messages": messages},
-                headers=headers,
-            )
-            answer.raise_for_status()
-            messages.append(answer.json()["choices"][0]["message"])
+            messages.append(await self._reply(messages, endpoint))
             messages.append({"role": "user", "content": words(task + turn, MORE_WORDS)})
         return 0.0
+
+    async def _reply(self, messages: list[dict[str, str]], endpoint: Endpoint) -> dict[str, str]:
+        answer = await self._client.send(self._request(messages, endpoint))
+        answer.raise_for_status()
+        message: dict[str, str] = answer.json()["choices"][0]["message"]
+        return message
+
+    def _request(
+        self, messages: list[dict[str, str]], endpoint: Endpoint, **asked: object
+    ) -> httpx.Request:
+        return self._client.build_request(
+            "POST",
+            f"{endpoint.base_url}/chat/completions",
+            json={"model": "policy", "messages": messages, **asked},
+            headers={"Authorization": f"Bearer {endpoint.api_key}"},
+        )
+
+
+class StreamedAgent(TurnsAgent):
+    """The same conversation, whose replies come in parts."""
+
+    async def _reply(self, messages: list[dict[str, str]], endpoint: Endpoint) -> dict[str, str]:
+        request = self._request(messages, endpoint, stream=True)
+        answer = await self._client.send(request, stream=True)
+        try:
+            answer.raise_for_status()
+            events = [
+                json.loads(line.removeprefix(EVENT))
+                async for line in answer.aiter_lines()
+                if line.startswith(EVENT) and not line.endswith("[DONE]")
+            ]
+        finally:
+            await answer.aclose()
+        choices = [event["choices"][0] for event in events if event.get("choices")]
+        if not choices or choices[-1]["finish_reason"] is None:
+            raise RuntimeError(f"a stream ended early: {events[-1:]}")
+        content = "".join(choice["delta"].get("content") or "" for choice in choices)
+        return {"role": "assistant", "content": content}
 
 
 class Leases:
@@ -104,13 +138,13 @@ class Leases:
         self._connection: Any = None
 
     async def join(self) -> None:
-        """Waits for the server, gives it a version and both environments."""
+        """Waits for the server, gives it a version and all environments."""
         from slipstream.v1 import environment_pb2, fleet_pb2
 
         self._connection = await self._fleet.joined(60.0)
         await self._connection.serve_version(1, digests=())
         given = {"num_words": self._arguments.prompt_tokens - 2, "turns": self._arguments.turns}
-        for name, kind in KINDS.items():
+        for name, kind in kinds_of(self._arguments).items():
             spec = environment_pb2.EnvironmentSpec(
                 name=name,
                 reference=f"agent_flow:{kind}",
@@ -159,6 +193,11 @@ class Leases:
         }
 
 
+def kinds_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the classes of the sessions that are compared, by their names."""
+    return KINDS | (STREAMED if arguments.streamed else {})
+
+
 def longest(arguments: argparse.Namespace) -> int:
     """Returns the tokens of a whole session, with room for its template."""
     added = arguments.reply_tokens + MORE_WORDS + 8
@@ -170,7 +209,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
     sys.path.insert(0, str(HERE.parent / "tests"))
     from support.fakes.fake_fleet import FakeFleet
 
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    kinds = kinds_of(arguments)
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     failures: dict[str, str] = {}
     sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
     async with contextlib.AsyncExitStack() as stack:
@@ -182,7 +222,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
             await leases.join()
         first = 0
         for repeat in range(-1, arguments.repeats):
-            for kind in KINDS:
+            for kind in kinds:
                 with part(f"{kind}, repeat {repeat + 1}", failures):
                     before = engine.cpu_s()
                     result = await engine.meanwhile(leases.wave(kind, first))
@@ -205,6 +245,7 @@ def main() -> None:
     )
     add_size_arguments(parser)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--streamed", action="store_true", help="an agent with streamed calls too")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")
     arguments = parser.parse_args()
     arguments.reply_tokens = arguments.reply_tokens or (16 if arguments.device == "cpu" else 128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "configs" / "quickstart.toml"
 # Limit of a run, most of which take a minute or two; its processes end with the command.
 RUN_LIMIT_S = 3600.0
+# Holds the processor time of a run, in the run's folder.
+CPU_FILE = "cpu_s.json"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Run:
     summary: dict[str, Any]
     # Seconds from the start of the command to its end.
     wall_s: float
+    # Processor time of all its processes; None where the run was cut off and went on.
+    cpu_s: float | None = None
 
 
 def make_model(folder: Path) -> Path:
@@ -56,7 +61,8 @@ def run_quickstart(
         "learner.export_final=false",
         *overrides,
     ]
-    started_s = time.monotonic()
+    is_new = not (folder / name).exists()
+    started_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         # The command runs as a module: the packages may be on PYTHONPATH only.
         [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
@@ -69,6 +75,10 @@ def run_quickstart(
     )
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if is_new:
+        (folder / name / CPU_FILE).write_text(json.dumps(cpu_s))
     return _read(folder / name, time.monotonic() - started_s)
 
 
@@ -86,4 +96,7 @@ def _read(run_folder: Path, wall_s: float | None = None) -> Run:
     rows = [row for row in everything if "step" in row]
     evaluations = [row for row in everything if "evaluation_step" in row]
     summary = json.loads((run_folder / "summary.json").read_text())
-    return Run(rows, evaluations, summary, rows[-1]["wall_s"] if wall_s is None else wall_s)
+    known = run_folder / CPU_FILE
+    cpu_s = json.loads(known.read_text()) if known.exists() else None
+    wall_s = rows[-1]["wall_s"] if wall_s is None else wall_s
+    return Run(rows, evaluations, summary, wall_s, cpu_s)

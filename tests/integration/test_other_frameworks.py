@@ -7,7 +7,8 @@ names for another Python.
     cd $SLIPSTREAM_FRAMEWORKS
     for name in verifiers openenv inspect; do python3 -m venv $name; done
     verifiers/bin/pip install verifiers==0.4.0 hatchling WORKER
-    openenv/bin/pip install openenv==0.10.0
+    openenv/bin/pip install openenv==0.10.0 gymnasium matplotlib
+    git clone --depth 1 https://github.com/meta-pytorch/OpenEnv OpenEnv
     inspect/bin/pip install inspect-ai==0.3.285 openai
     verifiers/bin/pip download --no-deps --no-binary :all: --no-build-isolation verifiers==0.4.0
     tar xzf verifiers-0.4.0.tar.gz
@@ -51,6 +52,8 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_surviv
 FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
 # An image that answers as the environment of `openenv init` does; its tests need Docker.
 IMAGE = os.environ.get("SLIPSTREAM_OPENENV_IMAGE", "")
+# The environments of OpenEnv's own repository.
+GAMES = FOLDER / "OpenEnv" / "envs"
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.client.frameworks.verifiers:Verifiers"
@@ -480,6 +483,48 @@ async def test_environments_of_openenv_train_twenty_steps(tmp_path: Path) -> Non
             }
         )
     assert were_trained(await trained(tmp_path, entries)) == set(rules)
+
+
+MOVES = """
+def walk(reply):
+    return {"action": ["UP", "DOWN", "LEFT", "RIGHT"][len(reply) % 4]}
+
+def drop(reply):
+    return {"column": len(reply) % 7}
+
+def turn(reply):
+    return {"action": len(reply) % 4}
+"""
+
+
+@pytest.mark.slow
+@needs("openenv")
+@pytest.mark.skipif(not GAMES.exists(), reason=f"{GAMES} is not there: clone OpenEnv beside it")
+async def test_environments_of_openenvs_own_repository_train_twenty_steps(tmp_path: Path) -> None:
+    # A model that has learnt nothing moves nevertheless.
+    (tmp_path / "moves.py").write_text(MOVES)
+    actions = {
+        "grid_world_env": "moves:walk",
+        "connect4_env": "moves:drop",
+        "maze_env": "moves:turn",
+    }
+    uvicorn = [str(python_of("openenv")), "-m", "uvicorn", "--port", "{port}"]
+    entries = [
+        {
+            "name": name,
+            "reference": OPENENV,
+            "args": {
+                "command": [*uvicorn, "--app-dir", str(GAMES), f"{name}.server.app:app"],
+                "action": action,
+                "tasks": 10,
+                # As they are shipped, these servers hold one session at a time.
+                "full_timeout_s": 200,
+            },
+            "timeout_s": 240.0,
+        }
+        for name, action in actions.items()
+    ]
+    assert were_trained(await trained(tmp_path, entries)) == set(actions)
 
 
 @pytest.mark.slow

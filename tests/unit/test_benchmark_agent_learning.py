@@ -48,13 +48,14 @@ def test_a_comparison_that_was_cut_off_runs_only_what_is_missing(
     with pytest.raises(subprocess.TimeoutExpired):
         agent_learning.measure(tmp_path, repeats=1, steps=12)
     found = agent_learning.measure(tmp_path, repeats=1, steps=12)
-    assert started == ["environment-0", "agent-0", "agent-0"]
-    assert [len(runs) for runs in found.values()] == [1, 1]
+    assert started == ["environment-0", "agent-0", "agent-0", "bare-0"]
+    assert [len(runs) for runs in found.values()] == [1, 1, 1]
     assert found["agent"][0] == {
         "heldout": {12: 0.5},
         "last": 0.5,
         "tokens_per_s": 20 / 4.0,
         "wall_s": 24.0,
+        "step_cpu_s": None,
         "difference": 0,
     }
 
@@ -73,4 +74,4 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked(
 
     monkeypatch.setattr(agent_learning, "run_quickstart", start)
     agent_learning.measure(tmp_path, repeats=1, steps=20)
-    assert started == ["environment-0", "agent-0"]
+    assert started == ["environment-0", "agent-0", "bare-0"]

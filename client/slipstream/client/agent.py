@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from slipstream.client.environment import Environment
 
@@ -47,7 +47,8 @@ class Endpoint:
     def judge(self) -> Endpoint:
         """Returns the endpoint at which the model as the run started replies, with temperature 0.
 
-        It needs `lora.publish = "adapters"`. None of its tokens are trained.
+        It needs `lora.publish = "adapters"`, and `asks_start` in the agent's class. None of its
+        tokens are trained.
         """
         return Endpoint(f"{self._root}/judge", self.api_key)
 
@@ -91,6 +92,10 @@ class AgentEnvironment(Environment[Task]):
     thread with all other episodes of the worker, so it must await its calls. A plain `def run` has
     a thread of its own and may block.
     """
+
+    # Whether `run` calls `Endpoint.judge`. A run whose servers keep no such model refuses the agent
+    # before it starts.
+    asks_start: ClassVar[bool] = False
 
     def run(
         self, task: Task, endpoint: Endpoint

@@ -74,6 +74,11 @@ class EpisodeHost:
         """Number of tasks; 0 when they have no end or no environment is loaded yet."""
         return self._tasks.num_tasks if self._tasks is not None else 0
 
+    @property
+    def asks_start(self) -> bool:
+        """Whether the environment is an agent that asks the model as the run started."""
+        return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
+
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
         """Returns the answer to one command; an error of the environment is an answer too."""
         message = pb.WorkerMessage(call_id=command.call_id)

@@ -24,6 +24,10 @@ TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
 # Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
+NEED_ADAPTERS = (
+    'it asks the model as the run started, which needs lora.publish = "adapters": set it in the '
+    "run's configuration, or name a judge with an address of its own"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
+    parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
     parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
     arguments = parser.parse_args(argv)
@@ -58,7 +63,7 @@ def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
 
     command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
     command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
-    command += ["--no-tools"] * arguments.no_tools
+    command += ["--no-tools"] * arguments.no_tools + ["--no-start"] * arguments.no_start
     try:
         os.execvp(python, command)
     except OSError as error:
@@ -165,6 +170,8 @@ def _check(options: argparse.Namespace, report: int) -> NoReturn:
             reference=reference, args_json=options.args, search_path=options.search_path
         )
         yield await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+        if host.asks_start and options.no_start:
+            fail(NEED_ADAPTERS)
         observed = await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
         yield observed
         if observed.observation.tools_json and options.no_tools:

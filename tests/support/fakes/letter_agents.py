@@ -41,6 +41,8 @@ class Smallest(AgentEnvironment[list[str]]):
 class AsksTheStart(Smallest):
     """Tells what the model as the run started says to the letters a b c, as a number."""
 
+    asks_start = True
+
     async def run(self, task, endpoint):
         outcome = await super().run(task, endpoint)
         judge = endpoint.judge()

@@ -144,6 +144,8 @@ class JudgedByStart(AgentEnvironment[Row]):
     The run's own servers keep it beside the adapters, with `lora.publish = "adapters"`.
     """
 
+    asks_start = True
+
     def __init__(self, path: str, rubric: str, **options: Any) -> None:  # noqa: ANN401
         """`options` are the arguments of `Judged`, without the judge's address, name and key."""
         for name in ("base_url", "model", "api_key_file"):

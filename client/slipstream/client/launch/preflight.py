@@ -237,7 +237,8 @@ def passes_to_megatron(config: Config) -> bool:
 async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
 
-    An environment that names tools needs a tool_parser.
+    An environment that names tools needs a tool_parser; an agent that asks the model as the run
+    started needs adapters of their own.
 
     A process has `grace_s` more than the environment's limit to say itself where it hangs.
 
@@ -252,6 +253,8 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
         arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
         if config.rollout_server.tool_parser is None:
             arguments.append("--no-tools")
+        if not config.lora.publishes_adapters:
+            arguments.append("--no-start")
         with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
             checked = await run_program(
                 [*worker_program(str(section.python or "")), *arguments],
