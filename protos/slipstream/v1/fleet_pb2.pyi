@@ -194,7 +194,7 @@ class PublishReport(_message.Message):
     def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., stages: _Optional[_Union[PublishStages, _Mapping]] = ...) -> None: ...
 
 class PublishStages(_message.Message):
-    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s", "served_at", "takes_deltas")
+    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s", "served_at", "takes_deltas", "steps_s", "staged")
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,8 @@ class PublishStages(_message.Message):
     WIRE_S_FIELD_NUMBER: _ClassVar[int]
     SERVED_AT_FIELD_NUMBER: _ClassVar[int]
     TAKES_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_S_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
     prepare_s: float
     pause_s: float
     receive_s: float
@@ -213,7 +215,9 @@ class PublishStages(_message.Message):
     wire_s: float
     served_at: float
     takes_deltas: bool
-    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., takes_deltas: bool = ...) -> None: ...
+    steps_s: float
+    staged: bool
+    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., takes_deltas: bool = ..., steps_s: _Optional[float] = ..., staged: bool = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease", "draining")

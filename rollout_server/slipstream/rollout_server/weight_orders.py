@@ -22,7 +22,6 @@ from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,
     GenerationFailed,
-    LoadedWeights,
 )
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
@@ -160,7 +159,7 @@ class WeightOrders:
             return
         publish.move(PublishEvent.LOADED)
         publish.digests = list(loaded.bucket_digests)
-        publish.stages = _stages(loaded, prepare_s=prepared_s - begun_s)
+        publish.stages = loaded.stages(prepared_s - begun_s, self._paused_at_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
@@ -283,8 +282,7 @@ class WeightOrders:
         begun_s = time.monotonic()
         await self._engine.resume(version)
         now_s = time.monotonic()
-        stages.resume_s, stages.served_at = now_s - begun_s, now_s
-        self.version = version
+        stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
         paused_s = 0.0
         if self._paused_at_s is not None:
             paused_s = now_s - self._paused_at_s
@@ -335,15 +333,3 @@ class WeightOrders:
                 stages=stages,
             )
         )
-
-
-def _stages(loaded: LoadedWeights, *, prepare_s: float) -> fleet_pb2.PublishStages:
-    return fleet_pb2.PublishStages(
-        prepare_s=prepare_s,
-        pause_s=loaded.pause_s,
-        receive_s=loaded.receive_s,
-        load_s=loaded.load_s,
-        copied=loaded.by_plan,
-        wire_s=loaded.wire_s,
-        takes_deltas=loaded.takes_deltas,
-    )

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.weights_section import StageSetting
 from slipstream.protocol.types import LogprobArray, PolicyVersion
 from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.engine_interface import (
@@ -68,7 +69,7 @@ class VllmEngine:
         processes: list[psutil.Process],
         line: DirectLine,
         *,
-        stage: bool,
+        stage: StageSetting,
         recompute_context: bool = True,
         answer_limit_s: float = _ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
@@ -84,8 +85,7 @@ class VllmEngine:
             llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
         self._workers = workers = WorkerCalls(llm, line)
-        pause = self._pauses.pause_for_update
-        self._updates = WeightUpdate(workers.call_all, pause, stage=stage)
+        self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
         self._prompts = Prompts(llm.model_config.model)
         self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
@@ -240,7 +240,7 @@ class VllmEngine:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         """See `Engine`."""
-        await self._updates.prepare(order, layout, first_rank)
+        await self._updates.prepare(order, layout, first_rank, is_busy=bool(self._open))
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """See `Engine`."""

@@ -64,6 +64,10 @@ class WorkerExtension:
         """Answers whether the announced update can be received now."""
         return self._answer(call, self.weight_transfer_engine.is_ready)
 
+    def slipstream_room(self, call: int) -> dict[str, Any]:
+        """Answers the bytes that an update may take beside the live weights."""
+        return self._answer(call, self.weight_transfer_engine.room)
+
     def slipstream_begin(self, call: int) -> dict[str, Any]:
         """Begins to copy the announced update, without waiting; `slipstream_receive` ends it.
 
