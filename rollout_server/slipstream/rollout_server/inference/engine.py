@@ -74,15 +74,14 @@ class VllmEngine:
         answer_limit_s: float = _ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        self._llm = llm
+        self._llm, self._processes = llm, processes
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
-        self._processes = processes
         self._silence_limit_s = silence_limit_s
         loggers = llm.logger_manager.stat_loggers
         (self._counter,) = (one for one in loggers if isinstance(one, TokenCounter))
         self._clock = UseClock()
         self._pauses = EnginePause(
-            llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
+            llm, line, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
         self._workers = workers = WorkerCalls(llm, line)
         self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
@@ -274,6 +273,7 @@ class VllmEngine:
         watchdog = EngineWatchdog(self._silence_limit_s)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
+            self._pauses.check()
             waiting = 0 if self._pauses.is_paused else len(self._open)
             watchdog.check(heard_s=self._counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")

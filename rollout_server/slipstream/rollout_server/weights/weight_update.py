@@ -34,8 +34,8 @@ Result = TypeVar("Result")
 # Calls a method of all workers (`WorkerCalls.call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Pauses all requests between two tokens (`EnginePause.pause_for_update`); EngineDied. The seconds
-# are added to its limit where an update may come first.
-Pause = Callable[[float], Awaitable[None]]
+# are added to its limit where an update may come first; the workers tell the mark, if any.
+Pause = Callable[[float, str], Awaitable[None]]
 # Gives an idle engine its new version (`EnginePause.resume_idle`); EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
@@ -176,9 +176,10 @@ class WeightUpdate:
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
             # is told to pause begins no other step.
+            mark = f"paused for {publish_id}"
             pause_s, results = await asyncio.gather(
-                self._paused(announced.limit_s),
-                self._carry_out("slipstream_receive", announced.limit_s),
+                self._paused(announced.limit_s, mark),
+                self._carry_out("slipstream_receive", announced.limit_s, mark),
             )
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
@@ -246,14 +247,14 @@ class WeightUpdate:
                 log.info("every update is sent whole: the workers' shares do not add up")
         return received or whole
 
-    async def _paused(self, update_limit_s: float) -> float:
+    async def _paused(self, update_limit_s: float, mark: str = "") -> float:
         """Pauses the engine; returns the seconds until it was paused."""
         begun_s = time.monotonic()
-        await self._pause(update_limit_s)
+        await self._pause(update_limit_s, mark)
         return time.monotonic() - begun_s
 
-    async def _carry_out(self, method: str, limit_s: float) -> list[Any]:
-        return await _within(limit_s, self._answers(method, ()))
+    async def _carry_out(self, method: str, limit_s: float, *arguments: str) -> list[Any]:
+        return await _within(limit_s, self._answers(method, arguments))
 
     def _limit_s(self, order: weights_pb2.PublishOrder) -> float:
         return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S

@@ -49,6 +49,7 @@ class Workers:
     def __init__(self, *answers: list[dict[str, Any]]) -> None:
         self._answers = list(answers)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.marks: list[str] = []
         # The same, with the beginning and the end of each pause.
         self.started: list[str] = []
 
@@ -57,7 +58,8 @@ class Workers:
         self.started.append(self.calls[-1][0])
         return self._answers.pop(0)
 
-    async def pause(self, _: float) -> None:
+    async def pause(self, _: float, mark: str) -> None:
+        self.marks.append(mark)
         self.started.append("pause")
         await asyncio.sleep(0.01)
         self.started.append("paused")
