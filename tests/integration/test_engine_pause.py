@@ -274,7 +274,7 @@ async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs
     rig.llm.answers.clear()
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.until_noted("receive")
-    # Of another update.
+    # This one belongs to another update.
     rig.end.tell("paused for p1")
     await asyncio.wait((receiving,), timeout=0.2)
     assert not receiving.done()

@@ -38,7 +38,7 @@ class EnginePause:
         self._llm, self._line, self._answer_limit_s = llm, line, answer_limit_s
         # Orders that the engine has marked as carried out, before vLLM's answers.
         self._late: list[asyncio.Task[None]] = []
-        # As the engine's scheduler counts them.
+        # The number of orders to resume; the engine's scheduler counts them too.
         self._num_resumes = 0
         self._recompute = recompute_context
         # The version of the newest `resume`.
