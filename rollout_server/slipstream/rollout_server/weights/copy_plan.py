@@ -344,4 +344,4 @@ class _Batch:
             torch._foreach_copy_(targets, sources)
             return
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source)

@@ -40,7 +40,7 @@ class Copies:
         if self._dense[0]:
             torch._foreach_copy_(*self._dense)
         for target, source in self._alone:
-            target.copy_(source, non_blocking=True)
+            target.copy_(source)
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
