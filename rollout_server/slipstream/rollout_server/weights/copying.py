@@ -66,7 +66,7 @@ class Copying:
         if not self._marks:
             return self._started_s
         first, last = self._marks
-        return time.perf_counter() - 1e-3 * first.elapsed_time(last)
+        return time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
 
     def seconds(self) -> float:
         """Returns the seconds since the first copy began."""

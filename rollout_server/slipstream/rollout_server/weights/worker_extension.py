@@ -113,7 +113,7 @@ class WorkerExtension:
             if self._line is not None and self._pausing:
                 self._line.tell(self._pausing)
 
-        self.synchronize_device = wait_and_tell  # type: ignore[method-assign]
+        self.synchronize_device = wait_and_tell
 
     def _answer(self, call: int, work: Callable[[], object]) -> dict[str, Any]:
         answer = _result(work)

@@ -231,13 +231,13 @@ class PlannedFilling:
             for gather in of_bucket:
                 mine = packed[: gather.num_elements]
                 rest = gathered[: gather.num_elements * (gather.num_parts - 1)]
-                own = mine.view(torch.uint8)
-                parts = [own, *_bytes_of_each(rest, gather.num_parts - 1)] if is_lead else None
+                sent = mine.view(torch.uint8)
+                parts = [sent, *_bytes_of_each(rest, gather.num_parts - 1)] if is_lead else None
                 steps.append(
                     _Step(
                         group=gather.group,
                         before=Copies(gather.own(lane) if is_lead else gather.packing(mine)),
-                        packed=own,
+                        packed=sent,
                         parts=parts,
                         after=Copies(gather.unpacking(rest, lane) if is_lead else ()),
                     )
