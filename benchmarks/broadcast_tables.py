@@ -30,7 +30,7 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
     header = ["what", "GB/s"]
     for name in ("wire", "receive", "end to end"):
         header += [f"{name}, ms", f"{name} of limit"]
-    header += ["pause, ms", "pause in wire times"]
+    header += ["pause, ms", "pause in wire times", "requests wait, ms"]
     raw = Spread.of(found.raw) if found.raw else None
     raw_wire = Spread.of(found.raw_wire) if found.raw_wire else None
     ratios: dict[str, float] = {}
@@ -66,7 +66,11 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
             multiple = f"{pauses.median / wire_s:.1f}"
         end_to_end = [wholes.text(1, 1000), of_raw(f"{name}: end to end", wholes)]
         cells += [*times(f"{name}: receive", receive), *end_to_end]
-        rows.append([name, speed, *cells, pauses.text(1, 1000), multiple])
+        waits = ""
+        if is_ours:
+            spread = Spread.of([wait_seconds(row) for row in measured])
+            ratios[f"{name}: wait_s"], waits = spread.median, spread.text(1, 1000)
+        rows.append([name, speed, *cells, pauses.text(1, 1000), multiple, waits])
 
     for load, measured in found.ours.items():
         if measured:
@@ -79,7 +83,7 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
         limits = [raw_wire.text(2, 1000), "1.00"]
         # A host sees only the whole broadcast, so these two are the same.
         limits += [raw.text(2, 1000), "1.00", raw.text(1, 1000), "1.00"]
-        rows.append(["one buffer (limit)", speed, *limits, "", ""])
+        rows.append(["one buffer (limit)", speed, *limits, "", "", ""])
     return table(header, rows), ratios
 
 
@@ -97,6 +101,12 @@ def wire_seconds(row: Row) -> float:
 def receive_seconds(row: Row) -> float:
     """Returns the slowest server's seconds from its pause until its parameters were checked."""
     return max((server.get("receive_s", 0.0) for server in row["servers"].values()), default=0.0)
+
+
+def wait_seconds(row: Row) -> float:
+    """Returns the slowest server's pause without the steps under way, which sample tokens."""
+    servers = row["servers"].values()
+    return max((one["paused_s"] - one.get("steps_s", 0.0) for one in servers), default=0.0)
 
 
 def stages(found: Found) -> list[str]:

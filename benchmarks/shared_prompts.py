@@ -1,10 +1,12 @@
 """Compares a training step that computes the prompt of a group once with one that does not.
 
 Both steps are `TrainingStep.run` on the same batches and parameters, in turns; the one without has
-no `PrefixSharing`. The limit is the share of tokens that are left to compute.
+no `PrefixSharing`. The goal is the share of tokens that are left to compute. Attention of replies
+and logits stay, so the limit is the share of the work that is left.
 
     python benchmarks/shared_prompts.py                       # a small model, on a CPU
     python benchmarks/shared_prompts.py --shape 0.6B          # a random Qwen3-0.6B on a GPU
+    python benchmarks/shared_prompts.py --shape 8B --layers 12 --groups 4 --repeats 3
 
 Prints one table and writes benchmarks/results/shared-prompts-SHAPE.json.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import math
 import os
 import tempfile
 import time
@@ -24,13 +27,12 @@ import measure
 import numpy as np
 import torch
 from learner_loops import LOADS, make_trajectory, shape_config, synchronize
-from shapes import SHAPES
+from shapes import SHAPES, Shape
 from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.attention_choice import chosen_attention
 
 WITH, WITHOUT = "shared", "without"
-WARMUP_STEPS = 2
 
 
 def group_batch(arguments: argparse.Namespace, prompt: int, vocab: int, step: int) -> Batch:
@@ -55,6 +57,36 @@ def computed(batch: Batch) -> int:
     return own + sum(prompts.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Floating-point operations of a step for matrices of the layers, attention and logits."""
+
+    layers: float
+    attention: float
+    logits: float
+
+
+def work_of(shape: Shape, arguments: argparse.Namespace, prompt: int, *, shared: bool) -> Work:
+    """Returns the work of a step with groups of `prompt` tokens, computed once if `shared`.
+
+    A backward pass takes twice the operations of its forward pass, and of attention 2.5 times.
+    """
+    replies, reply = arguments.groups * arguments.group_size, arguments.reply
+    prompts = arguments.groups if shared else replies
+    parameters = sum(
+        math.prod(sizes)
+        for name, sizes in shape.tensors()
+        if len(sizes) == 2 and name.startswith("model.layers.")
+    )
+    pairs = prompts * prompt**2 / 2 + replies * (reply * prompt + reply**2 / 2)
+    width = shape.heads * shape.head_dim
+    return Work(
+        layers=6 * parameters * (prompts * prompt + replies * reply),
+        attention=3.5 * 4 * width * shape.layers * pairs,
+        logits=6 * shape.hidden * shape.vocab * replies * reply,
+    )
+
+
 def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     """Returns the times of both steps for each length of the prompt."""
     from slipstream.learner.trainer.opening import open_policy
@@ -64,8 +96,12 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
     longest = max(arguments.prompts) + arguments.reply
     tokens = max(arguments.micro_batch_tokens, longest)
     load = dataclasses.replace(
-        LOADS[arguments.shape], micro_batch_tokens=tokens, group_size=arguments.group_size
+        LOADS[arguments.shape],
+        layers=arguments.layers or LOADS[arguments.shape].layers,
+        micro_batch_tokens=tokens,
+        group_size=arguments.group_size,
     )
+    shape = dataclasses.replace(SHAPES[arguments.shape], layers=load.layers)
     config = shape_config(arguments.shape, load, folder, threads=arguments.threads)
     # Weights that stay as they are: both steps must find the same loss and gradient.
     still = config.algorithm.model_copy(update={"learning_rate": 1e-30})
@@ -80,7 +116,12 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
     for prompt in arguments.prompts:
         batch = group_batch(arguments, prompt, SHAPES[arguments.shape].vocab, 0)
         measure.progress(f"prompts of {prompt}: {len(batch.trajectories)} sequences")
-        found.append(one_length(steps, batch, arguments, policy.ranks.device) | {"prompt": prompt})
+        works = {
+            name: dataclasses.asdict(work_of(shape, arguments, prompt, shared=name == WITH))
+            for name in steps
+        }
+        row = one_length(steps, batch, arguments, policy.ranks.device)
+        found.append(row | {"prompt": prompt, "work": works})
         if arguments.profile:
             for name, step in steps.items():
                 with torch.profiler.profile(with_stack=False) as profile:
@@ -100,7 +141,7 @@ def one_length(
     times: dict[str, list[float]] = {name: [] for name in steps}
     metrics: dict[str, dict[str, float]] = {}
     peaks: dict[str, float] = {}
-    for repeat in range(-WARMUP_STEPS, arguments.repeats):
+    for repeat in range(-arguments.warmup, arguments.repeats):
         for name, step in steps.items():
             assert isinstance(step, TrainingStep)
             gc.collect()
@@ -136,6 +177,9 @@ def rows(found: Sequence[dict[str, object]]) -> list[list[object]]:
         spreads = {name: measure.Spread.of(values) for name, values in times.items()}
         ratio = spreads[WITH].median / spreads[WITHOUT].median
         share = float(str(one["token_share"]))
+        work = one["work"]
+        assert isinstance(work, dict)
+        left = sum(work[WITH].values()) / sum(work[WITHOUT].values())
         lines.append(
             [
                 one["prompt"],
@@ -144,6 +188,8 @@ def rows(found: Sequence[dict[str, object]]) -> list[list[object]]:
                 f"{ratio:.3f}",
                 f"{share:.3f}",
                 f"{ratio / share:.2f}",
+                f"{left:.3f}",
+                f"{ratio / left:.2f}",
             ]
         )
     return lines
@@ -160,6 +206,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
+    parser.add_argument("--layers", type=int, default=0, help="0: those of the learner's benchmark")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     parser.add_argument("--out", type=Path)
@@ -171,7 +219,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = compare(arguments, Path(folder))
     header = ["prompt", "without, ms (min-max)", "shared, ms (min-max)", "ratio", "tokens left"]
-    table = measure.table([*header, "ratio / tokens left"], rows(found))
+    header += ["ratio / tokens left", "work left", "ratio / work left"]
+    table = measure.table(header, rows(found))
     record = {"settings": measure.settings_of(arguments), "table": table, "lengths": found}
     record["attention"] = chosen_attention()
     measure.write_result(f"shared-prompts-{arguments.shape}", record, arguments.out)

@@ -49,13 +49,25 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "enforce_eager": arguments.enforce_eager or not on_gpu,
         "gpu_memory_utilization": arguments.gpu_memory_utilization,
         "start_timeout_s": START_LIMIT_S,
+        "recompute_context": not arguments.keep_context,
     }
     weights = {
         "transport": arguments.transport,
         "verify_every": arguments.verify_every,
         "bucket_deadline_s": 30.0,
         "join_deadline_s": 120.0,
+        "stage_on_server": {"on": True, "off": False, "auto": "auto"}[arguments.stage],
+        "delta": arguments.delta,
     }
+    if arguments.decode_graphs:
+        sizes = [arguments.requests // part for part in (8, 4, 2, 1)]
+        rollout["engine"] = {
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sizes,
+            }
+        }
     if arguments.bucket_mib:
         weights["bucket_mib"] = arguments.bucket_mib
     settings = {
@@ -122,7 +134,8 @@ class Measurement:
             raw = RawBroadcast(self._placement, logs)
             native = NativeTransfer(self._arguments, self._placement, self._folder / "model", logs)
             try:
-                await raw.spawn()
+                if not self._arguments.without_limit:
+                    await raw.spawn()
                 if self._has_peer:
                     await native.spawn()
                 await self._start_ours(rig)
@@ -152,8 +165,9 @@ class Measurement:
         progress(f"ours serve after {self._found.starts['ours']:.0f} s; {first}")
 
     async def _join_others(self, raw: RawBroadcast, native: NativeTransfer) -> None:
-        with part("start of the limit", self._found.failures):
-            await raw.join()
+        if not self._arguments.without_limit:
+            with part("start of the limit", self._found.failures):
+                await raw.join()
         if self._has_peer:
             started = time.monotonic()
             with part("start of the peer", self._found.failures):
@@ -192,7 +206,7 @@ class Measurement:
                 row = (await rig.publish()).row()
                 row["open_episodes"] = [s.report.open_episodes for s in rig.controller.sessions]
                 self._keep("ours busy", row, self._found.ours["busy"], repeat)
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(self._arguments.between_s)
         finally:
             gate.unlink()
 
@@ -238,6 +252,18 @@ def main() -> None:
     parser.add_argument("--verify-every", type=int, default=1000, help="publishes to one probe")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.33)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--stage", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--delta", choices=("off", "gpu", "host"), default="off")
+    parser.add_argument("--keep-context", action="store_true", help="compute no context anew")
+    parser.add_argument(
+        "--between-s", type=float, default=0.3, help="between two publishes to a busy engine"
+    )
+    parser.add_argument(
+        "--decode-graphs",
+        action="store_true",
+        help="CUDA graphs of decoding steps alone, without torch.compile: starts a minute sooner",
+    )
+    parser.add_argument("--without-limit", action="store_true", help="no broadcast of one buffer")
     parser.add_argument("--without-peer", action="store_true")
     parser.add_argument("--model-folder", type=Path, help="is made where it does not exist yet")
     parser.add_argument("--out", type=Path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,19 @@ from slipstream.protocol.codec import version_to_pb  # noqa: E402
 from slipstream.protocol.errors import WeightSyncError  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
-from slipstream.rollout_server.engine_interface import FinishReason, Sampling  # noqa: E402
-from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
+from slipstream.rollout_server.engine_interface import (  # noqa: E402
+    EngineDied,
+    FinishReason,
+    Sampling,
+)
+from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd  # noqa: E402
 from slipstream.v1 import weights_pb2  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
 RESULT = {"digests": ["0a"], "by_plan": True, "has_plan": True}
-RESULT |= {"receive_s": 0.0, "load_s": 0.0, "wire_s": 0.0, "shares": []}
+RESULT |= {"receive_s": 0.0, "load_s": 0.0, "wire_s": 0.0, "shares": [], "began_s": 0.0}
 
 
 class NotedCalls:
@@ -32,6 +38,7 @@ class NotedCalls:
         from slipstream.rollout_server.inference.token_counter import TokenCounter
 
         self.noted: list[str] = []
+        self.errored = False
         self.arrived = asyncio.Event()
         self.arrived.set()
         self.told = asyncio.Event()
@@ -44,16 +51,27 @@ class NotedCalls:
         self.engine_core = self
         # What it is told before an update waits behind it, as where a step is under way.
         self.answers_behind_update = False
+        # Answers to orders to pause and to resume come when this is set, or fail with `failure`.
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.failure: Exception | None = None
 
     async def pause_scheduler_async(self, **_: object) -> None:
         self.noted.append("pause")
         await self._behind_update()
+        await self._answered()
 
     async def update_weight_version(self, stamp: str) -> None:
         self.noted.append(f"version {stamp}")
 
     async def resume_generation(self) -> None:
         self.noted.append("resume")
+        await self._answered()
+
+    async def _answered(self) -> None:
+        await self.answers.wait()
+        if self.failure is not None:
+            raise self.failure
 
     async def sleep_async(self, level: int, mode: str) -> None:
         self.noted.append(f"sleep {level} {mode}")
@@ -90,9 +108,12 @@ class Rig:
     def __init__(self, *, answer_limit_s: float = 120.0) -> None:
         from slipstream.rollout_server.inference.engine import VllmEngine
 
-        self.llm = NotedCalls()
+        self.llm, self.line = NotedCalls(), DirectLine(1)
+        # The engine's end of the line.
+        self.end = WorkerEnd(0)
+        self.end._socket = self.end._socket and self.end._socket.dup()
         self.engine = VllmEngine(
-            self.llm, [], DirectLine(1), stage=False, answer_limit_s=answer_limit_s
+            self.llm, [], self.line, stage=False, answer_limit_s=answer_limit_s
         )
         self.requests: list[asyncio.Task[Any]] = []
 
@@ -110,6 +131,11 @@ class Rig:
             join_deadline_s=5.0,
         )
         await self.engine.prepare_weights(order, LAYOUT, 1)
+
+    async def until_noted(self, call: str) -> None:
+        async with asyncio.timeout(20):
+            while call not in self.llm.noted:
+                await asyncio.sleep(0)
 
     async def ask(self, request_id: str) -> None:
         """A request that comes as far as it can."""
@@ -293,3 +319,82 @@ async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: R
     await rig.engine.rest(give_back=True)
     await rig.engine.resume(PolicyVersion(0, 1))
     assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]
+
+
+async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs(
+    rig: Rig,
+) -> None:
+    rig.line.listen()
+    await rig.ask("running")
+    await rig.prepare(2)
+    rig.llm.answers.clear()
+    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
+    await rig.until_noted("receive")
+    # This one belongs to another update.
+    rig.end.tell("paused for p1")
+    await asyncio.wait((receiving,), timeout=0.2)
+    assert not receiving.done()
+    rig.end.tell("paused for p2")
+    async with asyncio.timeout(20):
+        await receiving
+    resuming = asyncio.create_task(rig.engine.resume(PolicyVersion(0, 2)))
+    await rig.until_noted("resume")
+    rig.end.tell("resumed 1")
+    await asyncio.wait((resuming,), timeout=0.2)
+    assert not resuming.done()
+    rig.end.tell("resumed 2")
+    async with asyncio.timeout(20):
+        await resuming
+    assert rig.engine.version == PolicyVersion(0, 2)
+    # The next order waits for the answers.
+    pausing = asyncio.create_task(rig.engine.pause())
+    await asyncio.wait((pausing,), timeout=0.2)
+    assert rig.llm.noted.count("pause") == 1
+    rig.llm.answers.set()
+    await pausing
+    assert rig.llm.noted.count("pause") == 2
+
+
+async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
+    rig.line.listen()
+    await rig.ask("running")
+    await rig.prepare(2)
+    rig.llm.answers.clear()
+    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
+    await rig.until_noted("receive")
+    rig.end.tell("paused for p2")
+    await receiving
+    rig.llm.failure = EngineDeadError()
+    rig.llm.answers.set()
+    with pytest.raises(EngineDied):
+        await rig.engine.watch()
+
+
+def test_a_worker_tells_that_a_pause_is_complete_when_vllm_has_waited_for_the_device() -> None:
+    from slipstream.rollout_server.weights.weight_update import LoadResult
+    from slipstream.rollout_server.weights.worker_extension import WorkerExtension
+
+    class Worker(WorkerExtension):
+        waits = 0
+
+        def synchronize_device(self) -> None:
+            self.waits += 1
+
+    worker, (ours,) = Worker(), DirectLine(1)._sockets
+    found = LoadResult([], by_plan=True, has_plan=True, receive_s=0.0, load_s=0.0, wire_s=0.0)
+    nothing = SimpleNamespace(can_copy=True, copy_weights=lambda: None, result=found)
+    nothing.put_adapters_on = lambda: None
+    worker.weight_transfer_engine = nothing
+    worker._line = WorkerEnd(0)
+    for mark in ("paused for p1", "paused for p2"):
+        worker.slipstream_receive(7, mark)
+        assert json.loads(ours.recv(4096))[0] == 7
+        worker.synchronize_device()
+        assert json.loads(ours.recv(4096)) == [mark, None]
+    assert worker.waits == 2
+    # An update before which no pause is under way.
+    worker.slipstream_receive(8)
+    ours.recv(4096)
+    worker.synchronize_device()
+    with pytest.raises(BlockingIOError):
+        ours.recv(4096)

@@ -107,7 +107,12 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         # The trainer waited for the servers, and the first of these for the second.
         "trainer": {"wire_s": 0.009, "wire_bytes": 1e9, "bytes_sent": 1e9},
         "servers": {
-            "server-0": {"paused_s": 0.012, "wire_s": 0.006, "receive_s": 0.0064},
+            "server-0": {
+                "paused_s": 0.012,
+                "steps_s": 0.005,
+                "wire_s": 0.006,
+                "receive_s": 0.0064,
+            },
             "server-1": {"paused_s": 0.011, "wire_s": 0.005, "receive_s": 0.0054},
         },
     }
@@ -118,7 +123,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     lines, ratios = weight_broadcast.summary(found)
     assert lines[2] == (
         "| ours, idle | 200.0 | 5.00 (5.00-5.00) | 0.60 | 6.40 (6.40-6.40) | 0.62 "
-        "| 10.0 (10.0-10.0) | 0.40 | 12.0 (12.0-12.0) | 2.4 |"
+        "| 10.0 (10.0-10.0) | 0.40 | 12.0 (12.0-12.0) | 2.4 | 11.0 (11.0-11.0) |"
     )
     # On the device; what the host times is compared with what the host times.
     assert ratios["ours, idle: wire of raw"] == pytest.approx(0.6)
@@ -127,7 +132,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     assert ratios["ours, idle: receive of raw"] == pytest.approx(0.625)
     assert lines[-1] == (
         "| one buffer (limit) | 333.3 | 3.00 (3.00-4.00) | 1.00 | 4.00 (4.00-5.00) | 1.00 "
-        "| 4.0 (4.0-5.0) | 1.00 |  |  |"
+        "| 4.0 (4.0-5.0) | 1.00 |  |  |  |"
     )
 
 

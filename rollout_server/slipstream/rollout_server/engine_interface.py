@@ -168,7 +168,8 @@ class LoadedWeights:
     runs from the first broadcast's start on the worker that joined last to the end of the last
     broadcast; 0 where it cannot be timed. `already_resumed`: nothing ran, and the engine has
     taken the new version already; `resume` takes no time. `takes_deltas`: the next update may
-    carry only what changed.
+    carry only what changed. `began_s`: when, on the monotonic clock, the last step under way had
+    ended and the copies began; 0 where it is not known. `staged`: the weights had arrived before.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -179,9 +180,11 @@ class LoadedWeights:
     wire_s: float = 0.0
     already_resumed: bool = False
     takes_deltas: bool = False
+    began_s: float = 0.0
+    staged: bool = False
 
-    def stages(self, *, prepare_s: float) -> fleet_pb2.PublishStages:
-        """Returns the times for the controller, with the seconds before the first bucket."""
+    def stages(self, prepare_s: float, paused_at_s: float | None) -> fleet_pb2.PublishStages:
+        """Returns the stages of the publish; `paused_at_s`: when requests began to wait, if any."""
         return fleet_pb2.PublishStages(
             prepare_s=prepare_s,
             pause_s=self.pause_s,
@@ -190,6 +193,8 @@ class LoadedWeights:
             copied=self.by_plan,
             wire_s=self.wire_s,
             takes_deltas=self.takes_deltas,
+            staged=self.staged,
+            steps_s=max(0.0, self.began_s - paused_at_s) if paused_at_s else 0.0,
         )
 
 

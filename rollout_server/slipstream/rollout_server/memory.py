@@ -16,6 +16,10 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
+# What the processes of a container use, cgroup v2.
+_CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
+_CONTAINER_STAT = Path("/sys/fs/cgroup/memory.stat")
+
 
 def available_bytes() -> int:
     """Returns the memory of this machine, or the limit of its container if that is lower."""
@@ -25,6 +29,18 @@ def available_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):
             found.append(int(path.read_text()))
     return min(found)
+
+
+def free_bytes() -> tuple[int, int]:
+    """Returns the main memory that is free, and all that there is, here or in the container."""
+    machine, total = psutil.virtual_memory(), available_bytes()
+    found = [int(machine.available)]
+    # The cache of files is given back when memory is short.
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        stat = dict(line.split() for line in _CONTAINER_STAT.read_text().splitlines())
+        used = int(_CONTAINER_USE.read_text()) - int(stat["inactive_file"])
+        found.append(total - used)
+    return max(0, min(found)), total
 
 
 class ProcessMemory:

@@ -167,7 +167,7 @@ class WeightOrders:
             return
         publish.move(PublishEvent.LOADED)
         publish.digests = list(loaded.bucket_digests)
-        publish.stages = loaded.stages(prepare_s=prepared_s - begun_s)
+        publish.stages = loaded.stages(prepared_s - begun_s, self._paused_at_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
@@ -290,8 +290,7 @@ class WeightOrders:
         begun_s = time.monotonic()
         await self._engine.resume(version)
         now_s = time.monotonic()
-        stages.resume_s, stages.served_at = now_s - begun_s, now_s
-        self.version = version
+        stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
         paused_s = 0.0
         if self._paused_at_s is not None:
             paused_s = now_s - self._paused_at_s

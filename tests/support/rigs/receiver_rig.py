@@ -60,6 +60,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-6-layers": ("Qwen3Config", WIDE | {"num_hidden_layers": 6}),
     "qwen3-0.6b": ("Qwen3Config", WIDE | {"num_hidden_layers": 28}),
 }
+STAGES: dict[str, str | bool] = {"auto": "auto", "on": True, "off": False}
 SEQUENCES = [[1, 4, 9, 13, 22, 30, 5], [1, 7, 7, 8], [2 + n % 90 for n in range(80)]]
 
 
@@ -124,7 +125,7 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
-            "weights": {"stage_on_server": options.stage, "delta": options.delta},
+            "weights": {"stage_on_server": STAGES[options.stage], "delta": options.delta},
             "rollout_server": {
                 "max_episodes": 256,
                 "threads": 1,
@@ -186,6 +187,7 @@ class Rig:
         elif base is not None:
             order.delta.CopyFrom(sender.delta(layout, self.weights[base], weights))
             changes["base"] = self.weights[base]
+        is_busy = self.engine.use().open_requests > 0
         clock = [time.perf_counter()]
         sending = asyncio.create_task(
             asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets, **changes)
@@ -205,6 +207,8 @@ class Rig:
             "publish",
             weights=label,
             by_plan=loaded.by_plan,
+            staged=loaded.staged,
+            is_busy=is_busy,
             takes_deltas=loaded.takes_deltas,
             digests_agree=list(loaded.bucket_digests) == sent,
             buckets=len(loaded.bucket_digests),
@@ -258,7 +262,7 @@ async def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
-    parser.add_argument("--stage", action="store_true", help="receive beside the live weights")
+    parser.add_argument("--stage", choices=STAGES, default="auto", help="weights.stage_on_server")
     parser.add_argument("--delta", default="off", help="weights.delta")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")

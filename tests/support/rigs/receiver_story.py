@@ -40,10 +40,12 @@ def judge(
     report: dict[str, list[dict[str, Any]]],
     *,
     takes_deltas: bool = True,
+    stages_all: bool = False,
     score_rounding: float = 0.0,
 ) -> None:
     """What holds for a model that a plan covers, over any transport.
 
+    `stages_all`: weights arrive beside those that serve in every update that a plan copies.
     `score_rounding`: difference of two scores of the same weights, which may be computed in other
     steps.
     """
@@ -54,6 +56,9 @@ def judge(
     # Over gloo three more come before the other layout: of changes, whole, of changes.
     assert loader == ([0, 9] if "deltas" in report else [0, 6])
     assert all(publish["takes_deltas"] == takes_deltas for publish in publishes)
+    # What comes while nothing runs is staged only if every update is.
+    idle = [publish for publish in publishes if not publish["is_busy"]]
+    assert all(publish["staged"] == (stages_all and publish["by_plan"]) for publish in idle)
     for deltas in report.get("deltas", ()):
         assert deltas["equal"]
         assert deltas["equal_again"]

@@ -258,3 +258,19 @@ async def test_an_engine_with_weights_that_may_not_be_used_is_not_woken() -> Non
         rig.order(wake=fleet_pb2.Wake())
         await rig.end()
         assert rig.engine.resumed == 0
+
+
+@pytest.mark.parametrize(
+    ("began_s", "paused_at_s", "steps_s"),
+    # The last two: after vLLM's loader, and on a server that never served.
+    [(12.5, 12.0, 0.5), (12.5, 13.0, 0.0), (0.0, 12.0, 0.0), (12.5, None, 0.0)],
+)
+def test_steps_under_way_are_a_part_of_the_pause(
+    began_s: float, paused_at_s: float | None, steps_s: float
+) -> None:
+    loaded = LoadedWeights(
+        (), by_plan=True, pause_s=1.0, receive_s=0.0, load_s=0.25, began_s=began_s, staged=True
+    )
+    stages = loaded.stages(0.125, paused_at_s)
+    assert (stages.prepare_s, stages.load_s, stages.staged) == (0.125, 0.25, True)
+    assert stages.steps_s == steps_s

@@ -50,7 +50,7 @@ from slipstream.protocol.settings.sections import (
     SecuritySection,
 )
 from slipstream.protocol.settings.storage_rules import storage_problems
-from slipstream.protocol.settings.weights_section import WeightsSection
+from slipstream.protocol.settings.weights_section import StageSetting, WeightsSection
 
 __all__ = [
     "AlgorithmSection",
@@ -119,6 +119,12 @@ class Config(Section):
             return 0.5
         rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
         return 0.16 if rounds else 1e-3
+
+    @property
+    def staging(self) -> StageSetting:
+        """`weights.stage_on_server`, but for "auto" of engines that give their memory back."""
+        stage = self.weights.stage_on_server
+        return False if stage == "auto" and self.controller.turns == "sleep" else stage
 
     @property
     def max_trajectory_bytes(self) -> int:

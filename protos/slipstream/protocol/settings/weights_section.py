@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from slipstream.protocol.settings.section import Host, Positive, Section, Silence
 
 DeltaSetting = Literal["off", "gpu", "host"]
+StageSetting = Literal["auto"] | bool
 
 
 def _check_storage(url: str) -> str:
@@ -37,9 +38,10 @@ class WeightsSection(Section):
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     # Size at which a bucket is closed; the size of the largest tensor, if that is more.
     bucket_mib: Positive = 64
-    # Engines receive new weights into separate memory and pause for the copy alone: pauses are
-    # shorter, and the server needs more memory, as much as the weights take on the wire.
-    stage_on_server: bool = False
+    # Engines receive new weights beside those that serve, and requests wait for the copies alone.
+    # It takes as much memory as the weights on the wire, on a GPU out of `gpu_memory_utilization`.
+    # auto: while requests run, where there is room; on a GPU for up to a sixth of that share.
+    stage_on_server: StageSetting = "auto"
     # Send only the elements that changed since the last publish, bucket by bucket where that is at
     # most half as long. The trainer keeps the published weights for it, gpu: beside its own
     # weights, with an eighth more; host: in main memory, which takes longer. An engine's worker

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.weights_section import StageSetting
 from slipstream.protocol.types import LogprobArray, PolicyVersion
 from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.engine_interface import (
@@ -65,19 +66,18 @@ class VllmEngine:
         processes: list[psutil.Process],
         line: DirectLine,
         *,
-        stage: bool,
+        stage: StageSetting,
         recompute_context: bool = True,
         answer_limit_s: float = ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        self._llm = llm
+        self._llm, self._processes = llm, processes
         self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
-        self._processes = processes
         self._silence_limit_s = silence_limit_s
         self._counter = TokenCounter.among(llm.logger_manager.stat_loggers)
         self._clock = UseClock()
         self._pauses = EnginePause(
-            llm, answer_limit_s=answer_limit_s, recompute_context=recompute_context
+            llm, line, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
         self._workers = workers = WorkerCalls(llm, line)
         self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
@@ -103,13 +103,8 @@ class VllmEngine:
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        engine = cls(
-            llm,
-            started,
-            line,
-            stage=config.weights.stage_on_server,
-            recompute_context=config.rollout_server.recompute_context,
-        )
+        recomputes = config.rollout_server.recompute_context
+        engine = cls(llm, started, line, stage=config.staging, recompute_context=recomputes)
         line.listen()
         await engine.pause()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
@@ -240,7 +235,7 @@ class VllmEngine:
     ) -> None:
         """See `Engine`."""
         await self._pauses.wake_weights()
-        await self._updates.prepare(order, layout, first_rank)
+        await self._updates.prepare(order, layout, first_rank, is_busy=bool(self._open))
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """See `Engine`."""
@@ -274,6 +269,7 @@ class VllmEngine:
         watchdog = EngineWatchdog(self._silence_limit_s)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
+            self._pauses.check()
             waiting = 0 if self._pauses.is_paused else len(self._open)
             watchdog.check(heard_s=self._counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")

@@ -13,6 +13,7 @@ from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, s
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.drafting_scheduler import draft_values
 from slipstream.rollout_server.inference.passed_table import table_problems
+from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
 from slipstream.rollout_server.inference.vision_values import vision_values
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
@@ -53,6 +54,13 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     return settings
 
 
+def _memory_share(config: Config) -> float:
+    if current_platform.is_cpu():
+        return config.rollout_server.gpu_memory_utilization
+    # It asks the driver: a process with a CUDA context could not fork the engine.
+    return vllm_share(config, wire_bytes(config), current_platform.get_device_total_memory())
+
+
 def check_precision(quantization: str, *, on_cpu: bool) -> None:
     """Raises ConfigError when this machine does not compute with `quantization`."""
     start = f"rollout_server.quantization = {quantization!r} needs a GPU"
@@ -88,7 +96,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "distributed_executor_backend": (
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "gpu_memory_utilization": _memory_share(config),
         "enforce_eager": settings.is_eager(on_cpu=on_cpu),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "quantization": None if settings.quantization == "off" else settings.quantization,

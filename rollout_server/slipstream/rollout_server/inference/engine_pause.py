@@ -1,17 +1,19 @@
 """The pauses of vLLM's engine, and the requests that are held meanwhile.
 
-Consumes: orders to pause and to resume. Waits for: the engine's answers; held requests wait to be
-let in. Unblocked by: the answers, or their limit, after which the engine counts as hung. A held
-request is unblocked by `resume`, `pause` or `release`.
+Consumes: orders to pause and to resume. Waits for: the engine's answers or marks; held requests
+wait to be let in. Unblocked by: these, or the limit of an answer, after which the engine counts as
+hung. A held request is unblocked by `resume`, `pause` or `release`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
+from typing import Any
 
 from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.weights.direct_line import DirectLine
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -30,10 +32,19 @@ class EnginePause:
     """
 
     def __init__(
-        self, llm: AsyncLLM, *, answer_limit_s: float, recompute_context: bool = True
+        self,
+        llm: AsyncLLM,
+        line: DirectLine,
+        *,
+        answer_limit_s: float,
+        recompute_context: bool = True,
     ) -> None:
         """`recompute_context`: see the setting of `rollout_server`."""
-        self._llm, self._answer_limit_s = llm, answer_limit_s
+        self._llm, self._line, self._answer_limit_s = llm, line, answer_limit_s
+        # Orders that the engine has marked as carried out, before vLLM's answers.
+        self._late: list[asyncio.Task[None]] = []
+        # The number of orders to resume; the engine's scheduler counts them too.
+        self._num_resumes = 0
         self._recompute = recompute_context
         # The version of the newest `resume`.
         self.version: PolicyVersion | None = None
@@ -68,34 +79,44 @@ class EnginePause:
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
         if self._ahead != version:
-            await self._call(asyncio.gather(*self._resuming(version)))
+            resuming = asyncio.gather(*self._resuming(version))
+            await self._sooner(f"resumed {self._num_resumes}", self._call(resuming))
         self.version, self.is_paused, self._gave_back = version, False, False
         self._let_all_in()
 
-    async def pause_for_update(self, update_limit_s: float) -> None:
+    async def pause_for_update(self, update_limit_s: float, mark: str = "") -> None:
         """Pauses all requests; forgets their context if the new weights are to compute it anew.
 
         `update_limit_s`: the limit of an update that is ordered at the same time, since the engine
-        may carry that out first.
+        may carry that out first. The workers tell `mark` when the pause is complete; the engine may
+        still forget contexts then, but does so before it takes another order.
         """
         if not self._recompute:
             # Later requests belong to the new weights and must not get the salt of the old ones.
             self._lets_in = False
-        await self._pause(update_limit_s, clear_cache=self._recompute)
+        await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
 
-    async def _pause(self, update_limit_s: float, *, clear_cache: bool) -> None:
+    def check(self) -> None:
+        """Raises what vLLM answered late to an order that was marked as carried out."""
+        for task in [task for task in self._late if task.done()]:
+            self._late.remove(task)
+            task.result()
+
+    async def _pause(self, update_limit_s: float, *, clear_cache: bool, mark: str = "") -> None:
+        await self._settled()
         # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry
         # the version that the engine process stamped on them.
         self._ahead, self.is_paused = None, True
         core = self._llm.engine_core
         pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        await self._call(pausing, update_limit_s)
+        await self._sooner(mark, self._call(pausing, update_limit_s))
 
     async def rest(self, *, give_back: bool) -> None:
         """See `Engine`; requests that come meanwhile wait in the engine."""
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return
+        await self._settled()
         self._ahead, self.is_paused, self._gave_back = None, True, True
         await self._call(self._llm.engine_core.sleep_async(1, "keep"))
 
@@ -144,11 +165,32 @@ class EnginePause:
 
         Await both at once.
         """
+        self._num_resumes += 1
         stamping = self._llm.update_weight_version(_stamp(version))
         if self._gave_back:
             # Resumes as soon as all memory is there.
             return stamping, self._llm.engine_core.wake_up_async(None)
         return stamping, self._llm.resume_generation()
+
+    async def _settled(self) -> None:
+        """Waits for answers that are late."""
+        await asyncio.gather(*self._late)
+        self._late.clear()
+
+    async def _sooner(self, mark: str, answer: Coroutine[Any, Any, None]) -> None:
+        """Waits for vLLM's answer, or for the engine's mark, after which the answer may be late."""
+        # Tasks begin in turn, so the engine still gets an order to pause before the update.
+        task = asyncio.create_task(answer)
+        with self._line.marked(mark) as marked:
+            try:
+                await asyncio.wait((task, marked), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+        if task.done():
+            task.result()
+        else:
+            self._late.append(task)
 
     async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
         limit_s = self._answer_limit_s + update_limit_s

@@ -28,12 +28,14 @@ class Incoming:
 
     `own_buffers`: every bucket gets memory that is never written again. Otherwise a bucket is valid
     until the next one is asked for. `digested`: False for payloads, which have no digests.
+    `memory`: the memory of each bucket; otherwise the receiver allocates what it needs.
     """
 
     buckets: tuple[Bucket, ...]
     bucket_deadline_s: float
     own_buffers: bool
     digested: bool = True
+    memory: Sequence[torch.Tensor] = ()
 
 
 class BucketReceiver(Protocol):

@@ -22,14 +22,23 @@ class Copying:
     """Copies one update: `begin`, which may be left out, then `finish`."""
 
     def __init__(
-        self, take: Take, receiver: BucketReceiver, incoming: Incoming, staging: Staging | None
+        self,
+        take: Take,
+        receiver: BucketReceiver,
+        incoming: Incoming,
+        staging: Staging | None,
+        *,
+        device: torch.device,
     ) -> None:
         """`staging`: holds all buckets already; None: they come from `receiver`."""
+        self._device = device
         self._take, self._receiver, self._incoming = take, receiver, incoming
         self._staging = staging
         self._started_s: float | None = None
         # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
         self.receive_s = 0.0
+        # Marks on the device: behind the steps under way, and behind the copies.
+        self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """Makes copies that wait for nothing; WeightSyncError as in `BucketReceiver.receive`."""
@@ -41,10 +50,23 @@ class Copying:
         if self._started_s is None:
             self._copy()
         if self._staging is not None:
+            self._mark()
             return self._staging.digests
         digests = self._receiver.digests()
         self.receive_s = self.seconds()
+        self._mark()
         return digests
+
+    def began_s(self) -> float:
+        """Returns when the device came to the copies, on the monotonic clock.
+
+        Call it when `finish` has returned and the device has just ended its work.
+        """
+        assert self._started_s is not None
+        if not self._marks:
+            return self._started_s
+        first, last = self._marks
+        return time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
 
     def seconds(self) -> float:
         """Returns the seconds since the first copy began."""
@@ -53,7 +75,14 @@ class Copying:
 
     def _copy(self) -> None:
         self._started_s = time.perf_counter()
+        self._mark()
         staging = self._staging
         arriving = self._receiver.receive(self._incoming) if staging is None else staging.buffers
         for place, buffer in enumerate(arriving):
             self._take(place, buffer)
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark.record(torch.cuda.current_stream(self._device))
+            self._marks.append(mark)

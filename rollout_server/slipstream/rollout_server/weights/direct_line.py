@@ -7,7 +7,10 @@ processes are forked from the server's, and each worker inherits one end of a pa
 All calls but one go through vLLM, and their answers come both ways. The exception begins an update
 of an engine in which nothing runs: a thread of the worker reads this call from the line.
 
-Consumes: calls to all workers. Produces: their answers, from the way that is faster.
+The engine also tells marks: that a pause is complete, and that it takes steps again. vLLM says so
+too, behind the outputs of the last step, which take milliseconds with hundreds of requests.
+
+Consumes: calls to all workers, marks. Produces: their answers, from the way that is faster.
 Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the end of the line.
 """
 
@@ -31,6 +34,18 @@ _MAX_BYTES = 1 << 20
 _inherited: list[socket.socket] = []
 
 
+def tell(mark: str) -> None:
+    """Tells the server a mark, for all workers at once; without a line it does nothing."""
+    for theirs in _inherited:
+        _send(theirs, [mark, None])
+
+
+def _send(line: socket.socket, message: list[Any]) -> None:
+    # The message is too long, or the server has closed the line: vLLM carries it too.
+    with contextlib.suppress(OSError):
+        line.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+
+
 class WorkerEnd:
     """The worker's end of the line, in the process of `rank`; without a line it does nothing."""
 
@@ -41,9 +56,12 @@ class WorkerEnd:
     def answer(self, call: int, answer: dict[str, Any]) -> None:
         """Sends the answer to the server, if the line can take it."""
         if self._socket is not None:
-            # The answer is too long, or the server has closed the line: vLLM carries it too.
-            with contextlib.suppress(OSError):
-                self._socket.send(json.dumps([call, answer]).encode(), socket.MSG_DONTWAIT)
+            _send(self._socket, [call, answer])
+
+    def tell(self, mark: str) -> None:
+        """Tells the server a mark, for this worker."""
+        if self._socket is not None:
+            _send(self._socket, [mark, None])
 
     def serve(self, begin: Callable[[int], object]) -> None:
         """Starts a thread that calls `begin` with the number of each call on the line."""
@@ -80,8 +98,9 @@ class DirectLine:
         for ours in self._sockets:
             ours.setblocking(False)
         self._num_calls = 0
-        # The answers so far and the future of all answers, by the number of each call under way.
-        self._heard: dict[int, tuple[list[Any], asyncio.Future[list[Any]]]] = {}
+        # The answers so far and the future of all answers, by the number of each call under way, or
+        # by the mark.
+        self._heard: dict[int | str, tuple[list[Any], asyncio.Future[list[Any]]]] = {}
         # Whether all workers have answered here.
         self.is_up = False
         # The future of the newest call that went through the line alone.
@@ -121,6 +140,16 @@ class DirectLine:
                 raise EngineDied(f"the line to a worker of the engine: {error}") from error
             return await found
 
+    @contextlib.contextmanager
+    def marked(self, mark: str) -> Iterator[asyncio.Future[list[Any]]]:
+        """Gives a future that is done when all workers have told `mark` inside the context."""
+        found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._heard[mark] = [], found
+        try:
+            yield found
+        finally:
+            del self._heard[mark]
+
     def close(self) -> None:
         """Closes the line: no further answer is received through it."""
         self.is_up = False
@@ -147,7 +176,8 @@ class DirectLine:
                 answers, found = self._heard.get(number, ([], None))
                 answers.append(answer)
                 if found is not None and len(answers) == len(self._sockets) and not found.done():
-                    self.is_up = True
+                    # Marks come before the workers listen.
+                    self.is_up |= isinstance(number, int)
                     found.set_result(answers)
             # Every process that held the other end is gone; callers through vLLM learn it there.
             self.close()

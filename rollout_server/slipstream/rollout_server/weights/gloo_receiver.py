@@ -39,7 +39,7 @@ class HostReceiver:
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketReceiver`; the tensors lie in main memory."""
+        """See `BucketReceiver`; the tensors lie in main memory, or in `incoming.memory`."""
         digests = self._digests = open_digests(
             incoming.buckets, torch.device("cpu"), digested=incoming.digested
         )
@@ -49,7 +49,7 @@ class HostReceiver:
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._take(bucket, buffer, incoming.bucket_deadline_s)
             digests.add(place, buffer.data_ptr(), 0)
-            yield buffer
+            yield incoming.memory[place].copy_(buffer) if incoming.memory else buffer
 
     def digests(self) -> list[bytes]:
         """See `BucketReceiver`."""

@@ -85,7 +85,8 @@ class IpcReceiver:
             self._link.wait_filled(self._number, incoming.bucket_deadline_s)
             if incoming.own_buffers:
                 with self._copying:
-                    data = self._place(place, bucket).clone()
+                    data = self._place(place, bucket)
+                    data = incoming.memory[place].copy_(data) if incoming.memory else data.clone()
                     digests.add(place, data.data_ptr(), self._handle)
                     self._wait_done(incoming.bucket_deadline_s)
             else:

@@ -89,7 +89,10 @@ class NcclReceiver:
         # The first buckets need not wait for the engine's steps under way; only their copies wait.
         def enqueue(place: int) -> None:
             if incoming.own_buffers:
-                rooms[place] = self._room(buckets[place].num_bytes)
+                if incoming.memory:
+                    rooms[place] = incoming.memory[place]
+                else:
+                    rooms[place] = self._room(buckets[place].num_bytes)
                 self._stream.wait_stream(consumer)
             self._group.broadcast(
                 rooms[place].data_ptr(),

@@ -9,19 +9,30 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.rollout_server.memory import free_bytes
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
+
+# Parts of a device's memory that staged weights leave free: for what others allocate meanwhile.
+_LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
+_ALIGNMENT_BYTES = 512
 
 
 class Staging:
-    """Receives one update after another, each on a thread: `begin`, `is_done`, `clear`."""
+    """Receives one update after another, each on a thread: `begin`, `is_done`, `clear`.
+
+    Its memory grows to the largest update and is kept for the next one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._memory: torch.Tensor | None = None
         # The engine computes on the default stream, which must not wait for a bucket. All updates
         # share this stream: torch's allocator gives a stream's memory to no other stream.
         self._stream = (
@@ -36,6 +47,11 @@ class Staging:
     def is_begun(self) -> bool:
         """Whether an update is on its way or has arrived."""
         return self._thread is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that is kept."""
+        return 0 if self._memory is None else self._memory.numel()
 
     def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
         """Receives an update, each bucket into memory of its own."""
@@ -56,6 +72,9 @@ class Staging:
 
     def clear(self) -> None:
         """Forgets the update; the thread of one that is still on its way ends by its deadlines."""
+        if self._thread is not None and self._thread.is_alive():
+            # That thread may still write there.
+            self._memory = None
         self._thread, self.buffers = None, ()
 
     def _receive(self, receiver: BucketReceiver, incoming: Incoming) -> None:
@@ -64,7 +83,8 @@ class Staging:
         failure: Exception | None = None
         try:
             with self._own_stream():
-                buffers += receiver.receive(incoming)
+                memory = self._rooms([bucket.num_bytes for bucket in incoming.buckets])
+                buffers += receiver.receive(replace(incoming, memory=memory))
                 # Waits for the device: afterwards any stream may read the buffers.
                 digests += receiver.digests()
         except Exception as error:  # noqa: BLE001 - raised by `is_done`, in the worker's thread
@@ -73,8 +93,33 @@ class Staging:
         if self._thread is threading.current_thread():
             self.buffers, self.digests, self._error = buffers, digests, failure
 
+    def _rooms(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Returns memory of each size, all in one piece."""
+        padded = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+        *starts, total = accumulate(padded, initial=0)
+        memory = self._memory
+        if memory is None or memory.numel() < total:
+            # The old piece goes first.
+            memory = self._memory = None
+            memory = torch.empty(total, dtype=torch.uint8, device=self._device)
+            if self._thread is threading.current_thread():
+                self._memory = memory
+        return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
     def _own_stream(self) -> contextlib.AbstractContextManager[object]:
         if self._stream is None:
             return contextlib.nullcontext()
         torch.cuda.set_device(self._device)
         return torch.cuda.stream(self._stream)
+
+
+def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
+    """Returns the bytes that one worker may use to stage, with `held_bytes` that it uses already.
+
+    On a CPU the workers of an engine share main memory.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free + held_bytes - _LEFT_ON_GPU * total)
+    free, total = free_bytes()
+    return int((free - _LEFT_ON_CPU * total) / num_workers) + held_bytes

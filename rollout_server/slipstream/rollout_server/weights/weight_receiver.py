@@ -29,7 +29,7 @@ from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
 from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.staging import Staging
+from slipstream.rollout_server.weights.staging import Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.distributed.weight_transfer.base import (
@@ -176,13 +176,18 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
 
+    def room(self) -> int:
+        """Returns the bytes that an update may take beside the live weights."""
+        held_bytes = 0 if self._staging is None else self._staging.held_bytes
+        return room(self.device, held_bytes, self.parallel_config.world_size)
+
     def begin_copies(self) -> None:
         """Begins to copy an update, without waiting; `copy_weights` does the rest."""
         receiver, incoming = self._receiver, self._incoming
         if receiver is None or incoming is None or not self.can_copy:
             raise WeightSyncError("no update was announced")
         staging = self._staging if self._stages else None
-        self._copying = Copying(self._take, receiver, incoming, staging)
+        self._copying = Copying(self._take, receiver, incoming, staging, device=self.device)
         with self._leaving_on_errors():
             self._copying.begin()
 
@@ -205,11 +210,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             receive_s=copying.receive_s,
             load_s=copying.seconds() - copying.receive_s,
             wire_s=receiver.take_wire().seconds,
+            began_s=copying.began_s(),
         )
         if self._staging is not None:
-            # The replay's views would keep the staged memory alive.
-            if self._replay is not None:
-                self._replay.forget_buffers()
             self._staging.clear()
 
     def start_weight_update(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.settings.weights_section import StageSetting
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.deltas import content_name
@@ -33,8 +34,8 @@ Result = TypeVar("Result")
 # Calls a method of all workers (`WorkerCalls.call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Pauses all requests between two tokens (`EnginePause.pause_for_update`); EngineDied. The seconds
-# are added to its limit where an update may come first.
-Pause = Callable[[float], Awaitable[None]]
+# are added to its limit where an update may come first; the workers tell the mark, if any.
+Pause = Callable[[float, str], Awaitable[None]]
 # Gives an idle engine its new version (`EnginePause.resume_idle`); EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
@@ -53,6 +54,8 @@ class LoadResult:
     receive_s: float
     load_s: float
     wire_s: float
+    # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
+    began_s: float = 0.0
     # What the worker's parameters hold of each bucket (`LiveBase.read`), where this was a delta or
     # proved that the next update may be a delta.
     shares: list[Share] = field(default_factory=list)
@@ -64,8 +67,10 @@ class _Announced:
     version: PolicyVersion
     limit_s: float
     # The communicator and the bucket deadline: workers keep what they prepared while these last.
-    # None if they keep nothing: the sizes of a delta's buckets are never the same again.
+    # None if they keep nothing: the sizes of a delta's buckets are never the same again, and staged
+    # buckets arrive elsewhere.
     terms: tuple[str, float] | None
+    staged: bool
 
 
 class WeightUpdate:
@@ -76,19 +81,23 @@ class WeightUpdate:
     loaded = await updates.receive(order.publish_id)  # now the engine is paused: resume it
     """
 
-    def __init__(self, call_all: CallAll, pause: Pause, *, stage: bool) -> None:
-        """`stage`: workers receive beside the weights that still serve."""
+    def __init__(self, call_all: CallAll, pause: Pause, *, stage: StageSetting) -> None:
+        """`stage`: the setting `weights.stage_on_server`."""
         self._call_all, self._pause, self._stage = call_all, pause, stage
         # A worker that stages receives the buckets in `prepare`; a worker that loads receives them
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan
         # in all workers.
         self._all_have_plan = False
+        # Whether all workers have room to stage; None: unknown. Once used, they keep it.
+        self._has_room: bool | None = None
+        # What the log said of it last.
+        self._told_room: bool | None = None
         self._announced: _Announced | None = None
         # The terms of the last update, if all workers copied it by plan: they still have its
         # membership, memory and views. None: the next `prepare` tells them everything anew.
         self._ready_for: tuple[str, float] | None = None
-        # The layout of the last update, which hardly ever changes, and its number of buckets.
-        self._layout, self._num_buckets = b"", 0
+        # The layout of the last update, which hardly ever changes, its number of buckets and bytes.
+        self._layout, self._num_buckets, self._num_bytes = b"", 0, 0
         self._are_adapters_alone = False
         # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
@@ -97,12 +106,18 @@ class WeightUpdate:
         self._adds_up, self._held = False, b""
 
     async def prepare(
-        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+        self,
+        order: weights_pb2.PublishOrder,
+        layout: weights_pb2.WeightLayout,
+        first_rank: int,
+        *,
+        is_busy: bool = True,
     ) -> None:
         """Prepares membership, memory and views of an update; generation continues meanwhile.
 
         An empty `layout` stands for that of the update before. An update like the one before needs
-        no call to the workers, which would delay the engine's steps.
+        no call to the workers, which would delay the engine's steps, unless it is staged: then all
+        buckets arrive here. `is_busy`: requests run, for whose sake updates are staged.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
@@ -114,23 +129,18 @@ class WeightUpdate:
         terms = (order.communicator.communicator_id, order.bucket_deadline_s)
         is_known = described == self._layout and not order.new_communicator
         is_known &= not order.delta.base
-        if not is_known or terms != self._ready_for:
+        if described != self._layout:
+            await self._learn(layout, described)
+        stage = await self._chooses_staging(is_busy=is_busy)
+        if stage or not is_known or terms != self._ready_for:
             self._ready_for = None
-            if described != self._layout:
-                # A model of many experts has tens of thousands of tensors.
-                buckets = await asyncio.to_thread(layout_from_pb, layout)
-                self._layout, self._num_buckets = described, len(buckets)
-                self._are_adapters_alone = not layout.tensors
-                if layout.tensors and described != self._weights_layout:
-                    self._weights_layout, self._all_have_plan = described, False
-                    self._adds_up = False
-            stage = self._stage and (self._all_have_plan or self._are_adapters_alone)
             announcement = (order.SerializeToString(), described, first_rank, stage)
             limit_s = order.join_deadline_s + self._limit_s(order)
             await _within(limit_s, self._get_ready(announcement))
         version = version_from_pb(order.version)
-        kept = None if order.delta.base else terms
-        self._announced = _Announced(order.publish_id, version, self._limit_s(order), kept)
+        kept = None if order.delta.base or stage else terms
+        limit_s = self._limit_s(order)
+        self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
 
     async def receive(
         self, publish_id: str, resume_idle: ResumeIdle | None = None
@@ -145,6 +155,7 @@ class WeightUpdate:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
         # Reset first: a failure leaves the workers in different states.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
+        has_room, self._has_room = self._has_room, None
         self._held = b""
         already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
@@ -165,9 +176,10 @@ class WeightUpdate:
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
             # is told to pause begins no other step.
+            mark = f"paused for {publish_id}"
             pause_s, results = await asyncio.gather(
-                self._paused(announced.limit_s),
-                self._carry_out("slipstream_receive", announced.limit_s),
+                self._paused(announced.limit_s, mark),
+                self._carry_out("slipstream_receive", announced.limit_s, mark),
             )
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
@@ -178,8 +190,8 @@ class WeightUpdate:
         if self._adds_up and self._all_have_plan and not self._are_adapters_alone:
             self._held = content_name(digests)
         all_by_plan = all(result["by_plan"] for result in results)
-        if all_by_plan and not self._stage:
-            self._ready_for = announced.terms
+        if all_by_plan:
+            self._ready_for, self._has_room = announced.terms, has_room
         return LoadedWeights(
             bucket_digests=tuple(digests),
             by_plan=all_by_plan,
@@ -190,7 +202,36 @@ class WeightUpdate:
             wire_s=min(result["wire_s"] for result in results),
             already_resumed=already_resumed,
             takes_deltas=bool(self._held),
+            began_s=min(result["began_s"] for result in results),
+            staged=announced.staged,
         )
+
+    async def _learn(self, layout: weights_pb2.WeightLayout, described: bytes) -> None:
+        # A model of many experts has tens of thousands of tensors.
+        buckets = await asyncio.to_thread(layout_from_pb, layout)
+        self._layout, self._num_buckets, self._has_room = described, len(buckets), None
+        self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        self._are_adapters_alone = not layout.tensors
+        if layout.tensors and described != self._weights_layout:
+            self._weights_layout, self._all_have_plan = described, False
+            self._adds_up = False
+
+    async def _chooses_staging(self, *, is_busy: bool) -> bool:
+        """Returns whether an update is staged: by all workers or by none."""
+        if self._stage != "auto" or not (self._all_have_plan or self._are_adapters_alone):
+            return self._stage is True and (self._all_have_plan or self._are_adapters_alone)
+        if is_busy and self._has_room is None:
+            rooms = await _within(_LOAD_LIMIT_S, self._answers("slipstream_room", ()))
+            self._has_room = min(rooms) >= self._num_bytes
+            if self._has_room is not self._told_room:
+                self._told_room = self._has_room
+                log.info(
+                    "new weights arrive %s: they take %.2f GB, there is room for %.2f GB",
+                    "beside those that serve" if self._has_room else "while requests wait",
+                    self._num_bytes / 1e9,
+                    max(0, min(rooms)) / 1e9,
+                )
+        return is_busy and bool(self._has_room)
 
     def _digests_of(self, results: Sequence[Any]) -> list[bytes]:
         """Returns the digests of all buckets; WeightSyncError when workers got different bytes."""
@@ -206,14 +247,14 @@ class WeightUpdate:
                 log.info("every update is sent whole: the workers' shares do not add up")
         return received or whole
 
-    async def _paused(self, update_limit_s: float) -> float:
+    async def _paused(self, update_limit_s: float, mark: str = "") -> float:
         """Pauses the engine; returns the seconds until it was paused."""
         begun_s = time.monotonic()
-        await self._pause(update_limit_s)
+        await self._pause(update_limit_s, mark)
         return time.monotonic() - begun_s
 
-    async def _carry_out(self, method: str, limit_s: float) -> list[Any]:
-        return await _within(limit_s, self._answers(method, ()))
+    async def _carry_out(self, method: str, limit_s: float, *arguments: str) -> list[Any]:
+        return await _within(limit_s, self._answers(method, arguments))
 
     def _limit_s(self, order: weights_pb2.PublishOrder) -> float:
         return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S

@@ -32,7 +32,9 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
+    synchronize_device: Callable[[], None]
     _line: WorkerEnd | None = None
+    _pausing = ""
 
     def slipstream_prepare(
         self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
@@ -64,6 +66,10 @@ class WorkerExtension:
         """Answers whether the announced update can be received now."""
         return self._answer(call, self.weight_transfer_engine.is_ready)
 
+    def slipstream_room(self, call: int) -> dict[str, Any]:
+        """Answers the bytes that an update may take beside the live weights."""
+        return self._answer(call, self.weight_transfer_engine.room)
+
     def slipstream_begin(self, call: int) -> dict[str, Any]:
         """Begins to copy the announced update, without waiting; `slipstream_receive` ends it.
 
@@ -72,10 +78,14 @@ class WorkerExtension:
         """
         return self._answer(call, self.weight_transfer_engine.begin_copies)
 
-    def slipstream_receive(self, call: int) -> dict[str, Any]:
-        """Receives and loads the announced update; answers the fields of a `LoadResult`."""
+    def slipstream_receive(self, call: int, pausing: str = "") -> dict[str, Any]:
+        """Receives and loads the announced update; answers the fields of a `LoadResult`.
+
+        `pausing`: the mark that the server is told when the pause under way is complete.
+        """
 
         def receive() -> dict[str, Any]:
+            self._tell_when_paused(pausing)
             engine = self.weight_transfer_engine
             if engine.can_copy:
                 engine.copy_weights()
@@ -90,6 +100,20 @@ class WorkerExtension:
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off, to show what it is for."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
+
+    def _tell_when_paused(self, mark: str) -> None:
+        """Tells `mark` whenever vLLM waits for the device: with that it completes a pause."""
+        self._pausing = mark
+        if "synchronize_device" in vars(self):
+            return
+        wait_for_device = self.synchronize_device
+
+        def wait_and_tell() -> None:
+            wait_for_device()
+            if self._line is not None and self._pausing:
+                self._line.tell(self._pausing)
+
+        self.synchronize_device = wait_and_tell
 
     def _answer(self, call: int, work: Callable[[], object]) -> dict[str, Any]:
         answer = _result(work)

@@ -13,6 +13,7 @@ from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.staging import Staging
 
+CPU = torch.device("cpu")
 INCOMING = Incoming(buckets=(), bucket_deadline_s=1.0, own_buffers=False)
 
 
@@ -53,7 +54,7 @@ def test_only_a_transport_that_enqueues_receives_in_the_first_call(
     def take(place: int, buffer: torch.Tensor) -> None:
         transport.seen.append(f"{place}: {buffer.numel()}")
 
-    copying = Copying(take, transport, INCOMING, None)
+    copying = Copying(take, transport, INCOMING, None, device=CPU)
     copying.begin()
     assert transport.seen == in_the_first
     assert copying.finish() == [b"one", b"two"]
@@ -62,12 +63,13 @@ def test_only_a_transport_that_enqueues_receives_in_the_first_call(
 
 
 def test_what_is_staged_is_copied_in_the_first_call() -> None:
-    transport, staging = TwoBuckets(enqueues=False), Staging(torch.device("cpu"))
+    transport, staging = TwoBuckets(enqueues=False), Staging(CPU)
     staging.begin(transport, INCOMING)
     while not staging.is_done():
         pass
     sizes: list[int] = []
-    copying = Copying(lambda _, buffer: sizes.append(buffer.numel()), transport, INCOMING, staging)
+    parts = (lambda _, buffer: sizes.append(buffer.numel()), transport, INCOMING, staging)
+    copying = Copying(*parts, device=CPU)
     copying.begin()
     assert sizes == [1, 2]
     assert copying.finish() == [b"one", b"two"]
@@ -79,4 +81,4 @@ def test_an_error_of_the_first_call_is_raised_by_it() -> None:
         raise WeightSyncError("the communicator is gone")
 
     with pytest.raises(WeightSyncError, match="is gone"):
-        Copying(take, TwoBuckets(enqueues=True), INCOMING, None).begin()
+        Copying(take, TwoBuckets(enqueues=True), INCOMING, None, device=CPU).begin()

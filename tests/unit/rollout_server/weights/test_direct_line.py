@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
+from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd, tell
 
 pytestmark = pytest.mark.process
 
@@ -201,3 +201,32 @@ async def test_what_was_begun_ends_with_the_engine(scene: Scene) -> None:
             await scene.line.begin()
     # The next update goes through vLLM, which knows what became of its engine.
     assert not scene.line.is_up
+
+
+def tell_marks(place: int, marks: list[str]) -> None:
+    for mark in marks:
+        WorkerEnd(place).tell(mark)
+
+
+@two_workers
+async def test_a_mark_counts_when_all_workers_have_told_it(scene: Scene) -> None:
+    with scene.line.marked("paused for p1") as paused, scene.line.marked("other") as other:
+        scene.fork(tell_marks, 0, ["paused for p1", "other"])
+        scene.fork(tell_marks, 1, ["paused for p1"])
+        scene.line.listen()
+        async with asyncio.timeout(LIMIT_S):
+            await paused
+        assert not other.done()
+        # Workers may not listen yet.
+        assert not scene.line.is_up
+    scene.line.close()
+
+
+@two_workers
+async def test_the_engines_process_tells_a_mark_for_all_workers(scene: Scene) -> None:
+    with scene.line.marked("resumed 1") as resumed:
+        scene.fork(tell, "resumed 1")
+        scene.line.listen()
+        async with asyncio.timeout(LIMIT_S):
+            await resumed
+    scene.line.close()

@@ -38,6 +38,7 @@ def result(
         "receive_s": receive_s,
         "load_s": 0.25,
         "wire_s": wire_s,
+        "began_s": 0.0,
         "shares": [],
     }
 
@@ -48,6 +49,7 @@ class Workers:
     def __init__(self, *answers: list[dict[str, Any]]) -> None:
         self._answers = list(answers)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.marks: list[str] = []
         # The same, with the beginning and the end of each pause.
         self.started: list[str] = []
 
@@ -56,7 +58,8 @@ class Workers:
         self.started.append(self.calls[-1][0])
         return self._answers.pop(0)
 
-    async def pause(self, _: float) -> None:
+    async def pause(self, _: float, mark: str) -> None:
+        self.marks.append(mark)
         self.started.append("pause")
         await asyncio.sleep(0.01)
         self.started.append("paused")
@@ -410,3 +413,85 @@ async def test_the_shares_of_a_delta_that_differ_count_once_each() -> None:
     await update.receive("p1")
     await update.prepare(delta("p2", WHOLE), NO_LAYOUT, 3)
     assert (await update.receive("p2")).bucket_digests == (whole,)
+
+
+def rooms(*sizes: int) -> list[dict[str, Any]]:
+    return [{"value": size} for size in sizes]
+
+
+# A bucket's size is a multiple of 16.
+@pytest.mark.parametrize(
+    ("is_busy", "room", "staged"),
+    [(True, (16, 17), True), (True, (17, 15), False), (False, (), False)],
+)
+async def test_auto_stages_while_requests_run_where_all_workers_have_room(
+    is_busy: bool, room: tuple[int, ...], staged: bool
+) -> None:
+    answers = [both(True), both(result())]
+    answers += [rooms(*room)] if room else []
+    answers += [both(True)] if staged else []
+    workers = Workers(*answers, both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage="auto")
+    await update.prepare(ORDER, LAYOUT, 1, is_busy=True)
+    assert not (await update.receive("p1")).staged
+    await update.prepare(order("p2"), NO_LAYOUT, 1, is_busy=is_busy)
+    assert (await update.receive("p2")).staged is staged
+    told = [arguments[-1] for name, arguments in workers.calls if name == "prepare"]
+    assert told == ([False, True] if staged else [False])
+
+
+async def test_workers_are_asked_for_room_once_for_a_layout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    staged = [both(True), both(result())]
+    workers = Workers(*staged, rooms(100, 90), *staged, *staged, *staged, rooms(100, 10), staged[1])
+    update = WeightUpdate(workers.ask, workers.pause, stage="auto")
+    for publish_id in ("p1", "p2", "p3"):
+        await update.prepare(order(publish_id), LAYOUT, 1)
+        await update.receive(publish_id)
+    for publish_id in ("p4", "p5"):
+        await update.prepare(order(publish_id), OTHER_LAYOUT, 1)
+        await update.receive(publish_id)
+    assert [name for name, _ in workers.calls].count("room") == 2
+    told = [arguments[-1] for name, arguments in workers.calls if name == "prepare"]
+    # A layout that is new comes once through vLLM's loader.
+    assert told == [False, True, True, False]
+    said = [record.message for record in caplog.records if "new weights arrive" in record.message]
+    assert len(said) == 2
+    assert "beside those that serve" in said[0]
+    assert "while requests wait" in said[1]
+
+
+async def test_room_is_asked_for_again_after_a_failure() -> None:
+    failed = [{"value": result()}, {"error": "a bucket did not arrive"}]
+    right = [both(True), both(result())]
+    workers = Workers(
+        *(*right, rooms(16, 16), both(True), failed),
+        *(*right, rooms(16, 16), *right),
+    )
+    update = WeightUpdate(workers.ask, workers.pause, stage="auto")
+    for publish_id in ("p1", "p2", "p3", "p4"):
+        with contextlib.suppress(WeightSyncError):
+            await update.prepare(order(publish_id), LAYOUT, 1)
+            await update.receive(publish_id)
+    assert [name for name, _ in workers.calls].count("room") == 2
+
+
+async def test_an_idle_engine_is_not_asked_after_one_that_was_staged_twice() -> None:
+    right = [both(True), both(result())]
+    workers = Workers(*right, rooms(16, 16), *right, *right, both(result()))
+    update = WeightUpdate(workers.ask, workers.pause, stage="auto")
+    for publish_id, is_busy in (("p1", True), ("p2", True), ("p3", False), ("p4", False)):
+        await update.prepare(order(publish_id), LAYOUT, 1, is_busy=is_busy)
+        await update.receive(publish_id)
+    names = [name for name, _ in workers.calls]
+    assert names == ["prepare", "receive", "room", *2 * ["prepare", "receive"], "receive"]
+
+
+async def test_the_copies_begin_where_the_first_worker_began() -> None:
+    first, second = ({**result(), "began_s": began_s} for began_s in (3.5, 3.25))
+    workers = Workers(both(True), [{"value": first}, {"value": second}])
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    await update.prepare(ORDER, LAYOUT, 1)
+    assert (await update.receive("p1")).began_s == 3.25

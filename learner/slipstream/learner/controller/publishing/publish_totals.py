@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from slipstream.v1 import fleet_pb2, trainer_pb2
 
+_SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s", "steps_s")
+
 
 @dataclass
 class PublishTotals:
@@ -63,7 +65,7 @@ class PublishTotals:
         self.paused_s += self.last_paused_s
         self.last_stages = stages = fleet_pb2.PublishStages()
         stages.CopyFrom(report.stages)
-        for name in ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s"):
+        for name in _SECONDS:
             setattr(stages, name, min(getattr(stages, name), told_s))
 
     def gauges(self) -> dict[str, float]:
@@ -76,7 +78,9 @@ class PublishTotals:
             "publish_receive_s": stages.receive_s,
             "publish_load_s": stages.load_s,
             "publish_resume_s": stages.resume_s,
+            "publish_steps_s": stages.steps_s,
             "publish_copied": float(stages.copied),
+            "publish_staged": float(stages.staged),
             "weights_send_s": sent.send_s,
             "weights_gather_s": sent.export_s,
             "weights_bytes": float(sent.bytes_sent),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.weights.copies import Copies
 from slipstream.learner.trainer.weights.export import adapter_tensors, hf_tensors
 from slipstream.learner.trainer.weights.export_plan import (
     Piece,
@@ -29,9 +30,6 @@ from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
-
-# A copy with gaps is split into at most this many contiguous blocks.
-_MOST_BLOCKS = 64
 
 
 class Kind(Enum):
@@ -111,47 +109,12 @@ class BridgeFilling:
         return exported(self._policy, self._dtype, self._kind)
 
 
-class _Copies:
-    """Copies between fixed places, which may change the element type.
-
-    On a GPU torch does a list of contiguous copies in a few kernels. One copy with gaps in that
-    list makes it start a kernel for each copy.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._gapped: list[tuple[Tensor, Tensor]] = []
-        for target, source in pairs:
-            blocks = list(_dense_blocks(target, source))
-            if not blocks:
-                self._gapped.append((target, source))
-            for target_block, source_block in blocks:
-                self._dense[0].append(target_block)
-                self._dense[1].append(source_block)
-
-    def run(self) -> None:
-        if self._dense[0]:
-            torch._foreach_copy_(*self._dense)
-        for target, source in self._gapped:
-            target.copy_(source)
-
-
-def _dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Splits a copy into contiguous pieces; yields none when there would be too many.
-
-    The heads of one group of queries lie together in a fused matrix: a few pieces for each layer.
-    """
-    if target.is_contiguous() and source.is_contiguous():
-        yield target, source
-    elif target.dim() > 1 and len(target) <= _MOST_BLOCKS:
-        blocks = list(zip(target.unbind(), source.unbind(), strict=True))
-        if all(t.is_contiguous() and s.is_contiguous() for t, s in blocks):
-            yield from blocks
-
-
 @dataclass
 class _Gather:
-    """Parts that the ranks of one group pack and send to the lead, which unpacks them."""
+    """Parts that the ranks of one group pack and send to the lead, its first, which unpacks them.
+
+    The lead copies its own parts to their places at once.
+    """
 
     group: dist.ProcessGroup
     pieces: list[tuple[Piece, Span, int]] = field(default_factory=list)
@@ -170,13 +133,22 @@ class _Gather:
             part = piece.part
             yield packed[offset : offset + part.numel()].view(part.shape), part
 
+    def own(self, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the copies of the lead's own parts."""
+        for piece, span, _ in self.pieces:
+            dim, of_part, whole = _split(piece, span, lane)
+            target, part = whole.narrow(dim, 0, min(of_part[dim], whole.shape[dim])), piece.part
+            if target.is_contiguous() and target.numel() == part.numel():
+                yield target.view(part.shape), part
+            else:
+                yield target, part.view(of_part).narrow(dim, 0, target.shape[dim])
+
     def unpacking(self, gathered: Tensor, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the copies of all other ranks' parts."""
         for piece, span, offset in self.pieces:
-            dim, size = piece.dim, piece.part.numel()
-            assert dim is not None
-            whole, of_part = _place_of(span, lane), list(piece.shape)
-            of_part[dim] = size // (whole.numel() // piece.shape[dim])
-            for number, source in enumerate(gathered.view(self.num_parts, -1)):
+            dim, of_part, whole = _split(piece, span, lane)
+            size = piece.part.numel()
+            for number, source in enumerate(gathered.view(self.num_parts - 1, -1), 1):
                 start = number * of_part[dim]
                 # Rows beyond the shape are padding.
                 length = min(of_part[dim], piece.shape[dim] - start)
@@ -185,22 +157,33 @@ class _Gather:
                     yield whole.narrow(dim, start, length), part
 
 
+def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tensor]:
+    """Returns the dim that is split, the shape of one part, and the place of the whole."""
+    whole, of_part = _place_of(span, lane), list(piece.shape)
+    assert piece.dim is not None
+    of_part[piece.dim] = piece.part.numel() // (whole.numel() // piece.shape[piece.dim])
+    return piece.dim, of_part, whole
+
+
 @dataclass
 class _Step:
-    """One gather of a bucket, ready to run. `parts` is None except on the lead."""
+    """One gather of a bucket, ready to run. `parts` is None except on the lead.
+
+    The first of `parts` is `packed` itself: nothing is copied for the lead's own parts.
+    """
 
     group: dist.ProcessGroup
-    before: _Copies
+    before: Copies
     packed: Tensor
     parts: list[Tensor] | None
-    after: _Copies
+    after: Copies
 
 
 class PlannedFilling:
     """Gathers the first copy of each parameter from its ranks on their lead, which sends it.
 
-    Besides the lanes, a group of several ranks uses memory for one bucket (on the lead) and for
-    each rank's part of it.
+    Besides the lanes, each rank of a group uses memory for its part of a bucket, and the lead for
+    the others' parts too.
     """
 
     fills_any = True
@@ -236,25 +219,27 @@ class PlannedFilling:
         gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
         device = lanes[0].device
         own = max((g.num_elements for g in gathers), default=0)
-        together = max((g.num_elements * g.num_parts for g in gathers), default=0)
+        others = max((g.num_elements * (g.num_parts - 1) for g in gathers), default=0)
         packed = torch.empty(own, dtype=self._dtype, device=device)
-        gathered = torch.empty(together, dtype=self._dtype, device=device)
-        self._whole: list[_Copies] = []
+        gathered = torch.empty(others, dtype=self._dtype, device=device)
+        self._whole: list[Copies] = []
         self._steps: list[list[_Step]] = []
         for place, (whole, of_bucket) in enumerate(sorted_out):
             lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
-            self._whole.append(_Copies(_whole(*pair, lane) for pair in whole if is_lead))
+            self._whole.append(Copies(_whole(*pair, lane) for pair in whole if is_lead))
             steps = []
             for gather in of_bucket:
                 mine = packed[: gather.num_elements]
-                all_parts = gathered[: gather.num_elements * gather.num_parts]
+                rest = gathered[: gather.num_elements * (gather.num_parts - 1)]
+                sent = mine.view(torch.uint8)
+                parts = [sent, *_bytes_of_each(rest, gather.num_parts - 1)] if is_lead else None
                 steps.append(
                     _Step(
                         group=gather.group,
-                        before=_Copies(gather.packing(mine)),
-                        packed=mine.view(torch.uint8),
-                        parts=_bytes_of_each(all_parts, gather.num_parts) if is_lead else None,
-                        after=_Copies(gather.unpacking(all_parts, lane) if is_lead else ()),
+                        before=Copies(gather.own(lane) if is_lead else gather.packing(mine)),
+                        packed=sent,
+                        parts=parts,
+                        after=Copies(gather.unpacking(rest, lane) if is_lead else ()),
                     )
                 )
             self._steps.append(steps)

@@ -28,9 +28,12 @@ def test_wire_that_a_server_cannot_time_is_the_trainers() -> None:
 
 def test_a_server_was_paused_no_longer_than_the_controller_saw() -> None:
     totals = PublishTotals()
-    stages = fleet_pb2.PublishStages(prepare_s=1e8, pause_s=1e8, receive_s=0.25, resume_s=1e8)
+    stages = fleet_pb2.PublishStages(
+        prepare_s=1e8, pause_s=1e8, receive_s=0.25, resume_s=1e8, steps_s=1e8, staged=True
+    )
     report = fleet_pb2.PublishReport(paused_s=1e8, stages=stages)
     totals.served(report, told_s=2.0, unserved_s=3.0)
     assert totals.summary()["pause_s"] == totals.gauges()["pause_s"] == 3.0
     names = ("publish_prepare_s", "publish_stop_s", "publish_receive_s", "publish_resume_s")
-    assert [totals.gauges()[name] for name in names] == [2.0, 2.0, 0.25, 2.0]
+    names += ("publish_steps_s", "publish_staged")
+    assert [totals.gauges()[name] for name in names] == [2.0, 2.0, 0.25, 2.0, 2.0, 1.0]

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import torch
-from slipstream.learner.trainer.weights.bucket_fill import _Copies, _dense_blocks
+from slipstream.learner.trainer.weights.copies import Copies, dense_blocks
 
 
 def pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, ...]]:
-    return [tuple(block.shape) for block, _ in _dense_blocks(target, source)]
+    return [tuple(block.shape) for block, _ in dense_blocks(target, source)]
 
 
 def test_contiguous_copies_are_one_piece_and_fused_heads_one_for_each_group() -> None:
@@ -25,12 +25,14 @@ def test_copies_that_would_fall_into_many_pieces_stay_whole() -> None:
 
 def test_all_copies_are_done_and_change_the_element_type() -> None:
     sources = [torch.rand(6, 4), torch.rand(70, 8)[:, :4], torch.rand(2, 4, 3, 5)[:, 1:3]]
+    # One that is large enough to be copied by itself.
+    sources.append(torch.rand(9 << 20).bfloat16())
     targets = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
-    copies = _Copies(zip(targets, sources, strict=True))
+    copies = Copies(zip(targets, sources, strict=True))
     copies.run()
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.bfloat16())
     sources[1].fill_(2.0)
     copies.run()
     assert bool((targets[1] == 2.0).all())
-    _Copies([]).run()
+    Copies([]).run()

@@ -1,0 +1,44 @@
+"""The GPU memory that vLLM leaves free, so that new weights can arrive beside those that serve."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_files import read_header
+
+# Greatest part of the engine's share that "auto" takes from the KV cache for arriving weights.
+MOST_OF_SHARE = 1 / 6
+
+
+def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
+    """Returns the part of a GPU for vLLM: the engine's share, less what arriving weights take.
+
+    `wire_bytes` arrive in an update; each worker of an engine receives all of them.
+    """
+    share = config.rollout_server.gpu_memory_utilization
+    stage, part = config.staging, wire_bytes / gpu_bytes
+    if not stage or (stage == "auto" and part > MOST_OF_SHARE * share):
+        return share
+    if part >= share:
+        raise ConfigError(
+            f"weights.stage_on_server = true takes {wire_bytes / 1e9:.1f} GB of the "
+            f"{share * gpu_bytes / 1e9:.1f} GB of the engine: set 'auto' or false"
+        )
+    return share - part
+
+
+def wire_bytes(config: Config) -> int:
+    """Returns the bytes of all weights on the wire, by the headers of the model's files."""
+    dtype = config.weights.wire_dtype or config.model.dtype
+    return (4 if dtype == "float32" else 2) * sum(map(_elements, _files(config.model.path)))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _elements(path: Path) -> int:
+    return sum(math.prod(tensor["shape"]) for tensor in read_header(path).values())
