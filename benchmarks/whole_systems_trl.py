@@ -68,12 +68,10 @@ def add_row(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
         print(json.dumps(row), file=file, flush=True)
 
 
-def colocated(arguments: argparse.Namespace, work: Work) -> None:
-    """Runs GRPOTrainer, whose engine is in the trainer's process."""
+def _clock(arguments: argparse.Namespace) -> Any:
+    """Returns a callback of GRPOTrainer that adds a row after each step, with its parts."""
     import torch
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.generation import vllm_generation
     from trl.generation.vllm_generation import VLLMGeneration
 
     spent = {"generate_s": 0.0, "sync_s": 0.0, "trained_tokens": 0}
@@ -115,6 +113,15 @@ def colocated(arguments: argparse.Namespace, work: Work) -> None:
             spent.update(generate_s=0.0, sync_s=0.0, trained_tokens=0)
             self.last = now()
 
+    return Clock()
+
+
+def colocated(arguments: argparse.Namespace, work: Work) -> None:
+    """Runs GRPOTrainer, whose engine is in the trainer's process."""
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
+
+    clock = _clock(arguments)
     # TRL hands on neither of these.
     own = (
         {"enforce_eager": True} if arguments.cpu else {"kv_cache_memory_bytes": arguments.kv_bytes}
@@ -143,7 +150,7 @@ def colocated(arguments: argparse.Namespace, work: Work) -> None:
         reward_funcs=rewards,
         args=config,
         train_dataset=dataset(work),
-        callbacks=[Clock()],
+        callbacks=[clock],
     )
     _force_lengths(trainer.vllm_generation.llm, work)
     touch_and_wait(arguments.asked, arguments.gate, GATE_LIMIT_S)
