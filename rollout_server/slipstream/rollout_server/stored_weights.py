@@ -99,11 +99,11 @@ class StoredWeights:
             raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
 
     def _read(self, key: str, num_bytes: int, digest: bytes, until: Until) -> bytes:
-        data = self._storage.read(key, until)
+        data = self._storage.read(key, until, most=num_bytes + 1)
         if len(data) != num_bytes:
+            found = f"only {len(data)}" if len(data) < num_bytes else "more"
             raise WeightSyncError(
-                f"storage {self._storage.url} has {len(data)} bytes of {key}, "
-                f"{num_bytes} were written"
+                f"storage {self._storage.url} has {found} bytes of {key}, {num_bytes} were written"
             )
         if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != digest:
             raise WeightSyncError(

@@ -101,6 +101,10 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(10_000))
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -110,7 +114,8 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, "bytes of run/v1/0-00000, [0-9]+ were written"),
+        (truncate, "has only [0-9]+ bytes of run/v1/0-00000, [0-9]+ were written"),
+        (lengthen, "has more bytes of run/v1/0-00000, [0-9]+ were written"),
         (flip, "has other bytes in run/v1/0-00000 than were written"),
         (Path.unlink, "could not read run/v1/0-00000"),
     ],

@@ -97,11 +97,13 @@ class Storage:
 
         self._within(until, f"write {key}", write)
 
-    def read(self, key: str, until: Until) -> bytes:
-        """Returns one object."""
-        return self._within(
-            until, f"read {key}", lambda: bytes(self._files.cat_file(self._path(key)))
-        )
+    def read(self, key: str, until: Until, *, most: int) -> bytes:
+        """Returns one object, or its first `most` bytes: whoever wrote it, memory is bounded."""
+
+        def read() -> bytes:
+            return bytes(self._files.cat_file(self._path(key), start=0, end=most))
+
+        return self._within(until, f"read {key}", read)
 
     def keys(self, folder: str, until: Until) -> list[str]:
         """Returns the keys of all objects in `folder`, at any depth."""

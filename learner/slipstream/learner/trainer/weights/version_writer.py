@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks whether another rank has written its objects.
 _LOOK_S = 0.2
+# Largest list of one rank's objects: each takes about 100 bytes.
+_MOST_BYTES = 64 << 20
 # Seconds that the end of the run waits for the storage.
 _CLOSE_LIMIT_S = 30.0
 
@@ -163,7 +165,7 @@ class VersionWriter:
                 until.check(what)
                 time.sleep(_LOOK_S)
             part = weights_pb2.StoredLink.FromString(
-                self._storage.read(_part(folder, sender), until)
+                self._storage.read(_part(folder, sender), until, most=_MOST_BYTES)
             )
             link.objects.extend(part.objects)
             changed = [sum(both) for both in zip(changed, part.delta.changed, strict=True)]
