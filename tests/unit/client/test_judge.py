@@ -292,7 +292,7 @@ async def test_a_judge_as_the_run_started_needs_adapters_before_anything_starts(
         await check_environments(config)
     assert str(caught.value) == (
         'environment poems: it asks the model as the run started, which needs lora.publish = "'
-        'adapters": set it in the run\'s configuration, or name a judge with an address of its own'
+        "adapters\": set it in the run's configuration, or name a judge with an address of its own"
     )
     adapters = config.lora.model_copy(update={"rank": 4, "publish": "adapters"})
     await check_environments(config.model_copy(update={"lora": adapters}))
