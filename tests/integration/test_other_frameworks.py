@@ -517,7 +517,7 @@ async def test_environments_of_openenvs_own_repository_train_twenty_steps(tmp_pa
                 "command": [*uvicorn, "--app-dir", str(GAMES), f"{name}.server.app:app"],
                 "action": action,
                 "tasks": 10,
-                # These servers, as they are shipped, hold one session at a time.
+                # These servers hold one session at a time, as they are shipped.
                 "full_timeout_s": 200,
             },
             "timeout_s": 240.0,
