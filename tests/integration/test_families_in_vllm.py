@@ -45,6 +45,9 @@ WIDER_EXPERTS = {
     "gpt-oss": {"intermediate_size": 64},
 }
 
+# vLLM's convolution for a CPU takes the published width alone.
+DELTA_NETS = {"moe_intermediate_size": 64, "linear_conv_kernel_dim": 4}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
@@ -67,7 +70,7 @@ def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) ->
 def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(tmp_path: Path) -> None:
     case = "qwen3-next.glm"
     for name, seed in (("first", 0), ("second", 1)):
-        make_field_model(tmp_path / name, case, seed=seed, moe_intermediate_size=64)
+        make_field_model(tmp_path / name, case, seed=seed, **DELTA_NETS)
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
@@ -76,7 +79,7 @@ def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(tmp_path
     gaps = np.abs(np.load(output, allow_pickle=False) - expected).mean(axis=1)
     apart = np.abs(expected[0] - expected[1]).mean()
     print(f"mean gaps {gaps}, {apart} between the models")
-    assert gaps.max() < 0.1 * apart
+    assert gaps.max() < 0.02 * apart
 
 
 def write_tokenizer(folder: Path) -> None:
