@@ -51,7 +51,7 @@ class Communicator(_message.Message):
     def __init__(self, communicator_id: _Optional[str] = ..., transport: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., unique_id: _Optional[bytes] = ..., num_senders: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("host_id", "cards", "nccl")
+    __slots__ = ("host_id", "gpus", "nccl")
     class NcclEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,12 +60,12 @@ class Place(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    CARDS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     NCCL_FIELD_NUMBER: _ClassVar[int]
     host_id: str
-    cards: _containers.RepeatedScalarFieldContainer[str]
+    gpus: _containers.RepeatedScalarFieldContainer[str]
     nccl: _containers.ScalarMap[str, str]
-    def __init__(self, host_id: _Optional[str] = ..., cards: _Optional[_Iterable[str]] = ..., nccl: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, host_id: _Optional[str] = ..., gpus: _Optional[_Iterable[str]] = ..., nccl: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Receiver(_message.Message):
     __slots__ = ("server_id", "first_rank", "num_workers")

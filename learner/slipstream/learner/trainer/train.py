@@ -137,7 +137,7 @@ class Trainer:
         device = self._ranks.device
         gpus = gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
         nccl = agreed_settings(os.environ)
-        return weights_pb2.Place(host_id=host_id(), cards=gpus, nccl=nccl).SerializeToString()
+        return weights_pb2.Place(host_id=host_id(), gpus=gpus, nccl=nccl).SerializeToString()
 
     def _adopt(self, version: PolicyVersion) -> None:
         """Takes over the run's version of the weights, which the controller told rank 0."""

@@ -54,7 +54,7 @@ class LoadResult:
     load_s: float
     wire_s: float
     # What the worker's parameters hold of each bucket (`LiveBase.read`), where this was a delta or
-    # proved that the next update may be a delta.
+    # showed that the next update may be a delta.
     shares: list[Share] = field(default_factory=list)
 
 
