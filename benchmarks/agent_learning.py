@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,13 @@ def figures(run: Run) -> dict[str, Any]:
     }
 
 
-def measure(folder: Path, repeats: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    folder: Path,
+    repeats: int,
+    steps: int,
+    *,
+    start: Callable[..., Run] = run_quickstart,
+) -> dict[str, list[dict[str, Any]]]:
     """Makes the runs that are not finished in `folder`, and returns the figures of all of them."""
     if not (folder / "model").exists():
         make_model(folder)
@@ -70,7 +77,7 @@ def measure(folder: Path, repeats: int, steps: int) -> dict[str, list[dict[str, 
             run = finished_run(folder, name)
             if run is None or len(run.rows) < steps:
                 # The agent lies beside this file.
-                run = run_quickstart(folder, name, settings, cwd=HERE)
+                run = start(folder, name, settings, cwd=HERE)
             found[kind].append(figures(run))
             note(NAME, {"kind": kind, **found[kind][-1]})
             progress(f"{kind}, repeat {repeat}: {found[kind][-1]}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +13,7 @@ pytest.importorskip("vllm")
 from support.fakes.field_models import make_field_model  # noqa: E402
 from support.ranks.field_ranks import probe  # noqa: E402
 from support.rigs import family_engine  # noqa: E402
-from support.rigs.receiver_story import FOLDERS  # noqa: E402
+from support.rigs.sent_engine import run_engine  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -59,7 +56,7 @@ def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) ->
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
-    run_engine(folders[0], folders[1], output)
+    run_engine(family_engine.__file__, folders[0], folders[1], output)
     expected = [logprobs(folder) for folder in folders]
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
     np.testing.assert_allclose(
@@ -88,20 +85,6 @@ def write_tokenizer(folder: Path) -> None:
     config = (folder / "config.json").read_text()
     make_tokenizer(folder)
     (folder / "config.json").write_text(config)
-
-
-def run_engine(folder: Path, sent: Path, output: Path) -> None:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, family_engine.__file__, str(folder), str(sent), str(output)],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
 
 
 def logprobs(folder: Path) -> np.ndarray:

@@ -12,26 +12,15 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from slipstream.client.launch.placement import uses_gpus  # noqa: E402
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from support.rigs.run_processes import ROOT, check_ledger, run_command, summary_of  # noqa: E402
+from support.rigs.run_processes import run_command  # noqa: E402
+from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
-SMALLEST = ROOT / "deploy" / "configs" / "smallest.toml"
-
-
-def own_settings(folder: Path, model: Path) -> list[str]:
-    """What is this machine's own: where the model and the runs lie, and a free port."""
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    return [f"model.path={model}", f"run.dir={folder}", f"controller.address={address}"]
-
 
 def check_run(folder: Path, model: Path, *changes: str) -> dict:
-    run = run_command("run", SMALLEST, *own_settings(folder, model), *changes, limit_s=500)
-    assert run.returncode == 0, run.stdout + run.stderr
-    summary = summary_of(folder / "smallest")
+    summary, _ = run_smallest(folder, model, *changes)
     assert (summary["state"], summary["steps"]) == ("finished", 3)
-    check_ledger(summary)
     return summary
 
 

@@ -22,9 +22,11 @@ from support.ranks.lora_ranks import (
     jobs_of,
 )
 from support.ranks.parity_layouts import STEPS, batches, probe
-from support.ranks.rank_pool import RankPool
+from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
 
 SCALE = ALPHA / RANK
+# Jobs of four ranks: two jobs of two ranks each show the parts.
+SLOW = ("pp2-ep2-moe", "experts-tp2-ep2")
 # Matrices of the four targets in the 4 layers of a model.
 NUM_ADAPTED = 4 * 7
 
@@ -49,18 +51,21 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def mixtures(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    for job, (world_size, _, _) in MIXTURES.items():
-        rank_pool.run(Path(lora_ranks.__file__), [job], world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in MIXTURES}
+def mixtures(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
+    chosen = chosen_jobs(request, MIXTURES)
+    for job in chosen:
+        size = MIXTURES[job][0]
+        rank_pool.run(Path(lora_ranks.__file__), [job], world_size=size, folder=folder)
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in chosen}
 
 
 @pytest.fixture(scope="module")
-def experts(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+def experts(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
+    chosen = dict.fromkeys(["experts-one", *chosen_jobs(request, EXPERTS)])
     for world_size in (1, 2, 4):
-        jobs = [job for job, (size, _, _) in EXPERTS.items() if size == world_size]
+        jobs = [job for job in chosen if EXPERTS[job][0] == world_size]
         rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in EXPERTS}
+    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +218,7 @@ def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(
     check_sent(job, folder, load_file(folder / JOBS[job][1] / "model.safetensors"))
 
 
-@pytest.mark.parametrize("job", list(MIXTURES))
+@pytest.mark.parametrize("job", each_job(MIXTURES, SLOW))
 def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(
     job: str, folder: Path, mixtures: dict[str, dict]
 ) -> None:
@@ -262,7 +267,7 @@ def one_rank(job: str) -> str:
     return f"{job.split('-')[0]}-one"
 
 
-@pytest.mark.parametrize("job", [job for job in EXPERTS if job != one_rank(job)])
+@pytest.mark.parametrize("job", each_job([job for job in EXPERTS if job != one_rank(job)], SLOW))
 def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(
     job: str, folder: Path, experts: dict[str, dict]
 ) -> None:
@@ -284,7 +289,7 @@ def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(
     assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
 
 
-@pytest.mark.parametrize("job", list(EXPERTS))
+@pytest.mark.parametrize("job", each_job(EXPERTS, SLOW))
 def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
     job: str, folder: Path, experts: dict[str, dict]
 ) -> None:
@@ -320,7 +325,7 @@ def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
     torch.testing.assert_close(torch.cat(merged), found["logprobs"][-1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("job", ["experts-one", "experts-tp2-ep2"])
+@pytest.mark.parametrize("job", each_job(["experts-one", "experts-etp2", "experts-tp2-ep2"], SLOW))
 def test_adapters_of_experts_that_are_switched_off_have_no_effect(
     job: str, experts: dict[str, dict]
 ) -> None:
@@ -329,7 +334,7 @@ def test_adapters_of_experts_that_are_switched_off_have_no_effect(
     assert not torch.allclose(found["logprobs"][-1], found["base"], atol=1e-4)
 
 
-@pytest.mark.parametrize("job", list(EXPERTS))
+@pytest.mark.parametrize("job", each_job(EXPERTS, SLOW))
 def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_bit(
     job: str, experts: dict[str, dict]
 ) -> None:

@@ -19,9 +19,8 @@ from support.ranks.parity_layouts import (
     batches,
     config_of,
     each_layout_of,
-    layouts_of,
 )
-from support.ranks.rank_pool import RankPool
+from support.ranks.rank_pool import RankPool, chosen_jobs
 from support.references.plain_policy import PlainPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,9 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chosen(request: pytest.FixtureRequest) -> set[str]:
     """The layouts that the tests to be run are about."""
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    names = {name for call in calls if isinstance(name := call.params.get("layout"), str)}
-    return names & set(LAYOUTS)
+    return set(chosen_jobs(request, LAYOUTS, parameter="layout"))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +74,7 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str])
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in names}
 
 
-@pytest.mark.parametrize("layout", layouts_of(1))
+@pytest.mark.parametrize("layout", each_layout_of(1))
 def test_one_rank_trains_like_plain_transformers(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:

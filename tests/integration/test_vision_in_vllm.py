@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,7 @@ from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa:
 from support.ranks.vision_ranks import conversations  # noqa: E402
 from support.references.plain_vision import plain_logprobs, plain_model  # noqa: E402
 from support.rigs import vision_engine  # noqa: E402
-from support.rigs.receiver_story import FOLDERS  # noqa: E402
+from support.rigs.sent_engine import run_engine  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -28,7 +25,7 @@ def test_an_engine_sees_images_as_transformers_does(family: str, tmp_path: Path)
     for seed, folder in enumerate(folders):
         make_tokenizer(folder)
         make_model(folder, family, seed=seed)
-    run_engine(*folders, tmp_path / "found.npz")
+    run_engine(vision_engine.__file__, *folders, tmp_path / "found.npz")
     with np.load(tmp_path / "found.npz", allow_pickle=False) as found:
         results = [found[name] for name in found.files]
     for folder, tokens, logprobs in zip(folders, results[::2], results[1::2], strict=True):
@@ -44,17 +41,3 @@ def reply_logprobs(folder: Path, replies: np.ndarray) -> np.ndarray:
     ]
     with torch.no_grad():
         return np.stack([one[-length:].numpy() for one in plain_logprobs(model, folder, whole)])
-
-
-def run_engine(folder: Path, sent: Path, output: Path) -> None:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, vision_engine.__file__, str(folder), str(sent), str(output)],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]

@@ -31,9 +31,7 @@ def test_only_a_run_with_all_its_steps_is_finished(tmp_path: Path) -> None:
     assert finished_run(tmp_path, "never begun") is None
 
 
-def test_a_comparison_that_was_cut_off_runs_only_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_that_was_cut_off_runs_only_what_is_missing(tmp_path: Path) -> None:
     started: list[str] = []
     (tmp_path / "model").mkdir()
 
@@ -44,10 +42,9 @@ def test_a_comparison_that_was_cut_off_runs_only_what_is_missing(
         write_run(folder, name, steps=12, state="finished")
         return finished_run(folder, name)
 
-    monkeypatch.setattr(agent_learning, "run_quickstart", start)
     with pytest.raises(subprocess.TimeoutExpired):
-        agent_learning.measure(tmp_path, repeats=1, steps=12)
-    found = agent_learning.measure(tmp_path, repeats=1, steps=12)
+        agent_learning.measure(tmp_path, repeats=1, steps=12, start=start)
+    found = agent_learning.measure(tmp_path, repeats=1, steps=12, start=start)
     assert started == ["environment-0", "agent-0", "agent-0", "bare-0"]
     assert [len(runs) for runs in found.values()] == [1, 1, 1]
     assert found["agent"][0] == {
@@ -60,9 +57,7 @@ def test_a_comparison_that_was_cut_off_runs_only_what_is_missing(
     }
 
 
-def test_a_finished_run_goes_on_when_more_steps_are_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_goes_on_when_more_steps_are_asked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for kind in agent_learning.KINDS:
         write_run(tmp_path, f"{kind}-0", steps=12, state="finished")
@@ -72,6 +67,5 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked(
         started.append(name)
         return finished_run(folder, name)
 
-    monkeypatch.setattr(agent_learning, "run_quickstart", start)
-    agent_learning.measure(tmp_path, repeats=1, steps=20)
+    agent_learning.measure(tmp_path, repeats=1, steps=20, start=start)
     assert started == ["environment-0", "agent-0", "bare-0"]

@@ -7,7 +7,7 @@ SlipstreamError
 │   └── TrajectoryQueueFull         no free place within the limit
 ├── StalenessError                  a trained token would be older than `max_staleness` allows
 ├── CheckpointError                 a checkpoint is damaged, missing, or of another run
-├── WeightSyncError                 new weights could not be delivered or proved
+├── WeightSyncError                 new weights did not arrive, or the verdict of their probe is bad
 ├── EnvironmentFailed               an environment gave no usable answer
 └── RunFailed                       the run cannot continue
     └── UntrainableBatch            its newest batch cannot be trained, another one can be
@@ -49,7 +49,7 @@ class CheckpointError(SlipstreamError):
 
 
 class WeightSyncError(SlipstreamError):
-    """A publish did not reach a server complete and proved."""
+    """A publish did not reach a server complete, or the verdict of its probe is bad."""
 
 
 class EnvironmentFailed(SlipstreamError):

@@ -95,7 +95,7 @@ class StoredManifest(_message.Message):
     def __init__(self, layout: _Optional[_Union[WeightLayout, _Mapping]] = ..., links: _Optional[_Iterable[_Union[StoredLink, _Mapping]]] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("host_id", "cards", "nccl")
+    __slots__ = ("host_id", "gpus", "nccl")
     class NcclEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -104,12 +104,12 @@ class Place(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    CARDS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     NCCL_FIELD_NUMBER: _ClassVar[int]
     host_id: str
-    cards: _containers.RepeatedScalarFieldContainer[str]
+    gpus: _containers.RepeatedScalarFieldContainer[str]
     nccl: _containers.ScalarMap[str, str]
-    def __init__(self, host_id: _Optional[str] = ..., cards: _Optional[_Iterable[str]] = ..., nccl: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, host_id: _Optional[str] = ..., gpus: _Optional[_Iterable[str]] = ..., nccl: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Receiver(_message.Message):
     __slots__ = ("server_id", "first_rank", "num_workers")

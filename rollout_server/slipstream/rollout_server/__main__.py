@@ -23,7 +23,7 @@ from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.machine.process import die_with_parent
+from slipstream.protocol.machine.process import die_with_parent, without_collections
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.run_folder import LOCKS, LOGS
 from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
@@ -112,7 +112,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         values=settings.chat_template_kwargs,
         images=image_tokens(config.model.path),
     )
-    with process.limited_start(settings.start_timeout_s):
+    with process.limited_start(settings.start_timeout_s), without_collections():
         from slipstream.rollout_server.inference.engine import VllmEngine
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s

@@ -76,6 +76,11 @@ class Sampling:
         """Most tokens of an episode, all branches together."""
         return self.max_total_tokens or self.max_episode_tokens
 
+    @property
+    def distribution(self) -> dict[str, float]:
+        """The settings that decide which token is drawn, by the names of vLLM and of its API."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
 
 @dataclass(frozen=True)
 class Generation:

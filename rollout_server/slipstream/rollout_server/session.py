@@ -287,7 +287,7 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
         queue_bytes=config.queue.max_bytes,
         place=weights_pb2.Place(
             host_id=host_id(),
-            cards=[] if is_cpu_build() else gpu_names(os.environ, 0, engine.num_workers),
+            gpus=[] if is_cpu_build() else gpu_names(os.environ, 0, engine.num_workers),
             nccl=agreed_settings(os.environ),
         ),
         from_storage=config.rollout_server.weights_from == "storage",

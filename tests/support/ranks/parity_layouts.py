@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pytest
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.routed_experts import RoutedExperts
@@ -21,6 +20,7 @@ from slipstream.protocol.types import Trajectory
 
 from support.fakes.fake_controller import make_batch, with_branches
 from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
+from support.ranks.rank_pool import each_job
 
 STEPS = 3
 SETTINGS = {
@@ -163,23 +163,23 @@ LAYOUTS = {
     "one-replay-deepseek2": Layout(1, "deepseek2", algorithm=REPLAY),
     "one-replay-gpt-oss": Layout(1, "gpt-oss", algorithm=REPLAY),
     "one-forward-top-k": Layout(1, algorithm=FORWARD),
-    "one-reverse-top-k": Layout(1, algorithm=REVERSE),
+    "one-reverse-top-k": Layout(1, algorithm=REVERSE, is_slow=True),
     "one-trees-reverse-top-k": Layout(1, algorithm=REVERSE, sampling=TREES),
     "one-trees": Layout(1, sampling=TREES),
     "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
     "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
-    "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES),
+    "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES, is_slow=True),
     "one-trees-moe": Layout(1, "moe", sampling=TREES),
     "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
-    "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES),
+    "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES, is_slow=True),
     "dp2-epochs": Layout(2, algorithm=TWO_EPOCHS),
     "dp2-overlap": Layout(2, learner=OVERLAP),
-    "dp2-gspo": Layout(2, algorithm=GSPO),
+    "dp2-gspo": Layout(2, algorithm=GSPO, is_slow=True),
     "dp2-cispo": Layout(2, algorithm=CISPO, is_slow=True),
     "tp2-sp-gspo": Layout(2, parallel=SP, algorithm=GSPO),
-    "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO),
+    "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO, is_slow=True),
     "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO),
     "cp2-given": Layout(2, parallel={"cp": 2}, algorithm=GIVEN),
     "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO),
@@ -190,13 +190,13 @@ LAYOUTS = {
     "tp2-sp-trees-shared-reverse-top-k": Layout(
         2, parallel=SP, learner=SHARED, algorithm=REVERSE, sampling=TREES
     ),
-    "tp2": Layout(2, parallel={"tp": 2}),
+    "tp2": Layout(2, parallel={"tp": 2}, is_slow=True),
     "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
     "tp2-sp": Layout(2, parallel=SP),
     "tp2-sp-qwen3": Layout(2, "qwen3", parallel=SP),
     "tp2-sp-recompute": Layout(2, parallel=SP, learner=FULL_RECOMPUTE),
-    "pp2": Layout(2, parallel={"pp": 2}),
-    "pp2-vpp2": Layout(2, parallel=VPP),
+    "pp2": Layout(2, parallel={"pp": 2}, is_slow=True),
+    "pp2-vpp2": Layout(2, parallel=VPP, is_slow=True),
     "pp2-vpp2-slow-network": Layout(
         2,
         parallel=VPP,
@@ -213,9 +213,9 @@ LAYOUTS = {
     "cp2-recompute": Layout(2, parallel={"cp": 2}, learner=FULL_RECOMPUTE, is_slow=True),
     "cp2-selective": Layout(2, parallel={"cp": 2}, learner=SELECTIVE_RECOMPUTE, is_slow=True),
     "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP, is_slow=True),
-    "cp2-moe": Layout(2, "moe", parallel={"cp": 2}),
+    "cp2-moe": Layout(2, "moe", parallel={"cp": 2}, is_slow=True),
     "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
-    "dp2-trees": Layout(2, sampling=TREES),
+    "dp2-trees": Layout(2, sampling=TREES, is_slow=True),
     "dp2-trees-shared": Layout(2, learner=SHARED, sampling=TREES),
     "tp2-sp-trees-shared": Layout(2, parallel=SP, learner=SHARED | FULL_RECOMPUTE, sampling=TREES),
     "pp2-vpp2-trees-shared": Layout(2, parallel=VPP, learner=SHARED, sampling=TREES),
@@ -229,16 +229,16 @@ LAYOUTS = {
     "cp2-trees-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, sampling=TREES),
     "cp2-trees-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, sampling=TREES, is_slow=True),
     "cp2-trees-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY, sampling=TREES),
-    "dp2-moe": Layout(2, "moe"),
-    "ep2-moe": Layout(2, "moe", parallel={"ep": 2}),
+    "dp2-moe": Layout(2, "moe", is_slow=True),
+    "ep2-moe": Layout(2, "moe", parallel={"ep": 2}, is_slow=True),
     "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
     "ep2-overlap-moe": Layout(2, "moe", parallel={"ep": 2}, learner=OVERLAP, is_slow=True),
     "etp2-moe": Layout(2, "moe", parallel={"etp": 2}, is_slow=True),
     "tp2-sp-moe": Layout(2, "moe", parallel=SP),
     "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}, is_slow=True),
-    "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}),
+    "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}, is_slow=True),
     "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True),
-    "pp2-moe": Layout(2, "moe", parallel={"pp": 2}),
+    "pp2-moe": Layout(2, "moe", parallel={"pp": 2}, is_slow=True),
     "ep2-moe-shared": Layout(2, "moe-shared", parallel={"ep": 2}, is_slow=True),
     "tp2-sp-moe-shared": Layout(2, "moe-shared", parallel=SP, is_slow=True),
     "tp2-sp-ep2-etp1-mixtral": Layout(2, "mixtral", parallel=SP | {"etp": 1, "ep": 2}),
@@ -304,11 +304,11 @@ LAYOUTS = {
     "dp4": Layout(4),
     "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
     "dp4-few": Layout(4, algorithm=FEW),
-    "dp2-tp2-sp-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-tp2-sp-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
     "dp2-tp2-qwen3": Layout(4, "qwen3", parallel={"tp": 2}, is_slow=True),
     "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
     "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}),
-    "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER),
+    "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
     "dp2-cp2-trees": Layout(4, parallel={"cp": 2}, sampling=TREES),
     "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW, is_slow=True),
     "cp4": Layout(4, parallel={"cp": 4}),
@@ -317,9 +317,9 @@ LAYOUTS = {
         4, parallel=SP | {"cp": 2}, learner=FULL_RECOMPUTE, is_slow=True
     ),
     "tp2-sp-cp2-tied": Layout(4, "tied", parallel=SP | {"cp": 2}, is_slow=True),
-    "pp2-cp2": Layout(4, parallel={"pp": 2, "cp": 2}),
+    "pp2-cp2": Layout(4, parallel={"pp": 2, "cp": 2}, is_slow=True),
     "pp2-vpp2-cp2-qwen3": Layout(4, "qwen3", parallel=VPP | {"cp": 2}, is_slow=True),
-    "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | VPP),
+    "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | VPP, is_slow=True),
     "tp2-pp2-tied": Layout(4, "tied", parallel={"tp": 2, "pp": 2}, is_slow=True),
     "dp4-ep2-distopt-moe": Layout(
         4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True
@@ -371,10 +371,8 @@ def layouts_of(world_size: int) -> list[str]:
 
 def each_layout_of(world_size: int) -> list[object]:
     """Parameters of a test."""
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if LAYOUTS[name].is_slow else name
-        for name in layouts_of(world_size)
-    ]
+    slow = [name for name, layout in LAYOUTS.items() if layout.is_slow]
+    return each_job(layouts_of(world_size), slow)
 
 
 def config_of(job: str, folder: Path) -> Config:

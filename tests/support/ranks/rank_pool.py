@@ -21,12 +21,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
-from slipstream.protocol.machine.process import die_with_parent
+from slipstream.protocol.machine.process import die_with_parent, without_collections
 
 from support.rigs.loopbacks import own_loopback
 
@@ -81,6 +81,8 @@ class RankPool:
         When one fails, or the limit has passed, the others are killed at once and the test fails
         with the output of the one that failed first.
         """
+        if not jobs:
+            return
         host = own_loopback()
         request = {
             "do": "run",
@@ -140,6 +142,20 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+def chosen_jobs(
+    request: pytest.FixtureRequest, known: Iterable[str], *, parameter: str = "job"
+) -> list[str]:
+    """Those of `known` that are the value of `parameter` in a test that will run."""
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    names = [call.params.get(parameter) for call in calls]
+    return [job for job in known if job in names]
+
+
+def each_job(known: Iterable[str], slow: Collection[str]) -> list[object]:
+    """Parameters of a test; those of `slow` have the mark."""
+    return [pytest.param(job, marks=pytest.mark.slow) if job in slow else job for job in known]
+
+
 def _ports(host: str, count: int) -> list[int]:
     """Free ones, each for one job: what an earlier job listened on may be open until the end."""
     from slipstream.client.launch.preflight import free_port
@@ -195,15 +211,15 @@ def _prepare() -> Start:
 
     if torch.cuda.is_available():
         return _start_plain
-    from slipstream.learner.trainer.ranks import compat, cpu
-
-    cpu.install()
-    compat.install()
-    import slipstream.learner.trainer.model.spec
-    import slipstream.learner.trainer.train  # noqa: F401
-
     # Imported objects are never collected: the ranks share their memory until a rank writes to it.
-    gc.freeze()
+    with without_collections():
+        from slipstream.learner.trainer.ranks import compat, cpu
+
+        cpu.install()
+        compat.install()
+        import slipstream.learner.trainer.model.spec
+        import slipstream.learner.trainer.train  # noqa: F401
+
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"cannot fork: the imports have started {len(threads) - 1} threads"
     return _fork

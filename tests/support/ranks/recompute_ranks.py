@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 
 from support.ranks.parity_layouts import SETTINGS, SP, batches
+from support.ranks.role_ranks import judged
 
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "one": (1, {}),
     "tp2-sp": (2, {"parallel": SP}),
     "pp2": (2, {"parallel": {"pp": 2}}),
+    # The critic alone is trained.
+    "critic": (1, {}),
 }
 # name -> layout, and whether memory is planned for
 JOBS = {f"{name}{kind}": (name, bool(kind)) for name in LAYOUTS for kind in ("", "-planned")}
@@ -45,35 +49,52 @@ class Memory:
         return self._now
 
 
+def config_of(folder: Path, job: str) -> Config:
+    layout, _ = JOBS[job]
+    world_size, learner = LAYOUTS[layout]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
+    table["learner"] |= learner | {"world_size": world_size}
+    if layout == "critic":
+        table["algorithm"] |= {"advantage": "gae"}
+        table["critic"] = {"learning_rate": 1e-3}
+    return parse_config(table, source=job)
+
+
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.recompute import Recompute
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
 
-    layout, is_planned = JOBS[job]
-    world_size, learner = LAYOUTS[layout]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
-    table["learner"] |= learner | {"world_size": world_size}
-    config = parse_config(table, source=job)
-    policy = open_policy(config, Launch.from_environment())
-    assert policy.recompute is None
-    if is_planned:
+    config = config_of(folder, job)
+    policy: Any = open_policy(config, Launch.from_environment())
+    critic = open_roles(config, policy).critic
+    model = policy if critic is None else critic.model
+    assert model.recompute is None
+    if JOBS[job][1]:
         memory: Any = Memory()
-        plan = Recompute(list(map(unwrapped, policy.chunks)), config.learner, memory)
-        policy = dataclasses.replace(policy, recompute=plan)
-    step = TrainingStep(policy, config)
+        plan = Recompute(list(map(unwrapped, model.chunks)), config.learner, memory)
+        model = dataclasses.replace(model, recompute=plan)
+    if critic is not None:
+        # Without a GPU nothing gives a model its plan.
+        critic._model = model
+    training = TrainingStep(model, config) if critic is None else None
     recomputed = []
     metrics = []
     for batch in batches(config)[:STEPS]:
-        metrics.append(step.run(batch).metrics)
-        recomputed.append(policy.recompute.num_layers if policy.recompute is not None else 0)
-    layers = len(policy.chunks[0].module.decoder.layers)
+        if training is not None:
+            metrics.append(training.run(batch).metrics)
+        else:
+            values = critic.values(batch)
+            metrics.append(critic.train(judged(batch, values), batch.mini_batches(1)))
+        recomputed.append(model.recompute.num_layers if model.recompute is not None else 0)
+    layers = len(model.chunks[0].module.decoder.layers)
     if policy.ranks.is_main:
-        weights = [p.detach().clone() for p in policy.chunks[0].parameters()]
+        weights = [p.detach().clone() for p in model.chunks[0].parameters()]
         found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
         torch.save(found, folder / f"recompute-{job}.pt")
     policy.ranks.close()

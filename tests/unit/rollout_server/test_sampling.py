@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from slipstream.protocol.settings.config import SamplingSection
+from slipstream.rollout_server.agents.sampling_rule import rule
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import fleet_pb2
 
@@ -30,6 +32,23 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     assert names == set(SamplingSection.model_fields) - {"long_prompts"}
     for name in names:
         assert getattr(sampling, name) == getattr(section, name), name
+
+
+@pytest.mark.process
+def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_place() -> None:
+    pytest.importorskip("vllm")
+    from slipstream.rollout_server.inference.vllm_requests import parameters
+
+    section = SamplingSection(
+        temperature=0.5, top_p=0.25, top_k=7, max_reply_tokens=8, max_episode_tokens=32
+    )
+    sampling = Sampling.from_pb(section.to_pb())
+    asked = parameters(sampling, 8, experts_from=0)
+    told = rule({"temperature": 1, "top_p": 1, "top_k": 1}, sampling).told
+    for name in ("temperature", "top_p", "top_k"):
+        assert sampling.distribution[name] == getattr(section, name)
+        assert getattr(asked, name) == getattr(section, name)
+        assert f"{name}={getattr(section, name):g} (asked 1)" in told
 
 
 def test_settings_that_are_left_out_are_no_limit() -> None:

@@ -16,6 +16,7 @@ from slipstream.client.launch.placement import (
 from slipstream.client.terminal import say
 from slipstream.protocol.access.security import without_password
 from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.protocol.machine.gpus import Gpu
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_sizes, dump_config, model_warnings
 from slipstream.protocol.settings.model_sizes import read_model_sizes
@@ -72,15 +73,19 @@ def describe_server(config: Config) -> DryRun:
 
 
 def place_dry(
-    config: Config, *, ranks: int, servers: int
+    config: Config, *, ranks: int, servers: int, gpus: tuple[Gpu, ...] | None = None
 ) -> tuple[Config, list[str], tuple[str, ...]]:
     """Returns the settings, the lines that say which process gets which GPU, and any misfit.
 
     The settings are those after sharing a GPU. A misfit is no error: a dry run needs no GPU.
     """
-    engine = [describe_engine(config.rollout_server, on_cpu=not uses_gpus())] if servers else []
+    engine = (
+        [describe_engine(config.rollout_server, on_cpu=not (gpus or uses_gpus()))]
+        if servers
+        else []
+    )
     try:
-        placement = place_here(config, ranks=ranks, servers=servers)
+        placement = place_here(config, ranks=ranks, servers=servers, gpus=gpus)
         config = share_memory(config, placement)
         sharing = describe_sharing(config, placement)
         if ranks and servers:

@@ -70,10 +70,10 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_run_folder(config)
     check_port(config.controller.address)
     check_weights_host(config)
-    local = {"ranks": config.learner.world_size, "servers": config.rollout_server.count}
+    ranks, servers = config.learner.world_size, config.rollout_server.count
     if dry_run:
-        return describe_dry_run(config, **local).show()
-    placement = place_here(config, **local)
+        return describe_dry_run(config, ranks=ranks, servers=servers).show()
+    placement = place_here(config, ranks=ranks, servers=servers)
     config = share_memory(config, placement)
     check_transport(config, placement)
     await check_reference(config)

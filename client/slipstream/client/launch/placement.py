@@ -111,9 +111,16 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
     return Placement(for_learner, tuple(for_servers[at : at + per_server] for at in cuts))
 
 
-def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
-    """Calls `place` with the GPUs of this machine; with none where the builds are for CPUs."""
-    gpus = list_gpus() if uses_gpus() else ()
+def usable_gpus() -> tuple[Gpu, ...]:
+    """Returns the GPUs of this machine; none where the builds are for CPUs."""
+    return list_gpus() if uses_gpus() else ()
+
+
+def place_here(
+    config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
+) -> Placement:
+    """Calls `place` with those of `gpus` that are visible; None means `usable_gpus`."""
+    gpus = usable_gpus() if gpus is None else gpus
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.protocol.machine.process import without_collections
 from slipstream.protocol.run_folder import LOCKS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
@@ -121,9 +122,10 @@ def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
     """Loads a rank; `stack` gets its signs of life, which begin with its first tensor."""
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
-    from slipstream.learner.trainer.train import Trainer
+    with without_collections():
+        from slipstream.learner.trainer.opening import open_policy
+        from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+        from slipstream.learner.trainer.train import Trainer
 
     activity = Activity()
     if launch.rank == 0:

@@ -149,7 +149,7 @@ class Trainer:
     def _place(self) -> bytes:
         """The host and GPUs of this rank, with its NCCL settings, as bytes."""
         nccl = agreed_settings(os.environ)
-        return weights_pb2.Place(host_id=host_id(), cards=self._gpus, nccl=nccl).SerializeToString()
+        return weights_pb2.Place(host_id=host_id(), gpus=self._gpus, nccl=nccl).SerializeToString()
 
     @functools.cached_property
     def _gpus(self) -> list[str]:

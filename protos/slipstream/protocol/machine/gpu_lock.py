@@ -12,21 +12,27 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.machine.gpus import find_gpu, list_gpus, visible_ids
+from slipstream.protocol.machine.gpus import Gpu, find_gpu, list_gpus, visible_ids
 
 RETRY_S = 0.1
 
 
-def gpu_names(environ: Mapping[str, str], first: int, count: int) -> list[str]:
+def gpu_names(
+    environ: Mapping[str, str],
+    first: int,
+    count: int,
+    *,
+    find: Callable[[], Sequence[Gpu]] = list_gpus,
+) -> list[str]:
     """Returns names of `count` GPUs from CUDA's number `first`, equal in all processes of a host.
 
     The list is empty without a driver.
     """
-    gpus = list_gpus()
+    gpus = find()
     ids = visible_ids(environ, gpus)[first : first + count]
     found = [(find_gpu(name, gpus), name) for name in ids]
     return [gpu.uuid if gpu is not None else name for gpu, name in found]

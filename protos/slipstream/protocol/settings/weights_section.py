@@ -1,4 +1,4 @@
-"""The section `weights`: how new weights travel, and how they are proved."""
+"""The section `weights`: how new weights travel, and how often they are probed."""
 
 from __future__ import annotations
 

@@ -69,11 +69,7 @@ def rule(body: dict[str, Any], sampling: Sampling, *, auto: object = "auto") -> 
     for name in _LENGTHS:
         if isinstance(body.get(name), int):
             kept[name] = min(body[name], sampling.max_reply_tokens)
-    holds = _NEUTRAL | {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
+    holds = _NEUTRAL | sampling.distribution
     for name, value in holds.items():
         asked = body.get(name)
         if asked is not None and asked != value:

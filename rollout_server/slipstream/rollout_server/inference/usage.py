@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # Intervals kept between two heartbeats, more than these need. At this number a new interval is
 # joined with the one before it.
@@ -12,7 +13,8 @@ _MAX_INTERVALS = 256
 class UseClock:
     """Measures the time with at least one open request: seconds and intervals (Unix clock)."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
+        self._now_s = now_s
         self._open = 0
         self._started_s = 0.0
         self._busy_s = 0.0
@@ -21,24 +23,24 @@ class UseClock:
     @property
     def busy_s(self) -> float:
         """The seconds of all intervals, the open one included."""
-        return self._busy_s + (time.time() - self._started_s if self._open else 0.0)
+        return self._busy_s + (self._now_s() - self._started_s if self._open else 0.0)
 
     def enter(self) -> None:
         """Notes that a request was opened."""
         if not self._open:
-            self._started_s = time.time()
+            self._started_s = self._now_s()
         self._open += 1
 
     def leave(self) -> None:
         """Notes that a request ended."""
         self._open -= 1
         if not self._open:
-            self._cut(time.time())
+            self._cut(self._now_s())
 
     def take_intervals(self) -> tuple[tuple[float, float], ...]:
         """Returns the intervals since the last call; an open interval is cut here."""
         if self._open:
-            self._cut(time.time())
+            self._cut(self._now_s())
         taken, self._intervals = tuple(self._intervals), []
         return taken
 

@@ -47,9 +47,7 @@ def parameters(
     stop = [*sampling.stop, *text.stop]
     is_streamed = text.is_streamed
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        **sampling.distribution,
         seed=text.seed,
         max_tokens=max_tokens,
         ignore_eos=sampling.ignore_eos,

@@ -57,7 +57,7 @@ class LoadResult:
     # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
     began_s: float = 0.0
     # What the worker's parameters hold of each bucket (`LiveBase.read`), where this was a delta or
-    # proved that the next update may be a delta.
+    # showed that the next update may be a delta.
     shares: list[Share] = field(default_factory=list)
 
 

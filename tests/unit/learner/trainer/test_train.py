@@ -69,7 +69,7 @@ def test_a_rank_says_where_it_computes_and_what_its_environment_tells_nccl(
     loop = Loop()
     loop._ranks = SimpleNamespace(device=torch.device("cpu"))
     place = weights_pb2.Place.FromString(loop._place())
-    assert (place.host_id, list(place.cards)) == (host_id(), [])
+    assert (place.host_id, list(place.gpus)) == (host_id(), [])
     assert place.nccl["NCCL_PROTO"] == "simple"
     assert "NCCL_SOCKET_IFNAME" not in place.nccl
 

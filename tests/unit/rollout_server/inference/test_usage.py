@@ -5,15 +5,13 @@ import dataclasses
 import pytest
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
-from slipstream.rollout_server.inference import usage
 from slipstream.rollout_server.inference.usage import UseClock
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock():
     now = [100.0]
-    monkeypatch.setattr(usage.time, "time", lambda: now[0])
-    clock = UseClock()
+    clock = UseClock(lambda: now[0])
     clock.advance = lambda seconds: now.__setitem__(0, now[0] + seconds)
     return clock
 

@@ -13,7 +13,7 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 
 def place_from_pb(message: weights_pb2.Place) -> Place:
     """The place that a message describes."""
-    return Place(message.host_id, tuple(message.cards), dict(message.nccl))
+    return Place(message.host_id, tuple(message.gpus), dict(message.nccl))
 
 
 def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:

@@ -19,6 +19,8 @@ from torch import Tensor
 PIECE_BYTES = 8 << 20
 # Most bytes of a file that wait in main memory for the disk.
 SYNC_BYTES = 32 << 20
+# Fewer bytes are digested sooner than a thread is asked to; torch writes thousands of such pieces.
+_THREAD_BYTES = 64 << 10
 _SAFETENSORS_TYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -56,9 +58,14 @@ class SyncedFile(CountedFile):
     """
 
     def __init__(
-        self, path: Path, moved: Callable[[int], None], *, sync_bytes: int = SYNC_BYTES
+        self,
+        path: Path,
+        moved: Callable[[int], None],
+        *,
+        sync_bytes: int = SYNC_BYTES,
+        sync: Callable[[int], None] = os.fdatasync,
     ) -> None:
-        self._sync_bytes = sync_bytes
+        self._sync_bytes, self._sync = sync_bytes, sync
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting = 0
@@ -77,13 +84,18 @@ class SyncedFile(CountedFile):
         done = 0
         while done < len(view):
             part = view[done : done + self._sync_bytes - self._waiting]
-            digested = self._digesting.submit(self._digest.update, part)
+            digested = None
+            if len(part) < _THREAD_BYTES:
+                self._digest.update(part)
+            else:
+                digested = self._digesting.submit(self._digest.update, part)
             try:
                 self._write(part)
             except OSError as error:
                 self.problem = self.problem or error
                 raise
-            digested.result()
+            if digested is not None:
+                digested.result()
             done += len(part)
         return done
 
@@ -98,7 +110,7 @@ class SyncedFile(CountedFile):
             written += super().write(part[written:])
         self._waiting += written
         if self._waiting == self._sync_bytes:
-            os.fdatasync(self.fileno())
+            self._sync(self.fileno())
             self._waiting = 0
 
 

@@ -35,9 +35,11 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         copy: bool,
         host: HostCopies,
         moved: Callable[[int], None],
+        open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
         """Calls `moved` with the number of bytes of each write."""
         super().__init__(folder)
+        self._open_file = open_file
         self._copy, self._host, self._moved = copy, host, moved
         # Entry of the file in the checkpoint's folder; None before it is on the disk or if none.
         self.written: FileEntry | None = None
@@ -76,7 +78,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         if not self._items:
             return []
         path = Path(self.checkpoint_dir) / self._file_name
-        with SyncedFile(path, self._moved) as file:
+        with self._open_file(path, self._moved) as file:
             try:
                 results = [
                     _write_item(

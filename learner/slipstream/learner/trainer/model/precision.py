@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.untyped import Megatron
@@ -10,14 +10,19 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import LearnerSection
 
 
-def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
+def check_fp8(
+    values: Mapping[str, object],
+    learner: LearnerSection,
+    *,
+    has_engine: Callable[[], bool] = compat.has_transformer_engine,
+) -> None:
     """Raises ConfigError without TransformerEngine, or when 8-bit parameters would be offloaded.
 
     `values` are the settings of the model provider.
     """
     if not values.get("fp8"):
         return
-    if not compat.has_transformer_engine():
+    if not has_engine():
         raise ConfigError(
             f"learner.transformer.fp8 {values['fp8']!r} needs TransformerEngine, "
             "which is not installed"

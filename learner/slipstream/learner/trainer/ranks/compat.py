@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.process import without_collections
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
@@ -53,6 +54,7 @@ def check_versions() -> None:
 
 
 @functools.cache
+@without_collections()
 def install() -> Megatron:
     """Applies the cures, once, and returns Bridge's AutoBridge class."""
     check_versions()

@@ -17,40 +17,27 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.types import (
     Branch,
-    GroupId,
     PolicyVersion,
-    Purpose,
-    ServerId,
     Status,
     Trajectory,
     VersionSpan,
 )
 from slipstream.v1 import trainer_pb2
+from support.fakes.fake_trajectories import GOOD
 from support.fakes.small_configs import config_of
 
 
 def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajectory:
     sampled = sum(run_lengths[1::2])
-    made = Trajectory(
-        run_id="r",
-        group_id=GroupId("g"),
-        member=0,
-        attempt=0,
-        server_id=ServerId("s"),
-        server_epoch=1,
-        environment="e",
-        task_index=0,
-        seed=0,
-        purpose=Purpose.TRAINING,
-        status=Status.COMPLETED,
-        token_ids=np.zeros(sum(run_lengths), np.uint32),
-        run_lengths=run_lengths,
-        behavior_logprobs=np.zeros(sampled, np.float32),
-        version_spans=(VersionSpan(sampled, PolicyVersion(0, 0)),),
-        reward=reward,
-        num_turns=len(run_lengths) // 2,
-    )
-    return dataclasses.replace(made, **changes)
+    made: dict[str, object] = {
+        "token_ids": np.zeros(sum(run_lengths), np.uint32),
+        "run_lengths": run_lengths,
+        "behavior_logprobs": np.zeros(sampled, np.float32),
+        "version_spans": (VersionSpan(sampled, PolicyVersion(0, 0)),),
+        "reward": reward,
+        "num_turns": len(run_lengths) // 2,
+    }
+    return dataclasses.replace(GOOD, **(made | changes))
 
 
 def batch_of(step: int, *trajectories: Trajectory) -> FormedBatch:

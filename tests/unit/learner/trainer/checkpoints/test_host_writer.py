@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -59,21 +60,24 @@ def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
     assert found is error
 
 
-def test_a_file_goes_to_the_disk_as_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path) -> None:
     synced: list[int] = []
     moved: list[int] = []
-    monkeypatch.setattr(files.os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
-    data = os.urandom(3300)
-    with files.SyncedFile(tmp_path / "file", moved.append, sync_bytes=1000) as file:
-        assert file.write(data[:300]) == 300
-        assert file.write(memoryview(data)[300:3200]) == 2900
-        assert file.write(data[3200:]) == 100
-        assert file.tell() == 3300
+    # Some pieces are digested in the thread beside the write, small ones before it.
+    data = os.urandom(330_000)
+    with files.SyncedFile(
+        tmp_path / "file",
+        moved.append,
+        sync_bytes=100_000,
+        sync=lambda file: synced.append(os.fstat(file).st_size),
+    ) as file:
+        assert file.write(data[:30_000]) == 30_000
+        assert file.write(memoryview(data)[30_000:320_000]) == 290_000
+        assert file.write(data[320_000:]) == 10_000
+        assert file.tell() == 330_000
         assert file.digest == hashlib.blake2b(data, digest_size=16).hexdigest()
-    assert synced == [1000, 2000, 3000]
-    assert sum(moved) == 3300
+    assert synced == [100_000, 200_000, 300_000]
+    assert sum(moved) == 330_000
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -98,12 +102,17 @@ def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(
     assert alone.untyped_storage().nbytes() == 40
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fdatasync", full)
-    writer = HostWriter(tmp_path, copy=True, host=HostCopies(torch.device("cpu")), moved=ignore)
+    writer = HostWriter(
+        tmp_path,
+        copy=True,
+        host=HostCopies(torch.device("cpu")),
+        moved=ignore,
+        open_file=functools.partial(files.SyncedFile, sync=full),
+    )
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)
     planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(files.SYNC_BYTES // 4))
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)

@@ -1,0 +1,92 @@
+"""A real engine with the weights of a folder, which is then sent those of another.
+
+It runs as a program of its own, since an engine forks: `run_engine` starts the file of a rig, whose
+main function awaits `seen_twice`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from slipstream.protocol.settings.config_file import check_model, parse_config
+from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server import process
+from slipstream.rollout_server.engine_interface import LoadedWeights
+
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.rigs.receiver_story import FOLDERS
+
+BUCKET_BYTES = 1 << 20
+Seen = TypeVar("Seen")
+
+
+def run_engine(rig: str, folder: Path, sent: Path, output: Path) -> None:
+    """Runs the file `rig` to its end; a failure shows its output."""
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, rig, str(folder), str(sent), str(output)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+
+
+def parse_folders(description: str | None) -> argparse.Namespace:
+    """The arguments that `run_engine` passes: folder, sent and output."""
+    parser = argparse.ArgumentParser(description=description)
+    for name in ("folder", "sent", "output"):
+        parser.add_argument(name, type=Path)
+    return parser.parse_args()
+
+
+async def seen_twice(
+    options: argparse.Namespace,
+    look: Callable[[Any, str], Awaitable[Seen]],
+    **sections: Mapping[str, object],
+) -> tuple[Seen, Seen, LoadedWeights]:
+    """What `look` sees of the engine as it was loaded and after the publish, which is last."""
+    torch.set_num_threads(1)
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(options.folder), "dtype": "float32"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "rollout_server": {"max_episodes": 8, "threads": 1},
+    }
+    for name, settings in sections.items():
+        table[name] = {**table.get(name, {}), **settings}
+    config = parse_config(table, source="rig")
+    check_model(config)
+    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    from slipstream.rollout_server.inference.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        await engine.resume(PolicyVersion(0, 0))
+        first = await look(engine, "first")
+        dtype = getattr(torch, config.model.dtype)
+        read = load_file(options.sent / "model.safetensors")
+        weights = {name: tensor.to(dtype) for name, tensor in read.items()}
+        sender = GlooSender("communicator", deadline_s=60.0)
+        layout = layout_of(weights, BUCKET_BYTES)
+        order = sender.order("publish", 1)
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
+        await engine.prepare_weights(order, layout, 1)
+        loaded = await engine.receive_weights(order.publish_id)
+        assert list(loaded.bucket_digests) == await sending
+        await engine.resume(PolicyVersion(0, 1))
+        return first, await look(engine, "second"), loaded
+    finally:
+        await engine.aclose()
