@@ -24,6 +24,7 @@ FIXED = {
     "lora.rank": "checkpoints hold adapters of this rank, or none",
     "lora.alpha": "the weights are made with it",
     "lora.dropout": "recorded steps dropped this share",
+    "lora.adapters": "checkpoints hold these adapters",
     "lora.target_modules": "checkpoints hold adapters of these matrices",
     "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
     "checkpoint.load": "the run began with these weights",
@@ -60,6 +61,15 @@ def check_resumable(before: Config, now: Config) -> None:
             "recorded replies carry this number of likely tokens; choose another run.name for a "
             "new run"
         )
+    adapters = {section.name: section.adapter for section in (*now.environments, *now.evaluations)}
+    for section in (*before.environments, *before.evaluations):
+        old, adapter = section.adapter, adapters.get(section.name, section.adapter)
+        if adapter != old:
+            raise ConfigError(
+                f"adapter of {section.name} must stay {old!r} when a run goes on, got "
+                f"{adapter!r}: its leased groups are sampled with it; choose another run.name for "
+                "a new run"
+            )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
         assert isinstance(old, int)

@@ -38,9 +38,13 @@ CHANGED = {
     "lora.dropout": 0.1,
     "lora.target_modules": ["linear_qkv"],
     "lora.publish": "adapters",
+    "lora.adapters": ["math"],
 }
 # What a setting cannot be changed without.
-BESIDE = {"lora.publish": {"lora__rank": 8}}
+BESIDE = {
+    "lora.publish": {"lora__rank": 8},
+    "lora.adapters": {"lora__rank": 8, "lora__publish": "adapters"},
+}
 
 
 @pytest.mark.parametrize("key", FIXED)

@@ -326,6 +326,13 @@ def check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
         )
+    for section in (*config.environments, *config.evaluations):
+        if refusal := config.lora.refusal(section.adapter or ""):
+            raise ValueError(f"{section.name}: {refusal}")
+    if config.lora.adapters and config.critic is not None:
+        raise ValueError("lora.adapters must be empty with a critic: several policies have no one")
+    if config.lora.adapters and any(config.learner.offload.model_dump().values()):
+        raise ValueError("lora.adapters must be empty with learner.offload: they are exchanged")
     if rank and config.checkpoint.load is not None:
         raise ValueError(
             f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"

@@ -13,7 +13,6 @@ import gc
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, PolicyVersion
@@ -38,10 +37,11 @@ from slipstream.rollout_server.inference.vllm_requests import (
     VllmParts,
     as_ours,
     parameters,
+    scores_of,
     scoring_parameters,
     whole_text,
 )
-from slipstream.rollout_server.weights.adapter_slot import REQUEST
+from slipstream.rollout_server.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls
@@ -69,12 +69,13 @@ class VllmEngine:
         line: DirectLine,
         *,
         stage: bool,
+        adapters: AdapterRequests = WITHOUT_ADAPTERS,
         recompute_context: bool = True,
         answer_limit_s: float = _ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._llm = llm
-        self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
+        self._adapters = adapters
         self._processes = processes
         self._silence_limit_s = silence_limit_s
         loggers = llm.logger_manager.stat_loggers
@@ -113,6 +114,7 @@ class VllmEngine:
             started,
             line,
             stage=config.weights.stage_on_server,
+            adapters=AdapterRequests(config.lora),
             recompute_context=config.rollout_server.recompute_context,
         )
         line.listen()
@@ -145,7 +147,7 @@ class VllmEngine:
     @property
     def keeps_start(self) -> bool:
         """See `Engine`."""
-        return self._adapter is not None
+        return self._adapters.are_apart
 
     @property
     def vllm_parts(self) -> VllmParts:
@@ -180,7 +182,8 @@ class VllmEngine:
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
-            added = self._add(request_id, prompt_token_ids, asked, self._adapter, images)
+            adapter = self._adapters.request(sampling.adapter)
+            added = self._add(request_id, prompt_token_ids, asked, adapter, images)
             output = await self._next(request_id, await added)
         record = ReplyRecord()
         record.take(output)
@@ -204,7 +207,7 @@ class VllmEngine:
         with_logprobs = options.num_logprobs is not None
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
-                adapter = None if options.by_start else self._adapter
+                adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
                 collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self._next(request_id, collector)).finished:
                     yield record.part(output, with_logprobs=with_logprobs)
@@ -240,6 +243,7 @@ class VllmEngine:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         """See `Engine`."""
+        self._adapters.check(layout)
         await self._updates.prepare(order, layout, first_rank)
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
@@ -250,24 +254,20 @@ class VllmEngine:
         self._pauses.hold_requests()
         return await self._updates.receive(publish_id, self._pauses.resume_idle)
 
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
         """See `Engine`."""
-        asked = scoring_parameters()
+        asked, names = scoring_parameters(), [*adapters, *[""] * len(sequences)]
         await self._pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
-                self._request(f"{PROBE_PREFIX}{n}", sequence, asked)
-                for n, sequence in enumerate(sequences)
+                self._request(f"{PROBE_PREFIX}{n}", sequence, asked, adapter)
+                for n, (sequence, adapter) in enumerate(zip(sequences, names, strict=False))
             ),
             return_exceptions=True,
         )
-        values: list[float] = []
-        for output, sequence in zip(outputs, sequences, strict=True):
-            if isinstance(output, BaseException):
-                raise output
-            scores = output.prompt_logprobs
-            values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
-        return np.asarray(values, dtype=np.float32)
+        return scores_of(outputs, sequences)
 
     async def watch(self) -> None:
         """See `Engine`."""
@@ -307,10 +307,10 @@ class VllmEngine:
             self._clock.leave()
 
     async def _request(
-        self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
+        self, request_id: str, token_ids: Sequence[int], asked: SamplingParams, adapter: str
     ) -> RequestOutput:
-        collector = await self._add(request_id, prompt_token_ids, asked, self._adapter)
-        return await self._next(request_id, collector)
+        chosen = self._adapters.request(adapter)
+        return await self._next(request_id, await self._add(request_id, token_ids, asked, chosen))
 
     async def _add(
         self,

@@ -114,7 +114,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             return
         parsed = weights_pb2.WeightLayout.FromString(layout)
         self._weights = tuple(weight_buckets(parsed))
-        self._adapters = Arriving(tuple(adapter_buckets(parsed)), parsed.adapter_scale)
+        number = max(1, len(parsed.adapter_names))
+        buckets = tuple(adapter_buckets(parsed))
+        self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
             self._plan = self._replay = self._live = None
