@@ -121,9 +121,7 @@ async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
 
 
 async def test_a_request_of_no_adapter_fails(rig: NamedRig) -> None:
-    with pytest.raises(
-        GenerationFailed, match="no adapter '', lora.adapters are code"
-    ):
+    with pytest.raises(GenerationFailed, match="no adapter '', lora.adapters are code"):
         await rig.engine.generate("x", SEQUENCE, SAMPLING, 2)
 
 

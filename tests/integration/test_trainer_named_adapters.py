@@ -8,22 +8,37 @@ import pytest
 import torch
 from support.fakes.parity_models import make_models
 from support.ranks import named_adapter_ranks
-from support.ranks.named_adapter_ranks import ALL, LAYOUTS, NAMES, jobs_of
+from support.ranks.named_adapter_ranks import ALL, LAYOUTS, NAMES, SLOW, jobs_of
 from support.ranks.parity_layouts import STEPS
 from support.ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+for_layouts = pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS],
+)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> dict[str, dict]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool
+) -> dict[str, dict]:
+    """What the jobs of the layouts saw whose tests are run."""
     folder = tmp_path_factory.mktemp("named")
     make_models(folder)
+    wanted = {
+        item.callspec.params["layout"]
+        for item in request.session.items
+        if item.path == request.path
+    }
     jobs = []
     for world_size in (1, 2):
-        program = Path(named_adapter_ranks.__file__)
-        rank_pool.run(program, jobs_of(world_size), world_size=world_size, folder=folder)
-        jobs += jobs_of(world_size)
+        program, mine = Path(named_adapter_ranks.__file__), jobs_of(sorted(wanted), world_size)
+        if mine:
+            rank_pool.run(program, mine, world_size=world_size, folder=folder)
+        jobs += mine
     return {job: torch.load(folder / f"named-{job}.pt", weights_only=True) for job in jobs}
 
 
@@ -32,7 +47,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 
 @pytest.mark.parametrize("name", ["code", "math"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_layouts
 def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(
     layout: str, name: str, found: dict[str, dict]
 ) -> None:
@@ -45,7 +60,7 @@ def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(
     assert not same(ours["steps"][0][name], ours["before"][name])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_layouts
 def test_an_adapter_without_sequences_is_not_changed_by_a_step(
     layout: str, found: dict[str, dict]
 ) -> None:
@@ -57,7 +72,7 @@ def test_an_adapter_without_sequences_is_not_changed_by_a_step(
         assert same(ours["steps"][step]["idle"], ours["before"]["idle"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_layouts
 def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(
     layout: str, found: dict[str, dict]
 ) -> None:
@@ -68,7 +83,7 @@ def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_layouts
 def test_adapters_go_on_from_a_checkpoint_bit_for_bit(layout: str, found: dict[str, dict]) -> None:
     ours = found[f"{layout} {ALL}"]
     for name in NAMES:

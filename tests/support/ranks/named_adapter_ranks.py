@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,30 +26,38 @@ if TYPE_CHECKING:
 # "idle" has no sequences at all, "code" none in the second step.
 NAMES = ("code", "idle", "math")
 ALL = "all"
-LAYOUTS: dict[str, tuple[int, str, dict, dict]] = {
-    "one": (1, "llama", {}, {}),
-    "one-dropout": (1, "llama", {}, {"dropout": 0.25}),
-    "one-experts": (1, "moe", {}, {}),
-    "tp2-sp": (2, "llama", {"parallel": SP}, {}),
-    "pp2": (2, "llama", {"parallel": {"pp": 2}}, {}),
-    "dp2": (2, "llama", {}, {}),
-    "dp2-distributed": (2, "llama", OVERLAP, {}),
-    "ep2-experts": (2, "moe", {"parallel": {"ep": 2}}, {}),
+# name -> (ranks, model, changes of sections)
+LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
+    "one": (1, "llama", {}),
+    "one-dropout": (1, "llama", {"lora": {"dropout": 0.25}}),
+    "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
+    "one-bfloat16": (1, "llama", {"model": {"dtype": "bfloat16"}}),
+    "one-experts": (1, "moe", {}),
+    "tp2-sp": (2, "llama", {"learner": {"parallel": SP}}),
+    "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
+    "dp2": (2, "llama", {}),
+    "dp2-distributed": (2, "llama", {"learner": OVERLAP}),
+    "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
+    "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
 }
+# What others show too, so that it need not be tried at every change.
+SLOW = {"one-dropout", "one-mini-batches", "one-experts", "pp2", "dp2", "dp2-distributed-bfloat16"}
 
 
-def jobs_of(world_size: int) -> list[str]:
-    layouts = [name for name, (size, *_) in LAYOUTS.items() if size == world_size]
-    return [f"{layout} {chosen}" for layout in layouts for chosen in (ALL, "code", "math")]
+def jobs_of(layouts: Iterable[str], world_size: int) -> list[str]:
+    chosen = [name for name in layouts if LAYOUTS[name][0] == world_size]
+    return [f"{layout} {name}" for layout in chosen for name in (ALL, "code", "math")]
 
 
 def config_of(job: str, folder: Path) -> Config:
     layout, chosen = job.split()
-    world_size, model, learner, lora = LAYOUTS[layout]
+    world_size, model, changes = LAYOUTS[layout]
     table = json.loads(json.dumps(SETTINGS))
     table["model"] = {"path": str(folder / model), "dtype": "float32"}
-    table["learner"] |= learner | {"world_size": world_size, "grad_clip": 0.05}
-    table["lora"] = {"rank": 4, "alpha": 8.0, **lora}
+    table["learner"] |= {"world_size": world_size, "grad_clip": 0.05}
+    table["lora"] = {"rank": 4, "alpha": 8.0}
+    for section, values in changes.items():
+        table[section] |= values
     if chosen == ALL:
         table["lora"] |= {"adapters": list(NAMES), "publish": "adapters"}
     return parse_config(table, source=job)

@@ -329,10 +329,17 @@ def check_lora(config: Config) -> None:
     for section in (*config.environments, *config.evaluations):
         if refusal := config.lora.refusal(section.adapter or ""):
             raise ValueError(f"{section.name}: {refusal}")
-    if config.lora.adapters and config.critic is not None:
-        raise ValueError("lora.adapters must be empty with a critic: several policies have no one")
-    if config.lora.adapters and any(config.learner.offload.model_dump().values()):
-        raise ValueError("lora.adapters must be empty with learner.offload: they are exchanged")
+    # One policy's values, or state that cannot be exchanged with that of another adapter.
+    alone = {
+        "a critic": config.critic is not None,
+        "reference.refresh_every_steps": config.reference and config.reference.refresh_every_steps,
+        "learner.offload": any(config.learner.offload.model_dump().values()),
+        "optimizer_cpu_offload": config.learner.optimizer.get("optimizer_cpu_offload"),
+    }
+    for name, is_set in alone.items():
+        if config.lora.adapters and is_set:
+            adapters = ", ".join(config.lora.adapters)
+            raise ValueError(f"lora.adapters must be empty with {name}, got {adapters}")
     if rank and config.checkpoint.load is not None:
         raise ValueError(
             f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"

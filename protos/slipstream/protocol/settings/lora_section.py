@@ -128,7 +128,13 @@ class LoraSection(Section):
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.
         """
-        if num_experts and self.has_mlp and self.publishes_adapters:
+        if num_experts and self.has_mlp and self.adapters:
+            yield (
+                f"lora.adapters must be empty with adapters on experts, got "
+                f"{', '.join(self.adapters)}: or leave {' and '.join(_MLP)} out of "
+                "lora.target_modules"
+            )
+        elif num_experts and self.has_mlp and self.publishes_adapters:
             yield (
                 f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
                 f"leave {' and '.join(_MLP)} out of lora.target_modules"
