@@ -96,7 +96,12 @@ def config_of(**changes: object) -> Config:
             "lora.adapters must be empty with learner.offload, got code, math",
         ),
         (
-            {"learner": {"optimizer": {"optimizer_cpu_offload": True}}},
+            {
+                "learner": {
+                    "use_distributed_optimizer": True,
+                    "optimizer": {"optimizer_cpu_offload": True},
+                }
+            },
             "lora.adapters must be empty with optimizer_cpu_offload, got code, math",
         ),
     ],
