@@ -61,14 +61,13 @@ def check_resumable(before: Config, now: Config) -> None:
             "recorded replies carry this number of likely tokens; choose another run.name for a "
             "new run"
         )
-    adapters = {section.name: section.adapter for section in (*now.environments, *now.evaluations)}
-    for section in (*before.environments, *before.evaluations):
-        old, adapter = section.adapter, adapters.get(section.name, section.adapter)
-        if adapter != old:
+    adapters = _adapters(now)
+    for name, adapter in _adapters(before).items():
+        if adapters.get(name, adapter) != adapter:
             raise ConfigError(
-                f"adapter of {section.name} must stay {old!r} when a run goes on, got "
-                f"{adapter!r}: its leased groups are sampled with it; choose another run.name for "
-                "a new run"
+                f"adapter of {name} must stay {adapter!r} when a run goes on, got "
+                f"{adapters[name]!r}: its leased groups are sampled with it; choose another "
+                "run.name for a new run"
             )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
@@ -85,6 +84,12 @@ def _stored_models(config: Config) -> dict[str, bool]:
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
+
+
+def _adapters(config: Config) -> dict[str, str | None]:
+    """Returns the adapter of each environment and evaluation by its name."""
+    trained = {section.name: section.adapter for section in config.environments}
+    return trained | {section.name: section.adapter for section in config.evaluations}
 
 
 def _likely_tokens(config: Config) -> int | None:

@@ -326,9 +326,11 @@ def check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
         )
-    for section in (*config.environments, *config.evaluations):
-        if refusal := config.lora.refusal(section.adapter or ""):
-            raise ValueError(f"{section.name}: {refusal}")
+    adapters = {section.name: section.adapter for section in config.environments}
+    adapters |= {section.name: section.adapter for section in config.evaluations}
+    for name, adapter in adapters.items():
+        if refusal := config.lora.refusal(adapter or ""):
+            raise ValueError(f"{name}: {refusal}")
     # One policy's values, or state that cannot be exchanged with that of another adapter.
     alone = {
         "a critic": config.critic is not None,
@@ -338,8 +340,8 @@ def check_lora(config: Config) -> None:
     }
     for name, is_set in alone.items():
         if config.lora.adapters and is_set:
-            adapters = ", ".join(config.lora.adapters)
-            raise ValueError(f"lora.adapters must be empty with {name}, got {adapters}")
+            names = ", ".join(config.lora.adapters)
+            raise ValueError(f"lora.adapters must be empty with {name}, got {names}")
     if rank and config.checkpoint.load is not None:
         raise ValueError(
             f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
