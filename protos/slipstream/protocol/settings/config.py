@@ -15,7 +15,7 @@ from slipstream.protocol.settings.checkpoint_section import CheckpointSection
 from slipstream.protocol.settings.engine_precision import computes_in_fp8, precision_problems
 from slipstream.protocol.settings.engine_table import engine_problems
 from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithms
-from slipstream.protocol.settings.lora_section import LoraSection
+from slipstream.protocol.settings.lora_section import NOT_EXCHANGED, LoraSection
 from slipstream.protocol.settings.measurement_rules import length_problems, profile_problems
 from slipstream.protocol.settings.measurement_sections import (
     EvaluationSection,
@@ -331,12 +331,11 @@ def check_lora(config: Config) -> None:
     for name, adapter in adapters.items():
         if refusal := config.lora.refusal(adapter or ""):
             raise ValueError(f"{name}: {refusal}")
-    # One policy's values, or state that cannot be exchanged with that of another adapter.
     alone = {
         "a critic": config.critic is not None,
         "reference.refresh_every_steps": config.reference and config.reference.refresh_every_steps,
         "learner.offload": any(config.learner.offload.model_dump().values()),
-        "optimizer_cpu_offload": config.learner.optimizer.get("optimizer_cpu_offload"),
+        **{name: config.learner.optimizer.get(name) for name in NOT_EXCHANGED},
     }
     for name, is_set in alone.items():
         if config.lora.adapters and is_set:

@@ -36,6 +36,9 @@ _MLP = ("linear_fc1", "linear_fc2")
 MAX_SERVED_RANK = 512
 # An engine has room for all adapters of a run at once.
 MAX_ADAPTERS = 16
+# Settings of `learner.optimizer` with which Megatron keeps state elsewhere than torch's optimizers:
+# several adapters could not be exchanged.
+NOT_EXCHANGED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 

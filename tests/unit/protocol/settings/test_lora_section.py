@@ -7,6 +7,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.settings.lora_section import LoraSection
 
+ALGORITHM = {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3}
 NAMED = {"rank": 8, "publish": "adapters", "adapters": ("code", "math")}
 
 
@@ -72,7 +73,7 @@ def config_of(**changes: object) -> Config:
         "run": {"name": "test", "steps": 10},
         "model": {"path": "models/tiny"},
         "environments": [{"name": "e", "reference": "m:E", "adapter": "math"}],
-        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+        "algorithm": ALGORITHM,
         "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
         "lora": NAMED,
     }
@@ -104,6 +105,22 @@ def config_of(**changes: object) -> Config:
             },
             "lora.adapters must be empty with optimizer_cpu_offload, got code, math",
         ),
+        (
+            {
+                "learner": {
+                    "use_distributed_optimizer": True,
+                    "optimizer": {"use_precision_aware_optimizer": True},
+                }
+            },
+            "lora.adapters must be empty with use_precision_aware_optimizer, got code, math",
+        ),
+        (
+            {
+                "algorithm": ALGORITHM | {"kl": {"coefficient": 0.1}},
+                "reference": {"refresh_every_steps": 2},
+            },
+            "lora.adapters must be empty with reference.refresh_every_steps, got code, math",
+        ),
     ],
 )
 def test_each_environment_names_an_adapter_that_there_is(
@@ -115,6 +132,5 @@ def test_each_environment_names_an_adapter_that_there_is(
 
 
 def test_a_critic_serves_one_policy() -> None:
-    algorithm = {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3, "advantage": "gae"}
     with pytest.raises(ConfigError, match="lora.adapters must be empty with a critic"):
-        config_of(algorithm=algorithm, critic={"learning_rate": 1e-3})
+        config_of(algorithm=ALGORITHM | {"advantage": "gae"}, critic={"learning_rate": 1e-3})
