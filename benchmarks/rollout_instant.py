@@ -74,7 +74,9 @@ class InstantEngine:
     async def resume(self, version: PolicyVersion) -> None:
         """See `Engine`."""
 
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
         """See `Engine`."""
         return np.zeros(0, dtype=np.float32)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,114 +19,15 @@ from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import (  # noqa: E402
     Generation,
-    LoadedWeights,
-    Sampling,
     TextOptions,
 )
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
 from support.fakes.plain_matrices import keep_matrices_plain  # noqa: E402
 from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_for  # noqa: E402
 from support.rigs.running_replies import until_generated  # noqa: E402
 from support.rigs.started_engine import become_a_server, started_engine  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-Weights = dict[str, "torch.Tensor"]
-RANK, SCALE = 4, 3.0
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
-SEQUENCE = [1, 4, 9, 13, 22, 30, 5, 7, 7, 8]
-
-
-def adapters_for(weights: Weights, seed: int) -> Weights:
-    """Factors of which both matter, by PEFT's names."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, matrix in weights.items():
-        if name.split(".")[-2] in MATRICES:
-            prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            outputs, inputs = matrix.shape
-            for factor, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
-                values = torch.randn(shape, generator=generator) * 0.1
-                found[f"{prefix}.lora_{factor}.weight"] = values.to(matrix.dtype)
-    return found
-
-
-def merged(weights: Weights, adapters: Weights) -> Weights:
-    result = {}
-    for name, matrix in weights.items():
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{prefix}.lora_A.weight" in adapters:
-            a, b = (adapters[f"{prefix}.lora_{factor}.weight"] for factor in "AB")
-            matrix = matrix + SCALE * b @ a
-        result[name] = matrix
-    return result
-
-
-@dataclass
-class Rig:
-    """The engine, what its model is on disk, and who sends."""
-
-    engine: object
-    folder: Path
-    base: Weights
-    has_plan: bool
-    sender: GlooSender | None = None
-    publishes: int = 0
-
-    async def publish(
-        self,
-        weights: Weights,
-        adapters: Weights,
-        *,
-        most: int | None = None,
-        deadline_s: float = 30.0,
-    ) -> LoadedWeights:
-        """A whole publish; without `weights` of the adapters alone.
-
-        `deadline_s`: so long engine and sender wait for each other at a bucket.
-        """
-        layout = layout_of(weights)
-        layout.adapters.extend(layout_of(adapters).tensors)
-        layout.adapter_scale = SCALE
-        self.publishes += 1
-        if self.sender is None:
-            self.sender = GlooSender(
-                f"communicator-{self.publishes}",
-                num_workers=self.engine.num_workers,
-            )
-        self.sender.deadline_s = deadline_s
-        order = self.sender.order(f"p{self.publishes}", self.publishes)
-        order.adapters_alone = not weights
-        sending = asyncio.create_task(
-            asyncio.to_thread(self.sender.send, layout, weights | adapters, max_buckets=most)
-        )
-        try:
-            await self.engine.prepare_weights(order, layout, 1)
-            await self.engine.pause()
-            loaded = await self.engine.receive_weights(order.publish_id)
-        finally:
-            sent = (await asyncio.gather(sending, return_exceptions=True))[0]
-        assert list(loaded.bucket_digests) == sent
-        await self.engine.resume(PolicyVersion(0, self.publishes))
-        return loaded
-
-    def expected(self, weights: Weights, adapters: Weights, tokens: list[int]) -> np.ndarray:
-        """Log-probability of every token but the first, by transformers with merged weights."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-        model.load_state_dict(merged(weights, adapters), strict=False)
-        model.tie_weights()
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, :-1]
-        chosen = torch.tensor(tokens[1:])[:, None]
-        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
-
-    async def gap(self, weights: Weights, adapters: Weights) -> float:
-        """Mean difference of log-probabilities."""
-        scored = await self.engine.teacher_forced_logprobs([SEQUENCE])
-        return float(np.abs(self.expected(weights, adapters, SEQUENCE) - scored).mean())
 
 
 @dataclass(frozen=True)

@@ -614,17 +614,23 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
             stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
             spec = environment_pb2.EnvironmentSpec(name="e", reference="m:E", weight=1, timeout_s=1)
             spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+            spec.num_workers = 1
             request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
-            try:
-                await stub.SubmitEnvironment(request, timeout=60, wait_for_ready=True)
-            except grpc.aio.AioRpcError as error:
-                seen.append((error.code(), error.details(), error_info(error.trailing_metadata())))
+            other = environment_pb2.SubmitEnvironmentRequest(spec=spec)
+            other.spec.name, other.spec.adapter = "f", "math"
+            for each in (request, other):
+                try:
+                    await stub.SubmitEnvironment(each, timeout=60, wait_for_ready=True)
+                except grpc.aio.AioRpcError as error:
+                    info = error_info(error.trailing_metadata())
+                    seen.append((error.code(), error.details(), info))
         trainer.gate.set()
 
     await play(config, FakeServer(address), trainer=trainer, during=ask)
-    ((code, text, info),) = seen
+    (code, text, info), (_, wrong_adapter, _) = seen
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text == "the run has an environment e already; choose another name"
+    assert wrong_adapter == "adapter must be left out without lora.adapters, got 'math'"
     assert (info.reason, dict(info.metadata)) == (Reason.BAD_ARGUMENT.value, {"environment": "e"})
 
 

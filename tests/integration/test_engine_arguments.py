@@ -344,6 +344,9 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     # The next rank for which vLLM has kernels.
     assert (found.max_lora_rank, found.max_loras) == (32, 2)
     assert found.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    named = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
+    # One place stays empty for the judge.
+    assert engine_config(config_with(model, {}, named), seed=3).lora_config.max_loras == 4
 
 
 def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:

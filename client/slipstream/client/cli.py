@@ -201,6 +201,7 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument("--weight", type=float, default=1.0, help="share of the trained groups")
     submit.add_argument("--timeout-s", type=float, default=60.0, help="limit of one reset or step")
     submit.add_argument("--num-workers", type=int, default=1, help="processes beside each server")
+    submit.add_argument("--adapter", default="", help="one of lora.adapters, if there are any")
     submit.add_argument("--python", type=Path, help="interpreter of the workers; default: servers'")
     _add_connection(submit)
     submit.set_defaults(execute=_submit)

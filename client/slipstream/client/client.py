@@ -128,14 +128,15 @@ class Client:
         search_path: Path | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
         python: Path | None = None,
+        adapter: str = "",
     ) -> EnvironmentStatus:
         """Has the rollout servers run "package.module:Class" in worker processes of their own.
 
         `name` is by default the class's name in lower case. `weight` is the environment's share of
-        the trained groups, `timeout_s` the limit of one reset or step. The module is looked for in
-        `search_path` on the servers' machines, by default the working directory. `python` is the
-        workers' interpreter there, by default the servers' own. Returns when a worker has loaded it
-        and reset its first task; EnvironmentFailed says why no worker could.
+        the trained groups, `timeout_s` the limit of one reset or step, `adapter` one of
+        lora.adapters. The module is looked for in `search_path` on the servers' machines, by
+        default the working directory. `python` is the workers' interpreter there, by default the
+        servers' own. EnvironmentFailed when no worker could load it and reset its first task.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -152,6 +153,7 @@ class Client:
             python=str(Path(search_path or os.getcwd(), python)) if python else "",
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
+            adapter=adapter,
         )
         # The controller refuses a value that is no limit.
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
@@ -179,6 +181,7 @@ class Client:
         timeout_s: float = 60.0,
         connect_timeout_s: float = 60.0,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        adapter: str = "",
     ) -> None:
         """Runs the episodes of `environment` in this process until the run ends.
 
@@ -194,6 +197,7 @@ class Client:
             num_workers=1,
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
+            adapter=adapter,
         )
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
@@ -326,7 +330,6 @@ class Client:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            # The gRPC error itself says nothing more.
             raise self._mapped(error.code(), error.details() or "") from None
 
     def _mapped(self, code: grpc.StatusCode, details: str) -> SlipstreamError:

@@ -24,6 +24,7 @@ FIXED = {
     "lora.rank": "checkpoints hold adapters of this rank, or none",
     "lora.alpha": "the weights are made with it",
     "lora.dropout": "recorded steps dropped this share",
+    "lora.adapters": "checkpoints hold these adapters",
     "lora.target_modules": "checkpoints hold adapters of these matrices",
     "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
     "checkpoint.load": "the run began with these weights",
@@ -60,6 +61,14 @@ def check_resumable(before: Config, now: Config) -> None:
             "recorded replies carry this number of likely tokens; choose another run.name for a "
             "new run"
         )
+    adapters = _adapters(now)
+    for name, adapter in _adapters(before).items():
+        if adapters.get(name, adapter) != adapter:
+            raise ConfigError(
+                f"adapter of {name} must stay {adapter!r} when a run goes on, got "
+                f"{adapters[name]!r}: its leased groups are sampled with it; choose another "
+                "run.name for a new run"
+            )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
         assert isinstance(old, int)
@@ -75,6 +84,12 @@ def _stored_models(config: Config) -> dict[str, bool]:
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
+
+
+def _adapters(config: Config) -> dict[str, str | None]:
+    """Returns the adapter of each environment and evaluation by its name."""
+    trained = {section.name: section.adapter for section in config.environments}
+    return trained | {section.name: section.adapter for section in config.evaluations}
 
 
 def _likely_tokens(config: Config) -> int | None:

@@ -39,6 +39,7 @@ async def submit(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout_s,
             num_workers=arguments.num_workers,
             python=arguments.python,
+            adapter=arguments.adapter,
         )
     tasks = counted(status.num_tasks, "task") if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"

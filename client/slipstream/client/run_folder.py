@@ -23,6 +23,7 @@ from slipstream.protocol.errors import CheckpointError, ConfigError
 from slipstream.protocol.run_folder import (
     CHECKPOINTS,
     CONFIG,
+    FINAL_ADAPTERS,
     FINAL_MODEL,
     JOURNAL,
     JOURNAL_LOG,
@@ -79,7 +80,8 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     values = read_summary(folder)
     if values is None:
         return
-    lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / FINAL_MODEL).is_dir()
+    final = FINAL_ADAPTERS if config.lora.adapters else FINAL_MODEL
+    lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / final).is_dir()
     if values.get("state") != "finished" or lacks_model:
         return
     if values.get("solved") and config.algorithms.samples_dynamically:

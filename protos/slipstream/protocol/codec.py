@@ -135,6 +135,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             pb.ImagePlace(offset=place.offset, image=place.image)
             for place in trajectory.image_places
         ],
+        adapter=trajectory.adapter,
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -204,6 +205,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         reference=reference_from_pb(message),
         images=tuple(message.images),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
+        adapter=message.adapter,
     )
     check_trajectory(trajectory)
     return trajectory

@@ -13,7 +13,7 @@ CONFIG = "config.toml"
 # The folder of the journal, its log, and its folder of batches.
 JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 # The folder of checkpoints, and the trained model in it.
-CHECKPOINTS, FINAL_MODEL = "checkpoints", "final"
+CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
 # A row for each step and evaluation, sampled trajectories, and the facts of a run that has ended.
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
 # Causes of suspended environments, and the drawn curves.

@@ -191,6 +191,8 @@ class Trajectory:
     reference: ReferenceLogprobs | None = None
     images: tuple[bytes, ...] = ()
     image_places: tuple[ImagePlace, ...] = ()
+    # The adapter that sampled the tokens and learns from them; "" if the run names no adapters.
+    adapter: str = ""
 
     @property
     def trajectory_id(self) -> TrajectoryId:

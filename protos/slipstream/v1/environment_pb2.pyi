@@ -21,7 +21,7 @@ ENVIRONMENT_STATE_READY: EnvironmentState
 ENVIRONMENT_STATE_SUSPENDED: EnvironmentState
 
 class EnvironmentSpec(_message.Message):
-    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose", "chat_template_kwargs_json", "python")
+    __slots__ = ("name", "reference", "args_json", "weight", "timeout_s", "num_workers", "search_path", "purpose", "chat_template_kwargs_json", "python", "adapter")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class EnvironmentSpec(_message.Message):
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
     PYTHON_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     name: str
     reference: str
     args_json: str
@@ -42,7 +43,8 @@ class EnvironmentSpec(_message.Message):
     purpose: _trajectory_pb2.EpisodePurpose
     chat_template_kwargs_json: str
     python: str
-    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., chat_template_kwargs_json: _Optional[str] = ..., python: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ..., args_json: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_workers: _Optional[int] = ..., search_path: _Optional[str] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., chat_template_kwargs_json: _Optional[str] = ..., python: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class EvaluationRound(_message.Message):
     __slots__ = ("step", "numbers")

@@ -21,16 +21,18 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., sender: _Optional[int] = ...) -> None: ...
 
 class WeightLayout(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes", "adapters", "adapter_scale")
+    __slots__ = ("tensors", "bucket_bytes", "adapters", "adapter_scale", "adapter_names")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SCALE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
     adapters: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     adapter_scale: float
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., adapter_scale: _Optional[float] = ...) -> None: ...
+    adapter_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., adapter_scale: _Optional[float] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Communicator(_message.Message):
     __slots__ = ("communicator_id", "transport", "store_host", "store_port", "world_size", "unique_id", "num_senders", "path")
@@ -122,16 +124,18 @@ class Receiver(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., first_rank: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class Probe(_message.Message):
-    __slots__ = ("token_ids", "lengths", "expected_logprobs", "tolerance")
+    __slots__ = ("token_ids", "lengths", "expected_logprobs", "tolerance", "adapters")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     lengths: _containers.RepeatedScalarFieldContainer[int]
     expected_logprobs: bytes
     tolerance: float
-    def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("base", "changed")

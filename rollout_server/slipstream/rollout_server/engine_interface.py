@@ -43,7 +43,8 @@ class Sampling:
     `max_turns` the replies of all branches; with `ignore_eos` a reply does not
     end at the end-of-text token. `max_prompt_tokens` limits the context before the first reply;
     with 0 it need only leave room for one token of that reply. A reply also ends with the first of
-    `stop_token_ids`, and with the token that completes the first of the texts in `stop`.
+    `stop_token_ids`, and with the token that completes the first of the texts in `stop`. `adapter`
+    samples them; "": the only one, or none.
     """
 
     temperature: float
@@ -60,6 +61,7 @@ class Sampling:
     max_branches: int = 16
     max_images: int = 0
     max_image_bytes: int = 0
+    adapter: str = ""
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
@@ -67,8 +69,8 @@ class Sampling:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             value = getattr(message, field.name)
-            is_number = isinstance(value, float | int)
-            values[field.name] = value if is_number else tuple(value)
+            is_single = isinstance(value, float | int | str)
+            values[field.name] = value if is_single else tuple(value)
         return cls(**values)
 
     @property
@@ -313,7 +315,9 @@ class Engine(Protocol):
         """Resumes generation; tokens sampled from now on carry `version`."""
         ...
 
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
         """Returns the log-probability of every token but each sequence's first, in one array."""
         ...
 

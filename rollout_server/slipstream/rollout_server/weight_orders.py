@@ -308,7 +308,8 @@ class WeightOrders:
         sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
         try:
             async with asyncio.timeout(self._probe_limit_s):
-                return pack_logprobs(await self._engine.teacher_forced_logprobs(sequences))
+                found = await self._engine.teacher_forced_logprobs(sequences, probe.adapters)
+                return pack_logprobs(found)
         except TimeoutError:
             raise EngineDied(f"no answer to a probe within {self._probe_limit_s:g} s") from None
 

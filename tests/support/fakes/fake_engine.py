@@ -188,7 +188,9 @@ class FakeEngine:
         self.running.set()
         self._wake()
 
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
         return self.probe
 
     async def watch(self) -> None:

@@ -136,6 +136,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         routed_experts=draw(st.none() | routed_experts(num_tokens)),
         branches=draw(branches(len(run_lengths))),
         reference=draw(st.none() | references(num_sampled)),
+        adapter=draw(st.just("") | names.filter(lambda name: len(name) <= 64)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -11,6 +11,7 @@ from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import (
     Bucket,
     TensorSpec,
+    adapter_buckets,
     layout_from_pb,
     layout_to_pb,
 )
@@ -74,15 +75,22 @@ class GlooSender:
         *,
         max_buckets: int | None = None,
         base: Mapping[str, torch.Tensor] | None = None,
+        more: Sequence[Mapping[str, torch.Tensor]] = (),
     ) -> list[bytes]:
         """Joins if need be and sends; digests of the buckets. `max_buckets`: stops too early.
 
-        With `base` only what changed since is sent, in the buckets where that is shorter.
+        With `base` only what changed since is sent, in the buckets where that is shorter. `more`:
+        the tensors of each adapter after the first.
         """
         if self._group is None:
             self.join()
         digests, timeout = [], timedelta(seconds=self.deadline_s)
-        for bucket in layout_from_pb(layout)[:max_buckets]:
+        buckets, of_each = layout_from_pb(layout), len(adapter_buckets(layout))
+        of_each //= 1 + len(more)
+        first = len(buckets) - len(more) * of_each
+        for place, bucket in enumerate(buckets[:max_buckets]):
+            if place >= first:
+                tensors = more[(place - first) // of_each]
             whole = buffer = pack(bucket, tensors)
             if base is not None:
                 old, new = (pack(bucket, each).numpy().tobytes() for each in (base, tensors))

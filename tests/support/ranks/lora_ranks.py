@@ -164,7 +164,9 @@ def note_sent(
         "first_identity": first_identity.hex(),
         "identity": published.digests().identity.hex(),
         "senders": list(published.senders),
-        "kinds": [type(s._filling).__name__ for s in (published._weights, published._adapters)],
+        "kinds": [
+            type(s._filling).__name__ for s in (published._weights, *published._adapters.values())
+        ],
         "whole": sent_by(published, policy, adapters_alone=False),
         "alone": sent_by(published, policy, adapters_alone=True),
         "announced": [digest.hex() for digest in published.digests().buckets],

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from slipstream.client.builtin.arithmetic import Arithmetic, Sum, find_answer
-from slipstream.client.builtin.echo import Echo, split_pairs
+from slipstream.client.builtin.echo import Echo, Others, split_pairs
 from slipstream.client.builtin.guess import GuessNumber
 
 
@@ -185,3 +185,12 @@ def test_guessing_refuses_arguments_that_cannot_work(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         GuessNumber(**arguments)
+
+
+def test_others_are_the_letters_that_the_prompt_lacks() -> None:
+    environment = Others(num_symbols=4, reply_length=4)
+    assert environment.tasks() == Echo(4).tasks()
+    (message,) = environment.reset(("a", "b"))
+    assert message.content == "a b"
+    for reply, reward in (("c d c d", 1.0), ("c d", 0.5), ("a b a b", 0.0), ("c e . d", 0.5)):
+        assert environment.step(reply).reward == reward

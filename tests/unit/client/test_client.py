@@ -206,7 +206,8 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
 async def test_values_for_the_template_travel_with_the_environment(
     client: Client, controller: Controller
 ) -> None:
-    await client.submit("m:C", chat_template_kwargs={"enable_thinking": False})
+    await client.submit("m:C", chat_template_kwargs={"enable_thinking": False}, adapter="math")
+    assert controller.submitted[-1].adapter == "math"
     assert controller.submitted[-1].chat_template_kwargs_json == '{"enable_thinking": false}'
     for call in (
         client.submit("m:C", chat_template_kwargs={"tools": 1}),

@@ -7,6 +7,7 @@ from slipstream.client.config_changes import FIXED, GROWING, check_resumable
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.settings.sections import EnvironmentSection
 
 
 def config(**changes: object) -> Config:
@@ -38,9 +39,13 @@ CHANGED = {
     "lora.dropout": 0.1,
     "lora.target_modules": ["linear_qkv"],
     "lora.publish": "adapters",
+    "lora.adapters": ["math"],
 }
 # What a setting cannot be changed without.
-BESIDE = {"lora.publish": {"lora__rank": 8}}
+BESIDE = {
+    "lora.publish": {"lora__rank": 8},
+    "lora.adapters": {"lora__rank": 8, "lora__publish": "adapters"},
+}
 
 
 @pytest.mark.parametrize("key", FIXED)
@@ -117,3 +122,15 @@ def test_the_likely_tokens_of_a_reference_stay_and_its_address_may_change() -> N
     for before, now in ((4, 5), (0, 4), (None, 0), (0, None)):
         with pytest.raises(ConfigError, match=f"must stay {before} .*, got {now}: recorded"):
             check_resumable(asking(before), asking(now))
+
+
+def test_an_environment_keeps_its_adapter() -> None:
+    def with_adapter(name: str) -> Config:
+        lora = {"rank": 8, "publish": "adapters", "adapters": ["code", "math"]}
+        found = config(**{f"lora__{key}": value for key, value in lora.items()})
+        section = EnvironmentSection(name="e", reference="m:E", adapter=name)
+        return found.model_copy(update={"environments": (section,)})
+
+    check_resumable(with_adapter("code"), with_adapter("code"))
+    with pytest.raises(ConfigError, match="adapter of e must stay 'code' when .*, got 'math': "):
+        check_resumable(with_adapter("code"), with_adapter("math"))

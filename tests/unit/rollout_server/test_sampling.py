@@ -28,9 +28,11 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     sampling = Sampling.from_pb(message)
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names == set(fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name)
-    # What to do with long prompts is the controller's business.
-    assert names == set(SamplingSection.model_fields) - {"long_prompts"}
-    for name in names:
+    # What to do with long prompts is the controller's business, and the adapter the environment's.
+    assert names - {"adapter"} == set(SamplingSection.model_fields) - {"long_prompts"}
+    message.adapter = "math"
+    assert Sampling.from_pb(message).adapter == "math"
+    for name in names - {"adapter"}:
         assert getattr(sampling, name) == getattr(section, name), name
 
 

@@ -50,7 +50,9 @@ class SlowEngine(FakeEngine):
         self.resumed += 1
         await super().resume(version)
 
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
         await self.scored.wait()
         return self.probe
 

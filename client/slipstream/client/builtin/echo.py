@@ -40,6 +40,7 @@ class Echo(Environment[Pair]):
         self._reply_length = reply_length
         train, heldout = split_pairs(num_symbols, seed)
         self._pairs = train if split == "train" else heldout
+        self._symbols = set(string.ascii_lowercase[:num_symbols])
         self._letters: Pair = ("", "")
 
     def tasks(self) -> list[Pair]:
@@ -57,6 +58,19 @@ class Echo(Environment[Pair]):
         right = sum(word in self._letters for word in words) / self._reply_length
         named = sum(letter in words for letter in self._letters) / len(self._letters)
         return StepResult(reward=(right + named) / 2, metrics={"right": right, "named": named})
+
+
+class Others(Echo):
+    """Shows the same prompts; the right reply has other letters of `num_symbols`, and nothing else.
+
+    The reward is the share of the first `reply_length` words that are such letters.
+    """
+
+    def step(self, reply: str) -> StepResult:
+        """Judges the first words of a reply."""
+        words = reply.split()[: self._reply_length]
+        others = self._symbols - set(self._letters)
+        return StepResult(reward=sum(word in others for word in words) / self._reply_length)
 
 
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:

@@ -259,8 +259,9 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     check_installed("torch", "megatron.core")
     chosen = version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
-    if target.exists():
-        raise ConfigError(f"--out: {target} exists already")
+    written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
+    if written.exists():
+        raise ConfigError(f"--out: {written} exists already")
     (environ,) = rank_environments(config, 0, 1)
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
@@ -273,7 +274,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
         await child.stop(GRACE_S)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
-    print(f"version {chosen} lies in {target}")
+    print(f"version {chosen} lies in {written}")
     return 0
 
 

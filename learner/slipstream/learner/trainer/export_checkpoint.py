@@ -53,9 +53,12 @@ def main() -> int:
 def export(config: Config, path: Path, out: Path) -> None:
     """Writes `out`, and a folder `out`-adapters beside it if the run has adapters.
 
+    Adapters with names belong to several models: then there is only `out`-adapters.
+
     Raises CheckpointError when the files or the weights differ from the saved ones.
     """
-    from slipstream.learner.trainer.checkpoints.starting_weights import load_starting_weights
+    from slipstream.learner.trainer.checkpoints.starting_weights import load_models_from
+    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
@@ -66,10 +69,11 @@ def export(config: Config, path: Path, out: Path) -> None:
     alone = on_one_rank(config, path)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
-    load_starting_weights(policy.chunks, path, policy.ranks)
+    load_models_from(stored_policy(policy, with_optimizer=False), path, policy.ranks)
     if weight_identity(policy, alone).hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
-    save_hf_folder(policy, alone.model.path, out)
+    if not policy.adapters.have_names:
+        save_hf_folder(policy, alone.model.path, out)
     if alone.lora.rank:
         save_adapters(policy, alone, out.with_name(f"{out.name}-adapters"))
     policy.ranks.close()

@@ -24,6 +24,7 @@ from slipstream.learner.trainer.model.model import (
     defer_projections,
     unwrapped,
 )
+from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.model.offload import (
     HostMemory,
     Part,
@@ -74,7 +75,13 @@ def open_policy(
     if config.algorithm.router_replay != "off":
         change = _both(change, replay_routers)
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
-    return Policy(**vars(model))
+    held = NamedAdapters(
+        config.lora.adapters,
+        chunks=model.chunks,
+        optimizer=model.optimizer,
+        gather=model.gather_parameters,
+    )
+    return Policy(**vars(model), adapters=held)
 
 
 def _both(first: Change, second: Change) -> Change:

@@ -45,6 +45,9 @@ from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.settings.config import Config
 from torch import Tensor
 
+# Metrics that each adapter has too, where there are several.
+BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -65,6 +68,14 @@ class _Totals:
     num_micro_batches: int = 0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
+
+    def join(self, others: _Totals) -> None:
+        """Adds what another adapter's part of the step did."""
+        self.statistics.join(others.statistics)
+        self.grad_norms += others.grad_norms
+        self.num_micro_batches += others.num_micro_batches
+        self.forward_backward_s += others.forward_backward_s
+        self.optimizer_s += others.optimizer_s
 
 
 class TrainingStep:
@@ -119,32 +130,54 @@ class TrainingStep:
         if reference is not None and reference.server is not None:
             vocab_size = self._policy.vocab_size
             check_references(batch, top_k=reference.top_k, vocab_size=vocab_size)
-        mini_batches = batch.mini_batches(self._config.algorithm.mini_batches)
+        totals = _Totals(StepStatistics(self._config.algorithm.epochs))
+        metrics: dict[str, float] = {}
+        adapters = self._policy.adapters
+        for name, part in batch.by_adapter(adapters.names):
+            with adapters.active(name):
+                found, of_critic = self._train_part(part)
+            totals.join(found)
+            metrics |= of_critic
+            if adapters.are_several:
+                own = self._metrics(found, 0.0)
+                metrics |= {f"adapter/{name}/{key}": own[key] for key in BY_ADAPTER}
+        metrics |= self._metrics(totals, learning_rate(self._config, batch.step))
+        if self._replays:
+            policy = self._policy
+            metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
+        self._roles.follow(self._policy, batch.step + 1)
+        saved = Saved() if self._policy.sharing is None else self._policy.sharing.saved
+        metrics["shared_tokens"] = float(saved.tokens)
+        return StepResult(metrics, time.monotonic() - started, saved)
+
+    def _train_part(self, batch: Batch) -> tuple[_Totals, dict[str, float]]:
+        """Trains the active adapter, or all of the policy; returns the critic's metrics too.
+
+        A part with fewer groups than `mini_batches` has one mini-batch for each group.
+        """
+        number = self._config.algorithm.mini_batches
+        if self._policy.adapters.are_several:
+            number = min(number, len(set(batch.group_ids)))
+        mini_batches = batch.mini_batches(number)
         sequences = training_sequences(batch, self._config, self._estimates(batch))
         check_advantages(batch, sequences)
         environments = [batch.trajectories[owner].environment for owner in batch.owners]
         sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            metrics = self._train_policy(batch, sequences, mini_batches)
-        if self._replays:
-            policy = self._policy
-            metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
-        if self._roles.critic is not None:
-            with self.stages.measure("critic"):
-                metrics |= self._roles.critic.train(
-                    sequences, mini_batches * self._config.algorithm.epochs
-                )
-        self._roles.follow(self._policy, batch.step + 1)
-        saved = Saved() if self._policy.sharing is None else self._policy.sharing.saved
-        metrics["shared_tokens"] = float(saved.tokens)
-        return StepResult(metrics, time.monotonic() - started, saved)
+            totals = self._train_policy(batch, sequences, mini_batches)
+        if self._roles.critic is None:
+            return totals, {}
+        with self.stages.measure("critic"):
+            return totals, self._roles.critic.train(
+                sequences, mini_batches * self._config.algorithm.epochs
+            )
 
     def _train_policy(
         self,
         batch: Batch,
         sequences: Sequence[TrainingSequence],
         mini_batches: Sequence[Sequence[int]],
-    ) -> dict[str, float]:
+    ) -> _Totals:
         shares = [
             rank_micro_batches(
                 self._policy,
@@ -173,7 +206,7 @@ class TrainingStep:
             if not math.isfinite(total):
                 raise self._loss_fault(batch, sequences, members, losses, total=total)
             self._update(rate, totals)
-        return self._metrics(totals, rate)
+        return totals
 
     @property
     def _replays(self) -> bool:
@@ -269,8 +302,12 @@ class TrainingStep:
             models["critic"] = self._roles.critic.model
         if self._roles.reference is not None:
             models["reference"] = self._roles.reference.model
-        counts = torch.tensor([float(model.count_not_finite()) for model in models.values()])
-        for name, count in zip(models, self._policy.ranks.sum(counts).tolist(), strict=True):
+        found = {name: float(model.count_not_finite()) for name, model in models.items()}
+        for name in self._policy.adapters.names[1:]:
+            with self._policy.adapters.active(name):
+                found[f"policy's adapter {name}"] = float(self._policy.count_not_finite())
+        counts = torch.tensor([*found.values()])
+        for name, count in zip(found, self._policy.ranks.sum(counts).tolist(), strict=True):
             if count:
                 raise RunFailed(
                     f"weights of the {name} are not finite, and no batch can be trained: {fault}"

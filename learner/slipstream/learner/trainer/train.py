@@ -17,7 +17,7 @@ from types import FrameType
 
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
-from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.cost import StepCost
 from slipstream.learner.trainer.model.model import Policy
@@ -43,7 +43,7 @@ from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import RunFailed, UntrainableBatch
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.run_folder import CHECKPOINTS, FINAL_MODEL, LOCKS
+from slipstream.protocol.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
@@ -77,7 +77,7 @@ class Trainer:
         self._profile = ProfileWindow(
             config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
-        models = [StoredModel(POLICY, policy.chunks, policy.optimizer), *roles.stored_models()]
+        models = [*stored_policy(policy), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)
         loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
@@ -286,10 +286,12 @@ class Trainer:
         self._tell(self._checkpointer.finish())
         export_path = ""
         if self._config.learner.export_final and order.reason != TERMINATED:
-            target = self._config.run_dir / CHECKPOINTS / FINAL_MODEL
-            save_hf_folder(self._policy, self._config.model.path, target)
+            folder = self._config.run_dir / CHECKPOINTS
+            target = folder / (FINAL_ADAPTERS if self._config.lora.adapters else FINAL_MODEL)
+            if not self._config.lora.adapters:
+                save_hf_folder(self._policy, self._config.model.path, target)
             if self._config.lora.rank:
-                save_adapters(self._policy, self._config, target.with_name("final-adapters"))
+                save_adapters(self._policy, self._config, folder / FINAL_ADAPTERS)
             export_path = str(target)
         self._publisher.abort()
         if self._writer is not None:

@@ -15,7 +15,7 @@ from slipstream.protocol.settings.checkpoint_section import CheckpointSection
 from slipstream.protocol.settings.engine_precision import computes_in_fp8, precision_problems
 from slipstream.protocol.settings.engine_table import engine_problems
 from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithms
-from slipstream.protocol.settings.lora_section import LoraSection
+from slipstream.protocol.settings.lora_section import NOT_EXCHANGED, LoraSection
 from slipstream.protocol.settings.measurement_rules import length_problems, profile_problems
 from slipstream.protocol.settings.measurement_sections import (
     EvaluationSection,
@@ -28,12 +28,11 @@ from slipstream.protocol.settings.parallel_rules import (
     world_problems,
 )
 from slipstream.protocol.settings.queue_section import QueueSection
+from slipstream.protocol.settings.role_rules import role_problems
 from slipstream.protocol.settings.role_sections import (
     CriticSection,
     ReferenceSection,
     RoleSection,
-    in_place_of,
-    renamed,
     served_problems,
 )
 from slipstream.protocol.settings.sampling_section import SamplingSection
@@ -248,7 +247,8 @@ class Config(Section):
             )
         check_algorithm(self)
         check_router_replay(self)
-        check_roles(self)
+        for problem in role_problems(self.roles, self.learner, sampling):
+            raise ValueError(problem)
         check_lora(self)
         return self
 
@@ -312,21 +312,6 @@ def check_router_replay(config: Config) -> None:
         raise ValueError(problem)
 
 
-def check_roles(config: Config) -> None:
-    """Raises ValueError when the layout of a model beside the policy is impossible."""
-    for name, role in config.roles.items():
-        learner = in_place_of(config.learner, role)
-        for problem in itertools.chain(world_problems(learner), table_problems(learner)):
-            raise ValueError(renamed(problem, name, role))
-        room = learner.micro_batch_tokens * learner.parallel.cp
-        if config.sampling.max_episode_tokens > room:
-            raise ValueError(
-                f"an episode must fit one micro batch of the {name}: sampling.max_episode_tokens "
-                f"must be at most learner.micro_batch_tokens * {name}.parallel.cp = {room}, "
-                f"got {config.sampling.max_episode_tokens}"
-            )
-
-
 def check_lora(config: Config) -> None:
     """Raises ValueError when the adapters do not fit the layout or the loaded weights."""
     rank, tp = config.lora.rank, config.learner.parallel.tp
@@ -339,6 +324,21 @@ def check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
         )
+    adapters = {section.name: section.adapter for section in config.environments}
+    adapters |= {section.name: section.adapter for section in config.evaluations}
+    for name, adapter in adapters.items():
+        if refusal := config.lora.refusal(adapter or ""):
+            raise ValueError(f"{name}: {refusal}")
+    alone = {
+        "a critic": config.critic is not None,
+        "reference.refresh_every_steps": config.reference and config.reference.refresh_every_steps,
+        "learner.offload": any(config.learner.offload.model_dump().values()),
+        **{name: config.learner.optimizer.get(name) for name in NOT_EXCHANGED},
+    }
+    for name, is_set in alone.items():
+        if config.lora.adapters and is_set:
+            names = ", ".join(config.lora.adapters)
+            raise ValueError(f"lora.adapters must be empty with {name}, got {names}")
     if rank and config.checkpoint.load is not None:
         raise ValueError(
             f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from slipstream.protocol.settings.section import Section
@@ -42,6 +42,12 @@ Target = Literal[
 _MLP = ("linear_fc1", "linear_fc2")
 # The largest rank for which vLLM has kernels.
 MAX_SERVED_RANK = 512
+# An engine has room for all adapters of a run at once.
+MAX_ADAPTERS = 16
+# Settings of `learner.optimizer` with which Megatron keeps state elsewhere than torch's optimizers:
+# several adapters could not be exchanged.
+NOT_EXCHANGED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
 class LoraSection(Section):
@@ -66,6 +72,10 @@ class LoraSection(Section):
     # the first after a restart of the trainer, then also carries the matrices. On GPUs vLLM
     # computes adapters in half precision only: not with `model.dtype` "float32".
     publish: Literal["merged", "adapters"] = "merged"
+
+    # Names of several adapters, all of this rank and alpha, of which each environment trains and
+    # samples with one (`environments[].adapter`). Empty: all environments share one.
+    adapters: Annotated[tuple[AdapterName, ...], Field(max_length=MAX_ADAPTERS)] = ()
 
     @property
     def publishes_adapters(self) -> bool:
@@ -92,6 +102,13 @@ class LoraSection(Section):
                 f"lora.rank must be 1 to {MAX_SERVED_RANK} with lora.publish = adapters, "
                 f"got {self.rank}"
             )
+        if self.adapters and not self.publishes_adapters:
+            raise ValueError(
+                "lora.publish must be adapters with several adapters (lora.adapters), got "
+                f"{self.publish!r}: merged weights hold one"
+            )
+        if len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"lora.adapters must differ, got {', '.join(self.adapters)}")
         named = set(self.target_modules)
         for name, parts in FUSED.items():
             missing = set(parts) - named
@@ -101,6 +118,15 @@ class LoraSection(Section):
                     f"{' and '.join(sorted(missing))} is missing"
                 )
         return self
+
+    def refusal(self, adapter: str) -> str:
+        """Returns why an environment cannot have `adapter`; "": it can."""
+        if adapter in (self.adapters or ("",)):
+            return ""
+        if not self.adapters:
+            return f"adapter must be left out without lora.adapters, got {adapter!r}"
+        known, found = ", ".join(self.adapters), repr(adapter) if adapter else "none"
+        return f"adapter must be one of lora.adapters ({known}), got {found}"
 
     def problems(
         self, *, num_experts: int, latent_tp: int = 0, has_delta_net: bool = False
@@ -113,7 +139,13 @@ class LoraSection(Section):
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.
         """
-        if num_experts and self.has_mlp and self.publishes_adapters:
+        if num_experts and self.has_mlp and self.adapters:
+            yield (
+                f"lora.adapters must be empty with adapters on experts, got "
+                f"{', '.join(self.adapters)}: or leave {' and '.join(_MLP)} out of "
+                "lora.target_modules"
+            )
+        elif num_experts and self.has_mlp and self.publishes_adapters:
             yield (
                 f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
                 f"leave {' and '.join(_MLP)} out of lora.target_modules"

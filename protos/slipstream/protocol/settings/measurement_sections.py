@@ -52,6 +52,8 @@ class EvaluationSection(Section):
     chat_template_kwargs: TemplateValues = {}
     # Interpreter of the workers, like the python of an environment.
     python: Path | None = None
+    # The one of lora.adapters that is measured. None: the run has no lora.adapters.
+    adapter: str | None = None
 
     @model_validator(mode="after")
     def _samples(self) -> EvaluationSection:

@@ -56,9 +56,13 @@ class SamplingSection(Section):
         return self.max_total_tokens or self.max_episode_tokens
 
     def to_pb(self) -> fleet_pb2.SamplingSettings:
-        """Returns the wire form: each of its fields is the setting of the same name."""
+        """Returns the wire form: each of its fields is the setting of the same name.
+
+        The adapter is left out: each environment has its own.
+        """
         values: dict[str, Any] = {
             name: getattr(self, name)
             for name in fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
+            if name != "adapter"
         }
         return fleet_pb2.SamplingSettings(**values)

@@ -77,6 +77,9 @@ class EnvironmentSection(Section):
     # Interpreter of the workers, such as that of an environment of `python -m venv` with other
     # versions of packages. None: the rollout server's own.
     python: Path | None = None
+    # The one of lora.adapters that samples its episodes and learns from them. None: the run has no
+    # lora.adapters.
+    adapter: str | None = None
     # A table of its own, below.
     curriculum: CurriculumSection | None = None
     # A table of its own, below.

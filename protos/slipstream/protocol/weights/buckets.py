@@ -93,6 +93,7 @@ def layout_to_pb(
     *,
     adapters: Sequence[TensorSpec] = (),
     adapter_scale: float = 0.0,
+    adapter_names: Sequence[str] = (),
 ) -> weights_pb2.WeightLayout:
     """Returns the wire form of a layout."""
     return weights_pb2.WeightLayout(
@@ -100,6 +101,7 @@ def layout_to_pb(
         bucket_bytes=bucket_bytes,
         adapters=map(_to_pb, adapters),
         adapter_scale=adapter_scale,
+        adapter_names=adapter_names,
     )
 
 
@@ -114,8 +116,14 @@ def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
 
 
 def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns the last buckets of a layout, those of adapters."""
-    return plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
+    """Returns the last buckets of a layout, those of one adapter after the other."""
+    one = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
+    return one * max(1, len(message.adapter_names))
+
+
+def num_tensors(message: weights_pb2.WeightLayout) -> int:
+    """Returns the number of tensors of a layout with all adapters: it has no more buckets."""
+    return len(message.tensors) + len(message.adapters) * max(1, len(message.adapter_names))
 
 
 def _to_pb(tensor: TensorSpec) -> weights_pb2.TensorSpec:

@@ -278,8 +278,7 @@ class Episode:
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:
         """Awaits the environment; `cancel` interrupts it."""
-        waiting: asyncio.Future[Answer] = asyncio.ensure_future(call)
-        self._waiting = waiting
+        self._waiting = waiting = asyncio.ensure_future(call)
         if self._cancelled:
             waiting.cancel()
         started_s = time.monotonic()
@@ -332,6 +331,7 @@ class Episode:
             reference=recording.reference if self._is_trained(status) else None,
             images=tuple(recording.images),
             image_places=tuple(recording.image_places),
+            adapter=task.sampling.adapter,
         )
 
     def _is_trained(self, status: Status) -> bool:

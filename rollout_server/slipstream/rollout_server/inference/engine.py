@@ -13,7 +13,6 @@ import gc
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-import numpy as np
 import psutil
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.weights_section import StageSetting
@@ -39,10 +38,11 @@ from slipstream.rollout_server.inference.vllm_requests import (
     VllmParts,
     as_ours,
     parameters,
+    scores_of,
     scoring_parameters,
     whole_text,
 )
-from slipstream.rollout_server.weights.adapter_slot import REQUEST
+from slipstream.rollout_server.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls
@@ -67,12 +67,12 @@ class VllmEngine:
         line: DirectLine,
         *,
         stage: StageSetting,
+        adapters: AdapterRequests = WITHOUT_ADAPTERS,
         recompute_context: bool = True,
         answer_limit_s: float = ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        self._llm, self._processes = llm, processes
-        self._adapter = REQUEST if llm.vllm_config.lora_config is not None else None
+        self._llm, self._processes, self._adapters = llm, processes, adapters
         self._silence_limit_s = silence_limit_s
         self._counter = TokenCounter.among(llm.logger_manager.stat_loggers)
         self._clock = UseClock()
@@ -103,8 +103,14 @@ class VllmEngine:
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        recomputes = config.rollout_server.recompute_context
-        engine = cls(llm, started, line, stage=config.staging, recompute_context=recomputes)
+        engine = cls(
+            llm,
+            started,
+            line,
+            stage=config.staging,
+            adapters=AdapterRequests(config.lora),
+            recompute_context=config.rollout_server.recompute_context,
+        )
         line.listen()
         await engine.pause()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
@@ -135,7 +141,7 @@ class VllmEngine:
     @property
     def keeps_start(self) -> bool:
         """See `Engine`."""
-        return self._adapter is not None
+        return self._adapters.are_apart
 
     @property
     def vllm_parts(self) -> VllmParts:
@@ -170,7 +176,8 @@ class VllmEngine:
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
-            added = self._add(request_id, prompt_token_ids, asked, self._adapter, images)
+            adapter = self._adapters.request(sampling.adapter)
+            added = self._add(request_id, prompt_token_ids, asked, adapter, images)
             output = await self._next(request_id, await added)
         record = ReplyRecord()
         record.take(output)
@@ -194,7 +201,7 @@ class VllmEngine:
         with_logprobs = options.num_logprobs is not None
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
-                adapter = None if options.by_start else self._adapter
+                adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
                 collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self._next(request_id, collector)).finished:
                     yield record.part(output, with_logprobs=with_logprobs)
@@ -234,6 +241,7 @@ class VllmEngine:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         """See `Engine`."""
+        self._adapters.check(layout)
         await self._pauses.wake_weights()
         await self._updates.prepare(order, layout, first_rank, is_busy=bool(self._open))
 
@@ -245,24 +253,20 @@ class VllmEngine:
         self._pauses.hold_requests()
         return await self._updates.receive(publish_id, self._pauses.resume_idle)
 
-    async def teacher_forced_logprobs(self, sequences: Sequence[Sequence[int]]) -> LogprobArray:
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
         """See `Engine`."""
-        asked = scoring_parameters()
+        asked, names = scoring_parameters(), [*adapters, *[""] * len(sequences)]
         await self._pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
-                self._request(f"{PROBE_PREFIX}{n}", sequence, asked)
-                for n, sequence in enumerate(sequences)
+                self._request(f"{PROBE_PREFIX}{n}", sequence, asked, adapter)
+                for n, (sequence, adapter) in enumerate(zip(sequences, names, strict=False))
             ),
             return_exceptions=True,
         )
-        values: list[float] = []
-        for output, sequence in zip(outputs, sequences, strict=True):
-            if isinstance(output, BaseException):
-                raise output
-            scores = output.prompt_logprobs
-            values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
-        return np.asarray(values, dtype=np.float32)
+        return scores_of(outputs, sequences)
 
     async def watch(self) -> None:
         """See `Engine`."""
@@ -303,10 +307,10 @@ class VllmEngine:
             self._clock.leave()
 
     async def _request(
-        self, request_id: str, prompt_token_ids: Sequence[int], asked: SamplingParams
+        self, request_id: str, token_ids: Sequence[int], asked: SamplingParams, adapter: str
     ) -> RequestOutput:
-        collector = await self._add(request_id, prompt_token_ids, asked, self._adapter)
-        return await self._next(request_id, collector)
+        chosen = self._adapters.request(adapter)
+        return await self._next(request_id, await self._add(request_id, token_ids, asked, chosen))
 
     async def _add(
         self,

@@ -187,3 +187,16 @@ def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's Fl
     if len(values) == len(flat.start_indices):
         return values
     return [values[start] for start in flat.start_indices]
+
+
+def scores_of(
+    outputs: Sequence[RequestOutput | BaseException], sequences: Sequence[Sequence[int]]
+) -> LogprobArray:
+    """Returns the log-probability of every token but each sequence's first; raises a failure."""
+    values: list[float] = []
+    for output, sequence in zip(outputs, sequences, strict=True):
+        if isinstance(output, BaseException):
+            raise output
+        scores = output.prompt_logprobs
+        values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
+    return np.asarray(values, dtype=np.float32)

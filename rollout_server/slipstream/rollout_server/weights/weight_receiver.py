@@ -114,7 +114,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             return
         parsed = weights_pb2.WeightLayout.FromString(layout)
         self._weights = tuple(weight_buckets(parsed))
-        self._adapters = Arriving(tuple(adapter_buckets(parsed)), parsed.adapter_scale)
+        buckets, number = tuple(adapter_buckets(parsed)), max(1, len(parsed.adapter_names))
+        self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
             self._plan = self._replay = self._live = None
@@ -248,15 +249,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._receive_s += time.perf_counter() - waiting_s
             if place >= len(self._weights):
                 self._take(place, buffer)
-                waiting_s = time.perf_counter()
-                continue
-            # The layerwise reload keeps references into the buffer until a layer is complete.
-            loaded = vllm_layers.load_tensors(self.model, cut(buffer, incoming.buckets[place]))
-            # Some models do not say what they loaded.
-            named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
-            self._missing -= self._missing if named is None else named
-            if self._check is not None:
-                self._check.add(place, buffer)
+            else:
+                # The layerwise reload keeps references into the buffer until a layer is complete.
+                loaded = vllm_layers.load_tensors(self.model, cut(buffer, incoming.buckets[place]))
+                # Some models do not say what they loaded.
+                named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
+                self._missing -= self._missing if named is None else named
+                if self._check is not None:
+                    self._check.add(place, buffer)
             waiting_s = time.perf_counter()
         self._digests = receiver.digests()
         self._wire_s = receiver.take_wire().seconds

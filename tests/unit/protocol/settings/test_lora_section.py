@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.settings.lora_section import LoraSection
+
+ALGORITHM = {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3}
+NAMED = {"rank": 8, "publish": "adapters", "adapters": ("code", "math")}
 
 
 def test_targets_go_by_either_name() -> None:
@@ -35,6 +41,8 @@ def test_adapters_of_experts_reach_servers_merged() -> None:
     assert problem.startswith(
         "lora.publish must be merged with adapters on experts, got 'adapters'"
     )
+    (problem,) = LoraSection(**NAMED).problems(num_experts=4)
+    assert problem.startswith("lora.adapters must be empty with adapters on experts, got code, mat")
     attention = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv", "o_proj"))
     assert list(attention.problems(num_experts=4)) == []
 
@@ -57,3 +65,84 @@ def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes(
     for rank in (0, 513):
         with pytest.raises(ValidationError, match=f"lora.rank must be 1 to 512 .*, got {rank}"):
             LoraSection(rank=rank, publish="adapters")
+
+
+def test_several_adapters_reach_servers_apart_and_have_names_that_differ() -> None:
+    assert LoraSection(**NAMED).adapters == ("code", "math")
+    with pytest.raises(ValidationError, match="lora.publish must be adapters with several .*'merg"):
+        LoraSection(**NAMED | {"publish": "merged"})
+    with pytest.raises(ValidationError, match="lora.adapters must differ, got a, a"):
+        LoraSection(**NAMED | {"adapters": ("a", "a")})
+    for wrong in ("", "a/b", "a b", "../a", "x" * 65):
+        with pytest.raises(ValidationError, match="adapters"):
+            LoraSection(**NAMED | {"adapters": (wrong,)})
+    with pytest.raises(ValidationError, match="at most 16"):
+        LoraSection(**NAMED | {"adapters": tuple(f"a{n}" for n in range(17))})
+
+
+def config_of(**changes: object) -> Config:
+    table = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "environments": [{"name": "e", "reference": "m:E", "adapter": "math"}],
+        "algorithm": ALGORITHM,
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+        "lora": NAMED,
+    }
+    return parse_config(table | changes, source="test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (
+            {"environments": [{"name": "e", "reference": "m:E"}]},
+            r"e: adapter must be one of lora.adapters \(code, math\), got none",
+        ),
+        (
+            {"evaluations": [{"name": "v", "reference": "m:E", "adapter": "prose"}]},
+            r"v: adapter must be one of lora.adapters \(code, math\), got 'prose'",
+        ),
+        ({"lora": {}}, "e: adapter must be left out without lora.adapters, got 'math'"),
+        (
+            {"learner": {"offload": {"optimizer": True}}},
+            "lora.adapters must be empty with learner.offload, got code, math",
+        ),
+        (
+            {
+                "learner": {
+                    "use_distributed_optimizer": True,
+                    "optimizer": {"optimizer_cpu_offload": True},
+                }
+            },
+            "lora.adapters must be empty with optimizer_cpu_offload, got code, math",
+        ),
+        (
+            {
+                "learner": {
+                    "use_distributed_optimizer": True,
+                    "optimizer": {"use_precision_aware_optimizer": True},
+                }
+            },
+            "lora.adapters must be empty with use_precision_aware_optimizer, got code, math",
+        ),
+        (
+            {
+                "algorithm": ALGORITHM | {"kl": {"coefficient": 0.1}},
+                "reference": {"refresh_every_steps": 2},
+            },
+            "lora.adapters must be empty with reference.refresh_every_steps, got code, math",
+        ),
+    ],
+)
+def test_each_environment_names_an_adapter_that_there_is(
+    changes: dict[str, object], cause: str
+) -> None:
+    assert config_of().environments[0].adapter == "math"
+    with pytest.raises(ConfigError, match=cause):
+        config_of(**changes)
+
+
+def test_a_critic_serves_one_policy() -> None:
+    with pytest.raises(ConfigError, match="lora.adapters must be empty with a critic"):
+        config_of(algorithm=ALGORITHM | {"advantage": "gae"}, critic={"learning_rate": 1e-3})

@@ -11,6 +11,7 @@ from slipstream.protocol.weights.buckets import (
     adapter_buckets,
     layout_from_pb,
     layout_to_pb,
+    num_tensors,
     plan_buckets,
     weight_buckets,
 )
@@ -80,6 +81,17 @@ def test_adapters_have_buckets_of_their_own_after_those_of_weights() -> None:
     assert received.adapter_scale == 1.5
     alone = layout_to_pb((), 1_000, adapters=adapters)
     assert layout_from_pb(alone) == [second]
+
+
+def test_each_named_adapter_has_the_same_buckets() -> None:
+    weights = [TensorSpec("w", "float32", (3,))]
+    adapters = [TensorSpec("a", "float32", (4,)), TensorSpec("b", "float32", (4,))]
+    message = layout_to_pb(weights, 16, adapters=adapters, adapter_names=["code", "math", "prose"])
+    first, *others = layout_from_pb(message)
+    assert [span.tensor.name for span in first.spans] == ["w"]
+    assert [bucket.spans[0].tensor.name for bucket in others] == ["a", "b"] * 3
+    assert num_tensors(message) == 7
+    assert num_tensors(layout_to_pb(weights, 16, adapters=adapters)) == 3
 
 
 def test_a_small_plan_by_hand() -> None:

@@ -27,6 +27,7 @@ from slipstream.learner.controller.servers.server_states import (
 )
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
+from slipstream.protocol.weights.buckets import num_tensors
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -174,8 +175,7 @@ class Publisher:
             return list(known.values())
         publish.order.communicator.CopyFrom(start.communicator)
         self._tell_receivers(publish, start.layout)
-        # Every bucket holds at least one tensor.
-        self._await_end(publish, len(start.layout.tensors) + len(start.layout.adapters))
+        self._await_end(publish, num_tensors(start.layout))
         return list(known.values())
 
     def _still_there(self, publish: Publish) -> list[weights_pb2.Receiver]:

@@ -175,6 +175,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             return f"timeout_s must be above 0, got {spec.timeout_s}"
         if not 1 <= spec.num_workers <= MAX_WORKERS and spec.reference:
             return f"num_workers must be between 1 and {MAX_WORKERS}, got {spec.num_workers}"
+        if refusal := self._run.config.lora.refusal(spec.adapter):
+            return refusal
         if len(self._environments.entries) >= MAX_ENVIRONMENTS and entry is None:
             return f"a run has at most {MAX_ENVIRONMENTS} environments"
         if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:

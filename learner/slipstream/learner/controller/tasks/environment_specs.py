@@ -42,4 +42,5 @@ def _spec(
         purpose=purpose,
         chat_template_kwargs_json=values_json(section.chat_template_kwargs),
         python=str(Path(search_path) / section.python) if section.python else "",
+        adapter=section.adapter or "",
     )

@@ -56,6 +56,7 @@ class Inspector:
         self._run, self._progress = run, run.progress
         self._book, self._fleet = books.leases, books.fleet
         self._journal, self._ledger = books.journal, books.ledger
+        self._environments = books.environments.entries
         self._endings = endings
         self._again = run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
@@ -98,6 +99,7 @@ class Inspector:
             return None
         group = self._book.groups.get(trajectory.group_id)
         cause = contradiction(trajectory, group, self._facts())
+        cause = cause or self._wrong_adapter(trajectory)
         if trajectory.trajectory_id != delivery.trajectory_id:
             cause = f"it says that it is {trajectory.trajectory_id}"
         if cause:
@@ -110,6 +112,13 @@ class Inspector:
         if trajectory.has_reward:
             self.quarantine.good(key)
         return trajectory
+
+    def _wrong_adapter(self, trajectory: Trajectory) -> str:
+        """The reason why another adapter must learn from the trajectory; empty: none must."""
+        entry = self._environments.get(trajectory.environment)
+        if entry is None or entry.spec.adapter == trajectory.adapter:
+            return ""
+        return f"adapter {trajectory.adapter!r} sampled it, not {entry.spec.adapter!r}"
 
     def _send_away(self, server: ServerKey, cause: str) -> None:
         """Sends away a server that delivers nothing good; fails the run if there is no other."""

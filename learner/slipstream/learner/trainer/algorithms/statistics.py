@@ -132,6 +132,12 @@ class StepStatistics:
         self._maxima = torch.maximum(self._maxima, ranks.max(maxima))
         return float(sums[Sum.LOSS])
 
+    def join(self, others: StepStatistics) -> None:
+        """Adds the sums of other mini-batches of the same step."""
+        self._sums += others._sums
+        self._gaps += others._gaps
+        self._maxima = torch.maximum(self._maxima, others._maxima)
+
     def metrics(self) -> dict[str, float]:
         """Returns means over the trained tokens and passes of the step; see docs/metrics.md."""
         weight, squared = self._total(Sum.WEIGHT), self._total(Sum.WEIGHT_SQUARED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,20 @@ class Batch:
                     f"{trajectory.status.name}, it has no reward",
                     [trajectory.trajectory_id],
                 )
+
+    def by_adapter(self, names: Sequence[str]) -> list[tuple[str, Batch]]:
+        """Returns the part of each adapter that has trajectories, in the order of `names`.
+
+        Raises RunFailed for a trajectory of an adapter that is not among them.
+        """
+        for trajectory in self.trajectories:
+            if trajectory.adapter not in names:
+                raise RunFailed(
+                    f"batch {self.batch_id}: {trajectory.trajectory_id} is of adapter "
+                    f"{trajectory.adapter!r}, but lora.adapters are {', '.join(names)!r}"
+                )
+        parts = [(n, tuple(t for t in self.trajectories if t.adapter == n)) for n in names]
+        return [(name, replace(self, trajectories=part)) for name, part in parts if part]
 
     def mini_batches(self, number: int) -> list[list[int]]:
         """Returns indices of each mini-batch's sequences: equal shares of the groups, in order.

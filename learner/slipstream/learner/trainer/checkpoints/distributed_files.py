@@ -38,6 +38,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import CountedFile
 from slipstream.learner.trainer.checkpoints.gathered_state import (
+    detach,
+    drop_absent,
     gathered_sizes,
     gathering,
 )
@@ -108,7 +110,7 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
             # Ranks in the layout in force, which may differ from the policy's layout.
             is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
             is_first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
-            for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
+            for parameter in model.parameters():
                 of_experts = not getattr(parameter, "allreduce", True)
                 if is_first_of_experts if of_experts else is_first:
                     sizes.append(parameter.nbytes)
@@ -176,7 +178,7 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
         part = loaded[model.name]
         with model.in_force():
             for key, chunk in zip(_chunk_keys(model.chunks), model.chunks, strict=True):
-                unwrapped(chunk).load_state_dict(part[key])
+                unwrapped(chunk).load_state_dict(part[key], strict=model.content == "all")
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
 
@@ -200,7 +202,7 @@ def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None
 def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any]:
     keys = _chunk_keys(model.chunks)
     state: dict[str, Any] = {
-        key: unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
+        key: model.chosen(unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA)))
         for key, chunk in zip(keys, model.chunks, strict=True)
     }
     if model.optimizer is not None:
@@ -214,18 +216,13 @@ def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any
                 state["optimizer"] = model.optimizer.sharded_state_dict(
                     of_chunks, metadata={**_METADATA, **_BY_ONE_RANK}
                 )
-            _drop_absent(state["optimizer"])
+            drop_absent(state["optimizer"])
+    if model.content == "adapter":
+        # Another adapter will be in the model when these tensors are used.
+        detach(state)
     if model.name != POLICY:
         add_prefix_for_sharding(state, f"{model.name}.")
     return state
-
-
-def _drop_absent(state: dict[Any, Any]) -> None:
-    """Drops state that another rank gathers: Megatron would warn about differing ranks."""
-    parts = [state, *(part for part in state.values() if isinstance(part, dict))]
-    for part in parts:
-        if part.get("param_state", state) is None:
-            del part["param_state"]
 
 
 def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.untyped import Megatron
@@ -126,3 +128,19 @@ def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         received = list(torch.empty(group.size(), own.numel(), device=own.device).unbind())
     dist.gather(own, received, dst=dist.get_global_rank(group, 0), group=group)
     return received or []
+
+
+def drop_absent(state: dict[Any, Any]) -> None:
+    """Drops state that another rank gathers: Megatron would warn about differing ranks."""
+    parts = [state, *(part for part in state.values() if isinstance(part, dict))]
+    for part in parts:
+        if part.get("param_state", state) is None:
+            del part["param_state"]
+
+
+def detach(state: dict[str, Any]) -> None:
+    """Copies the tensors of a sharded state; the optimizer must have found its own before."""
+    for part in nested_values(state):
+        is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))
+        if is_tensor and part.data is not None:
+            part.data = part.data.detach().clone()

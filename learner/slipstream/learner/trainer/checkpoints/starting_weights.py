@@ -19,10 +19,15 @@ def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) 
 
     Raises CheckpointError when the files do not hold this model.
     """
+    load_models_from([StoredModel(POLICY, chunks, None)], path, ranks)
+
+
+def load_models_from(models: Sequence[StoredModel], path: Path, ranks: Ranks) -> None:
+    """Loads the weights of `models` like `load_starting_weights`; collective."""
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
     files = _distributed_files(path)
-    load_models([StoredModel(POLICY, chunks, None)], files, DiskWork(files, ranks))
+    load_models(models, files, DiskWork(files, ranks))
 
 
 def check_saved(path: Path, ranks: Ranks) -> None:

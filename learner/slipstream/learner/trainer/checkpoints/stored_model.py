@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
+from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
 
 POLICY = "policy"
 # Folder of Megatron's files in a checkpoint.
@@ -25,3 +29,40 @@ class StoredModel:
     optimizer: Megatron | None
     # Puts the model's layout in force, if it differs from the policy's.
     in_force: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Whether it is all of the model, all but adapters, or the adapter that `in_force` activates.
+    content: Literal["all", "base", "adapter"] = "all"
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are stored."""
+        found = [p for chunk in self.chunks for p in chunk.parameters()]
+        if self.content == "all":
+            return found
+        return [p for p in found if p.requires_grad == (self.content == "adapter")]
+
+    def chosen(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is stored of the state of a chunk."""
+        if self.content == "all":
+            return state
+        is_adapter = self.content == "adapter"
+        return {name: part for name, part in state.items() if (".adapter." in name) == is_adapter}
+
+
+def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[StoredModel]:
+    """Returns the policy; where adapters have names the rest of it, and each adapter by name."""
+    chunks, optimizer = policy.chunks, policy.optimizer if with_optimizer else None
+    adapters = policy.adapters
+    if not adapters.have_names:
+        return [StoredModel(POLICY, chunks, optimizer)]
+    return [
+        StoredModel(POLICY, chunks, None, content="base"),
+        *(
+            StoredModel(
+                f"adapter-{name}",
+                chunks,
+                optimizer,
+                in_force=partial(adapters.active, name),
+                content="adapter",
+            )
+            for name in adapters.names
+        ),
+    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.named_adapters import NamedAdapters
     from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.recompute import Recompute
     from slipstream.learner.trainer.model.vision import Vision
@@ -152,6 +153,8 @@ class TrainedModel(ParallelModel):
 @dataclass(frozen=True)
 class Policy(TrainedModel):
     """The model that is published and samples."""
+
+    adapters: NamedAdapters = field(kw_only=True)
 
 
 # Function that changes the chunks of this rank after loading, before they get gradients.

@@ -144,12 +144,16 @@ def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields moments and master weights; model parameters that it updates in place are left out."""
+    """Yields moments and master weights."""
+    yield from master_weights(optimizer, chunks)
+    for part in optimizer.chained_optimizers:
+        for state in () if part.is_stub_optimizer else part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields what the optimizer updates in place of model parameters, none that it updates."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
     for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
-        for group in part.optimizer.param_groups:
+        for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
             yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))

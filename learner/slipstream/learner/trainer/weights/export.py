@@ -238,18 +238,30 @@ class HfFolderWriter:
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     """Writes the adapters alone, in the format of the library PEFT; collective.
 
-    `target` appears only when it is complete; an existing `target` is replaced.
+    Adapters with names get a folder each inside `target`, which appears only when it is complete;
+    an existing `target` is replaced.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, weight in adapter_tensors(policy, policy.dtype):
-        if policy.ranks.is_main:
-            # Fused matrices share their first factor; a file holds no tensor twice.
-            tensors[name] = weight.clone()
+    found: dict[str, dict[str, Tensor]] = {}
+    for adapter in policy.adapters.names:
+        tensors = found.setdefault(adapter, {})
+        with policy.adapters.active(adapter):
+            for name, weight in adapter_tensors(policy, policy.dtype):
+                if policy.ranks.is_main:
+                    # Fused matrices share their first factor; a file holds no tensor twice.
+                    tensors[name] = weight.clone()
     disk = DiskWork(target.parent, policy.ranks)
 
     def write() -> None:
-        if policy.ranks.is_main:
-            _write_adapters(tensors, config, target, disk.moved)
+        if not policy.ranks.is_main:
+            return
+        partial = target.with_name(target.name + ".partial")
+        if partial.exists():
+            shutil.rmtree(partial)
+        for adapter, tensors in found.items():
+            _write_adapter(tensors, config, partial / adapter, disk.moved)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
 
     disk.together(write)
 
@@ -261,14 +273,11 @@ def _targets(config: Config, tensors: Collection[str]) -> list[str]:
     return [name for name in names if any(f".{name}.lora_" in each for each in tensors)]
 
 
-def _write_adapters(
-    tensors: dict[str, Tensor], config: Config, target: Path, moved: Callable[[int], None]
+def _write_adapter(
+    tensors: dict[str, Tensor], config: Config, folder: Path, moved: Callable[[int], None]
 ) -> None:
-    partial = target.with_name(target.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    write_safetensors(partial / "adapter_model.safetensors", tensors, moved)
+    folder.mkdir(parents=True)
+    write_safetensors(folder / "adapter_model.safetensors", tensors, moved)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -280,7 +289,4 @@ def _write_adapters(
         "inference_mode": True,
         "target_modules": _targets(config, tensors),
     }
-    (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))

@@ -29,18 +29,31 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
 
 
 def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
-    """Returns the probe of the current weights, the same on every rank; collective."""
+    """Returns the probe of the current weights, the same on every rank; collective.
+
+    Each adapter has sequences of its own.
+    """
     # The engine wants room for one more token.
     room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1
-    sequences = probe_sequences(
-        batch,
-        vocab_size=policy.vocab_size,
-        max_tokens=max(2, min(MAX_TOKENS, room)),
-    )
-    logprobs = sequence_logprobs(policy, sequences, max_tokens=config.learner.micro_batch_tokens)
+    names = policy.adapters.names
+    parts = {} if batch is None else dict(batch.by_adapter(names))
+    sequences: list[TokenArray] = []
+    logprobs, adapters = [], []
+    for name in names:
+        own = probe_sequences(
+            parts.get(name),
+            vocab_size=policy.vocab_size,
+            max_tokens=max(2, min(MAX_TOKENS, room)),
+        )
+        with policy.adapters.active(name):
+            found = sequence_logprobs(policy, own, max_tokens=config.learner.micro_batch_tokens)
+        sequences += own
+        logprobs += found
+        adapters += [name] * len(own)
     return weights_pb2.Probe(
         token_ids=pack_tokens(np.concatenate(sequences)),
         lengths=[len(token_ids) for token_ids in sequences],
         expected_logprobs=pack_logprobs(np.concatenate(logprobs)),
         tolerance=config.probe_tolerance,
+        adapters=adapters if policy.adapters.have_names else (),
     )

@@ -1,15 +1,16 @@
-"""The weights that servers are sent: all in one stream, or matrices and adapters apart.
+"""The weights that servers are sent: all in one stream, or matrices and each adapter apart.
 
 Matrices under adapters never change: a server needs them once, and from then on adapters alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.weights.bucket_fill import Kind
 from slipstream.learner.trainer.weights.weight_stream import (
     Release,
@@ -28,20 +29,21 @@ from torch import Tensor
 
 
 class Published:
-    """One or two streams with the same senders; `run` and `digests` are collective."""
+    """Streams with the same senders; `run` and `digests` are collective."""
 
     def __init__(
         self,
         weights: WeightStream,
-        adapters: WeightStream | None = None,
+        adapters: Mapping[str, WeightStream] | None = None,
         *,
+        held: NamedAdapters | None = None,
         adapter_scale: float = 0.0,
     ) -> None:
-        """Takes all weights, or the matrices alone and the `adapters`.
+        """Takes all weights, or the matrices alone and a stream for each of the adapters `held`.
 
         Servers multiply an adapter's product by `adapter_scale` before they add it.
         """
-        self._weights, self._adapters = weights, adapters
+        self._weights, self._adapters, self._held = weights, dict(adapters or {}), held
         self._adapter_scale = adapter_scale
         # Digests by name of the matrices, which never change; empty before the first pass.
         self._unchanged: dict[str, bytes] = {}
@@ -69,7 +71,7 @@ class Published:
     @property
     def largest_bucket(self) -> int:
         """Bytes of the largest bucket."""
-        return max(stream.largest_bucket for stream in self._parts(adapters_alone=False))
+        return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
@@ -86,15 +88,16 @@ class Published:
         if delta is not None:
             wires = on_the_wire(self._weights.buckets, delta.changed)
             return sum(bucket.num_bytes for bucket in wires)
-        return sum(stream.num_bytes for stream in self._parts(adapters_alone=adapters_alone))
+        return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
         """Returns the layout, from which a receiver derives the same buckets."""
         return layout_to_pb(
             () if adapters_alone else self._weights.tensors,
             self._weights.bucket_bytes,
-            adapters=() if self._adapters is None else self._adapters.tensors,
+            adapters=next((stream.tensors for stream in self._adapters.values()), ()),
             adapter_scale=self._adapter_scale,
+            adapter_names=[name for name in self._adapters if name],
         )
 
     def resident(self) -> AbstractContextManager[None]:
@@ -102,8 +105,9 @@ class Published:
         return self._weights.resident()
 
     def fill_ahead(self) -> None:
-        """See `WeightStream`; fills the adapters' buckets if adapters are sent apart."""
-        (self._adapters or self._weights).fill_ahead()
+        """See `WeightStream`; fills the first adapter's buckets if adapters are sent apart."""
+        # Between two passes the first adapter is the active one.
+        next(iter(self._adapters.values()), self._weights).fill_ahead()
 
     def run(
         self,
@@ -118,12 +122,14 @@ class Published:
         `delta`: the last `offer`, of which only the changed elements are sent. `is_publish`: see
         `WeightStream`; adapters apart are always published.
         """
-        if self._adapters is None:
+        if not self._adapters:
             return self._weights.run(send, delta=delta, is_publish=is_publish)
         found: list[WeightDigests] = []
         first = 0
-        for stream in self._parts(adapters_alone=adapters_alone):
-            found.append(stream.run(None if send is None else _from(first, send)))
+        for name, stream in self._parts(adapters_alone=adapters_alone):
+            with self._active(name):
+                part = stream.run(None if send is None else _from(first, send))
+            found.append(_of_adapter(name, part) if name else part)
             first += len(stream.buckets)
         if not adapters_alone:
             self._check(found[0])
@@ -135,18 +141,23 @@ class Published:
         If adapters are sent apart, `buckets` holds the adapters' buckets only, and the matrices,
         which do not change, are read the first time only.
         """
-        if self._adapters is None:
+        if not self._adapters:
             return self.run()
         if not self._unchanged:
             self.run()
         found = self.run(adapters_alone=True)
         return replace(found, by_name=self._unchanged | found.by_name)
 
-    def _parts(self, *, adapters_alone: bool) -> tuple[WeightStream, ...]:
-        if self._adapters is None:
-            assert not adapters_alone
-            return (self._weights,)
-        return (self._adapters,) if adapters_alone else (self._weights, self._adapters)
+    def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
+        """Returns the streams of a pass, each with its adapter; None: it has the matrices."""
+        assert self._adapters or not adapters_alone
+        matrices = [] if adapters_alone else [(None, self._weights)]
+        return [*matrices, *self._adapters.items()]
+
+    def _active(self, name: str | None) -> AbstractContextManager[None]:
+        if name is None or self._held is None:
+            return nullcontext()
+        return self._held.active(name)
 
     def _check(self, matrices: WeightDigests) -> None:
         """Raises RunFailed when matrices changed: servers that get adapters alone keep the old."""
@@ -165,10 +176,14 @@ def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off
     """
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config, delta=delta))
-    matrices = open_stream(policy, config, Kind.MATRICES)
-    adapters = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
+    matrices, held = open_stream(policy, config, Kind.MATRICES), policy.adapters
+    adapters = {}
+    for name in held.names:
+        # Each has its own memory: buckets of one may still travel when the next one's are filled.
+        with held.active(name):
+            adapters[name] = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
     scale = config.lora.alpha / config.lora.rank
-    return Published(matrices, adapters, adapter_scale=scale)
+    return Published(matrices, adapters, held=held, adapter_scale=scale)
 
 
 def weight_identity(policy: Policy, config: Config) -> bytes:
@@ -184,6 +199,11 @@ def _from(first: int, send: Send) -> Send:
         return send(first + place, bucket, data)
 
     return numbered
+
+
+def _of_adapter(name: str, found: WeightDigests) -> WeightDigests:
+    """Puts the adapter's name before those of its tensors, which others have too."""
+    return replace(found, by_name={f"{name}/{key}": d for key, d in found.by_name.items()})
 
 
 def _joined(found: Sequence[WeightDigests]) -> WeightDigests:

@@ -164,6 +164,14 @@ async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(rig: R
     assert [order.task_index for order in rig.orders(old)] == [second.task_index]
 
 
+async def test_a_lease_names_the_adapter_of_its_environment(rig: Rig) -> None:
+    rig.entry.spec.adapter = "math"
+    rig.serving("a", 0, max_episodes=2)
+    await rig.lease()
+    (group,) = rig.book.groups.values()
+    assert rig.scheduler.lease_message(group).sampling.adapter == "math"
+
+
 async def test_what_the_next_lease_lacks_is_told(rig: Rig) -> None:
     session = rig.serving("a", 0, max_episodes=3)
     await rig.lease()

@@ -13,6 +13,7 @@ from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.types import PolicyVersion, VersionSpan
+from slipstream.v1.environment_pb2 import EnvironmentSpec
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.controller_runs import make_config
 from support.rigs.lease_rig import books_of
@@ -63,3 +64,29 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
         assert inspector.take(Delivery(GOOD.trajectory_id, b"junk")) is None
     assert inspector.quarantine.total == 1
     assert next(run.events.kept()).text.endswith("quarantine: File exists)")
+
+
+@pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
+def test_what_another_adapter_sampled_is_quarantined(
+    tmp_path: Path, adapter: str, cause: str
+) -> None:
+    run = Run.of(make_config(tmp_path), "r")
+    run.progress.reached(PolicyVersion(0, 2))
+    with Journal(tmp_path / "journal") as journal:
+        books = books_of(run, journal=journal)
+        books.environments.remove("e")
+        books.environments.add(EnvironmentSpec(name="e", adapter="math"))
+        group = books.leases.lease("e", 3, 4, KEY, 2)
+        books.fleet.epochs.join(KEY)
+        trajectory = dataclasses.replace(
+            GOOD,
+            group_id=group.group_id,
+            version_spans=(VersionSpan(2, PolicyVersion(0, 2)),),
+            adapter=adapter,
+        )
+        inspector = inspector_of(run, books)
+        delivery = Delivery(trajectory.trajectory_id, encode_trajectory(trajectory))
+        taken = inspector.take(delivery)
+    assert (taken is None) == bool(cause)
+    assert inspector.quarantine.total == bool(cause)
+    assert cause in " ".join(event.text for event in run.events.kept())

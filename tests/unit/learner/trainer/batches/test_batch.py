@@ -92,3 +92,29 @@ def test_mini_batch_keeps_a_group_whole_that_does_not_stand_together() -> None:
 def test_more_mini_batches_than_groups_are_refused() -> None:
     with pytest.raises(RunFailed, match="2 groups are too few for 3"):
         make_batch(0, num_groups=2, group_size=2, vocab_size=8, max_tokens=9).mini_batches(3)
+
+
+def test_each_adapter_has_the_groups_that_it_sampled() -> None:
+    batch = make_batch(3, num_groups=4, group_size=2, vocab_size=8, max_tokens=9)
+    names = ["math", "code", "math", "code"]
+    batch = replace(
+        batch,
+        trajectories=tuple(
+            replace(t, adapter=names[place // 2]) for place, t in enumerate(batch.trajectories)
+        ),
+    )
+    parts = batch.by_adapter(["code", "idle", "math"])
+    assert [name for name, _ in parts] == ["code", "math"]
+    groups = batch.group_ids
+    assert [part.group_ids for _, part in parts] == [
+        groups[2:4] + groups[6:8],
+        groups[:2] + groups[4:6],
+    ]
+    assert {(part.step, part.batch_id) for _, part in parts} == {(3, batch.batch_id)}
+    with pytest.raises(RunFailed, match="is of adapter 'math', but lora.adapters are 'code'"):
+        batch.by_adapter(["code"])
+
+
+def test_a_batch_without_adapters_is_one_part() -> None:
+    batch = make_batch(3, num_groups=2, group_size=2, vocab_size=8, max_tokens=9)
+    assert batch.by_adapter([""]) == [("", batch)]

@@ -1,0 +1,144 @@
+"""Several adapters of one policy, each with its optimizer's state; one at a time is in the model.
+
+A training step, a pass of a publish or a save works on the adapter that is active. So an adapter
+is trained exactly as if it were alone, in every layout: nothing of another adapter is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from slipstream.learner.trainer.model.offload import master_weights, parameters
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+
+@dataclass
+class _Waiting:
+    """An adapter that is not in the model."""
+
+    # Its parameters and master weights.
+    values: list[Tensor]
+    # The torch optimizers' moments, and what each of their groups counts.
+    moments: list[dict[Tensor, Any]]
+    counts: list[Any]
+
+
+class NamedAdapters:
+    """The adapters of a model, which all have the same shapes; the first one is in the model.
+
+    `with adapters.active("math"): ...` puts another one in its place. Every adapter starts with the
+    same values. Without names there is one adapter, "", or none.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        chunks: Sequence[Megatron],
+        optimizer: Megatron,
+        gather: Callable[[], None],
+    ) -> None:
+        """Collective with several names, for which every moment is made at once.
+
+        `gather` completes the parameters of `chunks`, which `optimizer` updates.
+        """
+        self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
+        self.names = tuple(names) or ("",)
+        self._active = self.names[0]
+        self._waiting: dict[str, _Waiting] = {}
+        if len(self.names) > 1:
+            self._make_moments()
+            self._waiting = {name: self._copied() for name in self.names[1:]}
+
+    @property
+    def have_names(self) -> bool:
+        """Whether the run names its adapters."""
+        return self.names != ("",)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one."""
+        return len(self.names) > 1
+
+    @contextmanager
+    def active(self, name: str) -> Iterator[None]:
+        """Puts adapter `name` and its optimizer state into the model inside the context.
+
+        Collective, since parameters that are left to the next pass are gathered first.
+        """
+        before = self._active
+        self._exchange(name)
+        try:
+            yield
+        finally:
+            self._exchange(before)
+
+    @torch.no_grad()
+    def _exchange(self, name: str) -> None:
+        if name == self._active:
+            return
+        self._gather()
+        other = self._waiting.pop(name)
+        for tensor, value in zip(self._tensors(), other.values, strict=True):
+            kept = tensor.clone()
+            tensor.copy_(value)
+            value.copy_(kept)
+        for place, optimizer in enumerate(self._parts()):
+            # Nothing else holds these dictionaries' values, so they need no copies.
+            moments, other.moments[place] = other.moments[place], dict(optimizer.state)
+            optimizer.state.clear()
+            optimizer.state.update(moments)
+        for place, group in enumerate(self._groups()):
+            if "step" in group:
+                group["step"], other.counts[place] = other.counts[place], group["step"]
+        self._waiting[self._active], self._active = other, name
+
+    def _copied(self) -> _Waiting:
+        """Returns a copy of the adapter in the model."""
+        return _Waiting(
+            [tensor.detach().clone() for tensor in self._tensors()],
+            [
+                {
+                    parameter: {name: copy.deepcopy(value) for name, value in state.items()}
+                    for parameter, state in optimizer.state.items()
+                }
+                for optimizer in self._parts()
+            ],
+            [copy.deepcopy(group.get("step")) for group in self._groups()],
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        trained = [p for p in parameters(self._chunks) if p.requires_grad]
+        return [*trained, *master_weights(self._optimizer, self._chunks)]
+
+    def _parts(self) -> list[Megatron]:
+        """Returns torch's optimizers inside Megatron's."""
+        parts = self._optimizer.chained_optimizers
+        return [part.optimizer for part in parts if not part.is_stub_optimizer]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._parts() for group in optimizer.param_groups]
+
+    def _make_moments(self) -> None:
+        """Makes all moments, as zeros: an adapter that is not trained yet can be saved with them.
+
+        An update by zero gradients at a learning rate of 0 changes no weight; its count is taken
+        back.
+        """
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._optimizer.prepare_grads()
+        for group in self._groups():
+            group["lr"] = group["weight_decay"] = 0.0
+        self._optimizer.step_with_ready_grads()
+        for optimizer in self._parts():
+            for counted in (*optimizer.state.values(), *optimizer.param_groups):
+                if "step" in counted:
+                    counted["step"] = counted["step"] * 0

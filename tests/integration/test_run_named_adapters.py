@@ -1,0 +1,77 @@
+"""Two environments train two adapters of one model, on opposite tasks with the same prompts."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.client.launch.preflight import free_port  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    rows_of,
+    run_command,
+    summary_of,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("nothing_survives"),
+]
+CONFIG = Path(__file__).parents[2] / "deploy/configs/two-adapters.toml"
+
+
+def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    table = tomllib.loads(CONFIG.read_text())
+    table["run"] |= {"name": "run", "dir": str(tmp_path), "steps": 40}
+    table["model"]["path"] = str(tiny_model)
+    table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
+    table["checkpoint"] = {"every_steps": 30}
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(table))
+    run = run_command("run", path, cwd=tmp_path, limit_s=400)
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder, final = tmp_path / "run", tmp_path / "run" / "checkpoints" / "final-adapters"
+    rows = rows_of(folder)
+    for name in ("name-them", "name-others"):
+        rewards = [row[f"{name}/reward"] for row in rows if f"{name}/reward" in row]
+        first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+        assert last > first + 0.2, (name, first, last)
+    assert {f"adapter/{name}/loss" for name in ("echo", "others")} <= rows[-1].keys()
+    summary = summary_of(folder)
+    check_ledger(summary)
+    assert summary["probe_gap_max"] <= 1e-5
+    assert summary["logprob_gap_mean"] <= 1e-5
+    echo, others = (
+        load_file(final / name / "adapter_model.safetensors") for name in ("echo", "others")
+    )
+    assert echo.keys() == others.keys()
+    assert not any(torch.equal(echo[name], others[name]) for name in echo)
+
+    # The checkpoint of the end, and no merged model.
+    export = run_command("export", folder, "--step", "40", cwd=tmp_path, limit_s=100)
+    assert export.returncode == 0, export.stderr
+    for name in ("echo", "others"):
+        exported = folder / "checkpoints" / "hf-000040-adapters" / name
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (exported / file).read_bytes() == (final / name / file).read_bytes()
+    assert not (folder / "checkpoints" / "hf-000040").exists()
+    assert not (folder / "checkpoints" / "final").exists()
+
+    table["run"]["steps"] = 43
+    path.write_text(tomli_w.dumps(table))
+    more = run_command("run", path, cwd=tmp_path, limit_s=200)
+    assert more.returncode == 0, more.stdout + more.stderr
+    assert summary_of(folder)["steps"] == 43
+    replay = run_command("replay", folder, cwd=tmp_path, limit_s=200)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert replay.stdout.count("as recorded") == 43

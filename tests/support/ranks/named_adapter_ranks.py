@@ -1,0 +1,144 @@
+"""The program of ranks that train several adapters, or one of them alone with the same batches.
+
+What a job saw lies in FOLDER/named-JOB.pt afterwards, on rank 0. A job is a layout and a choice:
+"LAYOUT all", or "LAYOUT NAME" for the run with that adapter only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.config_file import parse_config
+
+from support.ranks.lora_ranks import SP, save
+from support.ranks.parity_layouts import OVERLAP, SETTINGS, batches
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
+
+# "idle" has no sequences at all, "code" none in the second step.
+NAMES = ("code", "idle", "math")
+ALL = "all"
+# name -> (ranks, model, changes of sections)
+LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
+    "one": (1, "llama", {}),
+    "one-dropout": (1, "llama", {"lora": {"dropout": 0.25}}),
+    "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
+    "one-bfloat16": (1, "llama", {"model": {"dtype": "bfloat16"}}),
+    "one-experts": (1, "moe", {}),
+    "tp2-sp": (2, "llama", {"learner": {"parallel": SP}}),
+    "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
+    "dp2": (2, "llama", {}),
+    "dp2-distributed": (2, "llama", {"learner": OVERLAP}),
+    "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
+    "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
+}
+# What others show too, so that it need not be tried at every change.
+SLOW = {"one-dropout", "one-mini-batches", "one-experts", "pp2", "dp2", "dp2-distributed-bfloat16"}
+
+
+def jobs_of(layouts: Iterable[str], world_size: int) -> list[str]:
+    chosen = [name for name in layouts if LAYOUTS[name][0] == world_size]
+    return [f"{layout} {name}" for layout in chosen for name in (ALL, "code", "math")]
+
+
+def config_of(job: str, folder: Path) -> Config:
+    layout, chosen = job.split()
+    world_size, model, changes = LAYOUTS[layout]
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / model), "dtype": "float32"}
+    table["learner"] |= {"world_size": world_size, "grad_clip": 0.05}
+    table["lora"] = {"rank": 4, "alpha": 8.0}
+    for section, values in changes.items():
+        table[section] |= values
+    if chosen == ALL:
+        table["lora"] |= {"adapters": list(NAMES), "publish": "adapters"}
+    return parse_config(table, source=job)
+
+
+def named_batches(config: Config) -> list[Batch]:
+    """The batches of all adapters: groups in turn, and in the second step those of "math" only."""
+    found = []
+    for batch in batches(config):
+        groups = list(dict.fromkeys(batch.group_ids))
+        name_of = {
+            group: "math" if batch.step == 1 or place % 2 == 0 else "code"
+            for place, group in enumerate(groups)
+        }
+        trajectories = (
+            dataclasses.replace(t, adapter=name_of[t.group_id]) for t in batch.trajectories
+        )
+        found.append(dataclasses.replace(batch, trajectories=tuple(trajectories)))
+    return found
+
+
+def batches_of(job: str, config: Config) -> list[Batch]:
+    """The batches of a job; without other adapters trajectories name none."""
+    chosen = job.split()[1]
+    whole = named_batches(config)
+    if chosen == ALL:
+        return whole
+    parts = [dict(batch.by_adapter(NAMES)).get(chosen) for batch in whole]
+    return [
+        dataclasses.replace(
+            part, trajectories=tuple(dataclasses.replace(t, adapter="") for t in part.trajectories)
+        )
+        for part in parts
+        if part is not None
+    ]
+
+
+def adapters_of(policy: Policy) -> dict[str, dict[str, torch.Tensor]]:
+    """The factors of each adapter by name."""
+    from slipstream.learner.trainer.weights.export import adapter_tensors
+
+    found = {}
+    for name in policy.adapters.names:
+        with policy.adapters.active(name):
+            found[name] = {n: t.clone() for n, t in adapter_tensors(policy, torch.float32)}
+    return found
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job does."""
+    from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_models
+    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+
+    config = config_of(job, folder)
+    policy = open_policy(config, Launch.from_environment())
+    step = TrainingStep(policy, config)
+    stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
+    before = adapters_of(policy)
+    steps: dict[int, dict] = {}
+    metrics = {}
+    planned = batches_of(job, config)
+    path = folder / f"named-{job.replace(' ', '-')}-checkpoint"
+    for batch in planned:
+        if batch is planned[-1]:
+            save(stored, path, disk)
+        metrics[batch.step] = step.run(batch).metrics
+        steps[batch.step] = adapters_of(policy)
+    load_models(stored, path, disk)
+    loaded = adapters_of(policy)
+    step.run(planned[-1])
+    result = {
+        "before": before,
+        "steps": steps,
+        "metrics": metrics,
+        "loaded": loaded,
+        "retrained": adapters_of(policy),
+    }
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"named-{job}.pt")
+    policy.ranks.close()
