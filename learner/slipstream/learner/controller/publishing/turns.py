@@ -104,12 +104,17 @@ class EngineTurns:
             answer.set_result(None)
 
     def _sharing(self) -> list[ServerSession]:
-        """Returns the servers whose engines sample, or are about to, on a device of the learner."""
+        """Returns the servers whose engines sample, or are about to, on a device of the learner.
+
+        Where engines give their memory back, those that wait for weights are among them.
+        """
         ranks = self._run.progress.learner_places
         return [
             session
             for session in self._fleet.sessions.values()
-            if session.state in (SERVING, LOADING)
+            if (
+                session.state in (SERVING, LOADING) or (self._gives_back and not session.is_leaving)
+            )
             and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
         ]
 

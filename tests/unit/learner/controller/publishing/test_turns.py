@@ -131,6 +131,21 @@ async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
 
 
+@pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
+async def test_engines_that_do_not_sample_give_their_memory_back_too(
+    turns: str, rests: list[str]
+) -> None:
+    scene = Scene(turns)
+    joining, (stale, _) = joined(scene.fleet, "c"), scene.sessions
+    stale.on(ServerEvent.FAILED)
+    scene.turns.trainer_lost()
+    beginning = asyncio.create_task(scene.turns.begin())
+    await asyncio.sleep(0)
+    # Once for the trainer that loads, once for its step.
+    assert [sent(stale), sent(joining)] == [2 * rests] * 2
+    beginning.cancel()
+
+
 async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -> None:
     scene = Scene()
     scene.run.progress.trainer_registered((Place("elsewhere"),))
