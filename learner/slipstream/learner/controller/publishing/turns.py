@@ -27,6 +27,7 @@ class EngineTurns:
 
     await turns.begin()                       # before the trainer gets a batch
     turns.end(keep=["server-0"])              # when it asks again; those kept get weights now
+    await turns.stop()                        # before it is told to save and leave
     turns.trainer_lost()
     """
 
@@ -62,6 +63,13 @@ class EngineTurns:
             session = self._fleet.find(key)
             if session is not None:
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
+
+    async def stop(self) -> None:
+        """Wakes all engines, or has them give their memory to the trainer, which saves now."""
+        if self._gives_back:
+            await self.begin()
+        else:
+            self.end()
 
     def trainer_lost(self) -> None:
         """Wakes engines that rest; where a new trainer needs their memory, lets all of them rest.
