@@ -37,6 +37,8 @@ class EngineTurns:
         self._rule = TurnRule(setting, window=window)
         self._gives_back = setting == "sleep"
         self._number = 0
+        # From the orders to rest to `end`.
+        self._is_learners_turn = False
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
         self._answers: dict[ServerKey, asyncio.Future[None]] = {}
@@ -58,6 +60,7 @@ class EngineTurns:
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Wakes all engines that rest, but for the servers in `keep`, which take weights now."""
+        self._is_learners_turn = False
         for key in [key for key in self._resting if key.server_id not in keep]:
             self._resting.remove(key)
             session = self._fleet.find(key)
@@ -81,6 +84,11 @@ class EngineTurns:
         elif not self._run.progress.is_over:
             self._order(self._sharing())
 
+    def joined(self, session: ServerSession) -> None:
+        """Has the engine of a new server give its memory back, if the learner needs it now."""
+        if self._is_learners_turn and session in self._sharing():
+            self._rest(session)
+
     def server_lost(self, session: ServerSession) -> None:
         """Ends the wait for a server that is gone."""
         self._resting.discard(session.key)
@@ -94,17 +102,21 @@ class EngineTurns:
     def stepped(self, tokens: float) -> None:
         """Notes a step of `tokens` trained tokens, by which "auto" chooses."""
         said = self._rule.stepped(time.monotonic(), tokens)
-        if said:
+        if said and self._sharing():
             self._run.events.add(said)
 
     def _order(self, sessions: Collection[ServerSession]) -> None:
         self._number += 1
+        self._is_learners_turn = True
         self._answers.clear()
-        order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
         for session in sessions:
-            self._resting.add(session.key)
             self._answers[session.key] = asyncio.get_running_loop().create_future()
-            session.send(fleet_pb2.ControllerMessage(rest=order))
+            self._rest(session)
+
+    def _rest(self, session: ServerSession) -> None:
+        self._resting.add(session.key)
+        order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
+        session.send(fleet_pb2.ControllerMessage(rest=order))
 
     def _answered(self, key: ServerKey) -> None:
         answer = self._answers.get(key)

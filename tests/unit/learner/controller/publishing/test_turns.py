@@ -146,6 +146,21 @@ async def test_engines_that_do_not_sample_give_their_memory_back_too(
     beginning.cancel()
 
 
+@pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
+async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(
+    turns: str, rests: list[str]
+) -> None:
+    scene = Scene(turns)
+    orders = []
+    # It lasts from the loss of a trainer until the next one asks for its first order.
+    for name, event in (("a", scene.turns.trainer_lost), ("b", scene.turns.end), ("c", nothing)):
+        session = joined(scene.fleet, f"new-{name}")
+        scene.turns.joined(session)
+        orders.append(sent(session))
+        event()
+    assert orders == [[], rests, []]
+
+
 async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -> None:
     scene = Scene()
     scene.run.progress.trainer_registered((Place("elsewhere"),))
@@ -157,6 +172,17 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
         'controller.turns = "pause" has no effect: no rollout server computes on a device of the '
         "learner"
     ]
+
+
+@pytest.mark.parametrize(("host", "tells"), [("", True), ("elsewhere", False)])
+async def test_auto_tells_its_choice_only_where_a_device_is_shared(host: str, tells: bool) -> None:
+    scene = Scene("auto")
+    if host:
+        scene.run.progress.trainer_registered((Place(host),))
+    for _ in range(20):
+        scene.turns.stepped(100.0)
+    told = [event for event in scene.run.events.kept() if "share a GPU" in event.text]
+    assert bool(told) is tells
 
 
 @pytest.mark.parametrize(
