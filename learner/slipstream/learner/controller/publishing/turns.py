@@ -37,7 +37,7 @@ class EngineTurns:
         self._rule = TurnRule(setting, window=window)
         self._gives_back = setting == "sleep"
         self._number = 0
-        # From the orders to rest to `end`.
+        # True between the orders to rest and `end`.
         self._is_learners_turn = False
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
