@@ -65,6 +65,7 @@ class EngineTurns:
             self._resting.remove(key)
             session = self._fleet.find(key)
             if session is not None:
+                session.served.note(self._run.clock.now_s(), running=session.is_serving)
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
 
     async def stop(self) -> None:
@@ -115,6 +116,8 @@ class EngineTurns:
 
     def _rest(self, session: ServerSession) -> None:
         self._resting.add(session.key)
+        # Episodes make no progress meanwhile: their leases are not late.
+        session.served.note(self._run.clock.now_s(), running=False)
         order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
         session.send(fleet_pb2.ControllerMessage(rest=order))
 

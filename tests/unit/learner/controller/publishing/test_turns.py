@@ -67,6 +67,19 @@ async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(
     assert [sent(session) for session in scene.sessions] == [[], []]
 
 
+async def test_the_time_of_leases_stands_still_while_an_engine_rests() -> None:
+    scene = Scene()
+
+    def counts() -> list[bool]:
+        return [bool(s.served.total_s(1e9 + 1) - s.served.total_s(1e9)) for s in scene.sessions]
+
+    assert counts() == [True, True]
+    await scene.begin(*scene.sessions)
+    assert counts() == [False, False]
+    scene.turns.end()
+    assert counts() == [True, True]
+
+
 async def test_nothing_rests_where_both_compute_at_the_same_time() -> None:
     scene = Scene("off")
     await scene.begin()
