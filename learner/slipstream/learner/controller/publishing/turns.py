@@ -129,15 +129,13 @@ class EngineTurns:
     def _sharing(self) -> list[ServerSession]:
         """Returns the servers whose engines sample, or are about to, on a device of the learner.
 
-        Where engines give their memory back, those that wait for weights are among them.
+        Where engines give their memory back, all others there are among them.
         """
         ranks = self._run.progress.learner_places
         return [
             session
             for session in self._fleet.sessions.values()
-            if (
-                session.state in (SERVING, LOADING) or (self._gives_back and not session.is_leaving)
-            )
+            if (self._gives_back or session.state in (SERVING, LOADING))
             and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
         ]
 

@@ -145,17 +145,18 @@ async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None
 
 
 @pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
-async def test_engines_that_do_not_sample_give_their_memory_back_too(
+async def test_engines_without_weights_and_those_that_leave_give_their_memory_back_too(
     turns: str, rests: list[str]
 ) -> None:
     scene = Scene(turns)
-    joining, (stale, _) = joined(scene.fleet, "c"), scene.sessions
+    joining, (stale, leaving) = joined(scene.fleet, "c"), scene.sessions
     stale.on(ServerEvent.FAILED)
+    leaving.on(ServerEvent.DRAIN)
     scene.turns.trainer_lost()
     beginning = asyncio.create_task(scene.turns.begin())
     await asyncio.sleep(0)
     # Once for the trainer that loads, once for its step.
-    assert [sent(stale), sent(joining)] == [2 * rests] * 2
+    assert [sent(session) for session in (joining, stale, leaving)] == [2 * rests] * 3
     beginning.cancel()
 
 
