@@ -56,7 +56,8 @@ class EngineTurns:
         for session in sharing:
             if not self._answers[session.key].done():
                 session.disconnect()
-                self._fleet.remove(session, f"its engine did not rest within {limit_s:g} s")
+                late = f"within {limit_s:g} s (weights.join_deadline_s)"
+                self._fleet.remove(session, f"its engine did not rest {late}")
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Wakes all engines that rest, but for the servers in `keep`, which take weights now."""

@@ -104,7 +104,9 @@ async def test_a_server_whose_engine_does_not_rest_in_time_is_sent_away() -> Non
     assert scene.lost == ["b"]
     assert list(scene.fleet.sessions.values()) == [quick]
     *_, event = scene.run.events.kept()
-    assert event.text == "rollout server b is gone: its engine did not rest within 0.05 s"
+    assert event.text == (
+        "rollout server b is gone: its engine did not rest within 0.05 s (weights.join_deadline_s)"
+    )
 
 
 async def test_the_loss_of_a_server_ends_the_wait_for_it() -> None:
