@@ -135,7 +135,7 @@ class EngineTurns:
         ranks = self._run.progress.learner_places
         return [
             session
-            for session in self._fleet.sessions.values()
+            for session in self._fleet.fed_by_trainer()
             if (self._gives_back or session.state in (SERVING, LOADING))
             and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
         ]

@@ -146,6 +146,15 @@ async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
 
 
+async def test_a_server_that_reads_storage_takes_no_turns() -> None:
+    scene = Scene()
+    near, far = scene.sessions
+    far.hello.from_storage = True
+    await scene.begin(near)
+    scene.turns.end()
+    assert [sent(near), sent(far)] == [["wake"], []]
+
+
 @pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
 async def test_engines_without_weights_and_those_that_leave_give_their_memory_back_too(
     turns: str, rests: list[str]
