@@ -21,6 +21,11 @@ class TrainerBeside(FakeTrainer):
         self.places = [weights_pb2.Place()]
         self.servers = servers
         self.resting: list[list[bool]] = []
+        # Which engines rest while the trainer saves its last version.
+        self.resting_at_the_end: list[bool] = []
+
+    async def export(self) -> None:
+        self.resting_at_the_end = [server.is_resting for server in self.servers]
 
     async def train(self) -> None:
         self.resting.append([server.is_resting for server in self.servers])
@@ -46,7 +51,8 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(
     assert trainer.resting[-1] == [True, True]
     # A server that joins in a step has rested in all later ones.
     assert sum(not all(each) for each in trainer.resting) <= 1
-    assert not any(server.is_resting for server in servers)
+    # The last checkpoint takes the memory of the optimizer's state again.
+    assert trainer.resting_at_the_end == [turns == "sleep"] * 2
     assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
 
 
@@ -102,7 +108,8 @@ async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
     summary = await play(config, server, trainer=second, during=kill)
     assert (summary["code"], summary["steps"]) == (0, 12)
     assert summary["ledger"]["difference"] == 0
-    assert not server.is_resting
+    # Engines that have given their memory to the last checkpoint leave at rest.
+    assert server.is_resting is (turns == "sleep")
 
 
 async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
@@ -123,8 +130,8 @@ async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
 
     summary = await play(config, first, trainer=trainer, during=kill)
     assert (summary["code"], summary["steps"]) == (0, 12)
-    assert again.rests
-    assert not again.is_resting
+    # It has served between its first rest, at its start, and the last one, for the last checkpoint.
+    assert len(again.rests) > 2
 
 
 async def test_a_server_that_does_not_rest_is_sent_away_and_the_run_goes_on(

@@ -83,7 +83,8 @@ class StoredWeights:
                 with _Buckets(self._path, buckets, anew=_is_whole(links)) as file:
                     for link in links:
                         num_bytes += self._apply(link, file, until)
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                # A file that was cut cannot be mapped: a ValueError.
                 self._held = b""
                 raise WeightSyncError(f"fetched weights in {self._path}: {error}") from error
         seconds = time.monotonic() - started_s

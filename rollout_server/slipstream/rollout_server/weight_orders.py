@@ -81,6 +81,8 @@ class WeightOrders:
         self._abandoned: asyncio.Future[None] | None = None
         self._paused_s = 0.0
         self._paused_at_s: float | None = None
+        # Whether the engine rests: neither `wake` nor new weights came since the order to rest.
+        self._rests = False
 
     @property
     def phase(self) -> Phase | None:
@@ -144,14 +146,17 @@ class WeightOrders:
             case "probe_verdict":
                 await self._take_verdict(order.probe_verdict)
             case "rest":
+                self._rests = True
                 await self._engine.rest(give_back=order.rest.give_back)
                 self._rested(fleet_pb2.Rested(number=order.rest.number))
             case "wake":
                 await self._wake()
 
     async def _wake(self) -> None:
-        """Resumes with the version served last; weights that may not be used stay paused."""
-        if self.version is not None and self.phase in (Phase.PROBING, Phase.SERVING):
+        """Resumes an engine that rests, if its weights may be used; new ones have resumed it."""
+        may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
+        if self._rests and may_sample and self.version is not None:
+            self._rests = False
             await self._engine.resume(self.version)
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
@@ -287,7 +292,7 @@ class WeightOrders:
 
     async def _resume(self, version: PolicyVersion, stages: fleet_pb2.PublishStages) -> float:
         """Serves `version`; returns the seconds that generation was paused."""
-        begun_s = time.monotonic()
+        begun_s, self._rests = time.monotonic(), False
         await self._engine.resume(version)
         now_s = time.monotonic()
         stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,18 @@ def test_a_full_disk_of_the_server_is_an_error_of_the_publish(
     assert server.fetch(manifest, NEVER).path.read_bytes() == all_bytes(content)
 
 
-def test_a_fetched_file_that_is_gone_is_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [(Path.unlink, "No such file"), (truncate, "length is greater than file size")],
+)
+def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(
+    tmp_path: Path, spoil: Callable[[Path], None], cause: str
+) -> None:
     root = str(tmp_path / "storage")
     (first, _), (second, content), _ = three_versions(StoredVersions(root))
     server = opened(root, tmp_path / "a")
-    server.fetch(first, NEVER).path.unlink()
-    with pytest.raises(WeightSyncError, match="No such file"):
+    spoil(server.fetch(first, NEVER).path)
+    with pytest.raises(WeightSyncError, match=cause):
         server.fetch(second, NEVER)
     assert server.fetch(second, NEVER).path.read_bytes() == all_bytes(content)
 

@@ -249,6 +249,19 @@ async def test_new_weights_wake_an_engine_that_rests() -> None:
         await rig.end()
 
 
+async def test_an_engine_that_new_weights_woke_is_not_resumed_again() -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        rig = Rig(tasks)
+        rig.engine.arrived.set()
+        rig.order(rest=fleet_pb2.Rest(number=1))
+        rig.receive("p1")
+        rig.commit("p1")
+        # vLLM, resumed without a pause, would compute the contexts of all replies again.
+        rig.order(wake=fleet_pb2.Wake())
+        await rig.end()
+        assert rig.engine.resumed == 1
+
+
 async def test_an_engine_with_weights_that_may_not_be_used_is_not_woken() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         rig = Rig(tasks)

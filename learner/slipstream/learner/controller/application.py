@@ -180,8 +180,7 @@ class Controller:
             self._scheduler,
             on_result=partial(self._evaluated, journal),
         )
-        keep = self._config.checkpoint.keep_batches
-        former = self._make_former(books, tasks, keep_batches=keep)
+        former = self._make_former(books, tasks, keep_batches=self._config.checkpoint.keep_batches)
         self._trainer = TrainerServicer(
             run,
             books.leases,
@@ -205,7 +204,7 @@ class Controller:
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environment_servicer.add_configured(spec)
         self._fleet.handlers = FleetHandlers(
-            joined=self._environment_servicer.server_joined,
+            joined=self._server_joined,
             lost=partial(self._server_lost, journal),
             reported=self._server_reported,
             environment=self._environment_servicer.reported,
@@ -228,6 +227,10 @@ class Controller:
         )
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
         self._health = ServiceHealth(server, modules)
+
+    def _server_joined(self, session: ServerSession) -> None:
+        self._environment_servicer.server_joined(session)
+        self._turns.joined(session)
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
         journal_servers(journal, self._ledger, lost=session.key)

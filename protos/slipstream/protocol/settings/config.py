@@ -49,6 +49,7 @@ from slipstream.protocol.settings.sections import (
     SecuritySection,
 )
 from slipstream.protocol.settings.storage_rules import storage_problems
+from slipstream.protocol.settings.turn_rules import turn_problems
 from slipstream.protocol.settings.weights_section import StageSetting, WeightsSection
 
 __all__ = [
@@ -228,16 +229,12 @@ class Config(Section):
                 server, model=self.model, lora=self.lora, weights=self.weights, algorithms=distinct
             ),
             storage_problems(server, self.weights, self.lora),
+            turn_problems(self.controller, self.learner, server, self.weights),
             length_problems(sampling, self.evaluations),
             profile_problems(self.learner, self.run),
             served_problems(self.reference, self.algorithms, sampling.temperature),
         ):
             raise ValueError(problem)
-        if self.controller.turns == "sleep" and not self.learner.offload.gives_memory_back:
-            raise ValueError(
-                'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
-                "the learner gives its memory back to the engines"
-            )
         lag = algorithm.max_staleness
         if self.weights.publish_every_steps > lag + 1:
             raise ValueError(

@@ -37,8 +37,8 @@ class Overdue:
 class LeaseWatch:
     """Remembers when each lease made progress last, by the clock of its server.
 
-    That clock runs only while the server serves: time in which the server loads weights, is stale
-    or waits for a publish does not count.
+    That clock runs only while the server serves: time in which the server loads weights, is stale,
+    rests or waits for a publish does not count.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -27,6 +27,7 @@ class EngineTurns:
 
     await turns.begin()                       # before the trainer gets a batch
     turns.end(keep=["server-0"])              # when it asks again; those kept get weights now
+    await turns.stop()                        # before it is told to save and leave
     turns.trainer_lost()
     """
 
@@ -36,6 +37,8 @@ class EngineTurns:
         self._rule = TurnRule(setting, window=window)
         self._gives_back = setting == "sleep"
         self._number = 0
+        # True between the orders to rest and `end`.
+        self._is_learners_turn = False
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
         self._answers: dict[ServerKey, asyncio.Future[None]] = {}
@@ -53,15 +56,25 @@ class EngineTurns:
         for session in sharing:
             if not self._answers[session.key].done():
                 session.disconnect()
-                self._fleet.remove(session, f"its engine did not rest within {limit_s:g} s")
+                late = f"within {limit_s:g} s (weights.join_deadline_s)"
+                self._fleet.remove(session, f"its engine did not rest {late}")
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Wakes all engines that rest, but for the servers in `keep`, which take weights now."""
+        self._is_learners_turn = False
         for key in [key for key in self._resting if key.server_id not in keep]:
             self._resting.remove(key)
             session = self._fleet.find(key)
             if session is not None:
+                session.served.note(self._run.clock.now_s(), running=session.is_serving)
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
+
+    async def stop(self) -> None:
+        """Wakes all engines, or has them give their memory to the trainer, which saves now."""
+        if self._gives_back:
+            await self.begin()
+        else:
+            self.end()
 
     def trainer_lost(self) -> None:
         """Wakes engines that rest; where a new trainer needs their memory, lets all of them rest.
@@ -72,6 +85,11 @@ class EngineTurns:
             self.end()
         elif not self._run.progress.is_over:
             self._order(self._sharing())
+
+    def joined(self, session: ServerSession) -> None:
+        """Has the engine of a new server give its memory back, if the learner needs it now."""
+        if self._is_learners_turn and session in self._sharing():
+            self._rest(session)
 
     def server_lost(self, session: ServerSession) -> None:
         """Ends the wait for a server that is gone."""
@@ -86,17 +104,23 @@ class EngineTurns:
     def stepped(self, tokens: float) -> None:
         """Notes a step of `tokens` trained tokens, by which "auto" chooses."""
         said = self._rule.stepped(time.monotonic(), tokens)
-        if said:
+        if said and self._sharing():
             self._run.events.add(said)
 
     def _order(self, sessions: Collection[ServerSession]) -> None:
         self._number += 1
+        self._is_learners_turn = True
         self._answers.clear()
-        order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
         for session in sessions:
-            self._resting.add(session.key)
             self._answers[session.key] = asyncio.get_running_loop().create_future()
-            session.send(fleet_pb2.ControllerMessage(rest=order))
+            self._rest(session)
+
+    def _rest(self, session: ServerSession) -> None:
+        self._resting.add(session.key)
+        # Episodes make no progress meanwhile: their leases are not late.
+        session.served.note(self._run.clock.now_s(), running=False)
+        order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
+        session.send(fleet_pb2.ControllerMessage(rest=order))
 
     def _answered(self, key: ServerKey) -> None:
         answer = self._answers.get(key)
@@ -104,12 +128,15 @@ class EngineTurns:
             answer.set_result(None)
 
     def _sharing(self) -> list[ServerSession]:
-        """Returns the servers whose engines sample, or are about to, on a device of the learner."""
+        """Returns the servers whose engines sample, or are about to, on a device of the learner.
+
+        Where engines give their memory back, all others there are among them.
+        """
         ranks = self._run.progress.learner_places
         return [
             session
-            for session in self._fleet.sessions.values()
-            if session.state in (SERVING, LOADING)
+            for session in self._fleet.fed_by_trainer()
+            if (self._gives_back or session.state in (SERVING, LOADING))
             and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
         ]
 

@@ -177,6 +177,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             return f"num_workers must be between 1 and {MAX_WORKERS}, got {spec.num_workers}"
         if refusal := self._run.config.lora.refusal(spec.adapter):
             return refusal
+        if entry is not None and entry.spec.adapter != spec.adapter:
+            return (
+                f"adapter of {spec.name} must stay {entry.spec.adapter!r}, got {spec.adapter!r}: "
+                "its leased groups are sampled with it; choose another name"
+            )
         if len(self._environments.entries) >= MAX_ENVIRONMENTS and entry is None:
             return f"a run has at most {MAX_ENVIRONMENTS} environments"
         if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:

@@ -316,7 +316,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # The trainer restarted from a checkpoint, or an answer was lost.
             return await self._former.recorded(self._trainer_version.step)
         if progress.is_over:
-            self._turns.end()
+            await self._turns.stop()
             reason = progress.cause or "the run is over"
             return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
         publish = await self._publisher.prepare(request)
@@ -345,6 +345,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return None
         if self._evaluations_done():
             progress.complete()
-            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=progress.cause))
-        progress.waits_for("the last evaluation")
+        else:
+            progress.waits_for("the last evaluation")
         return None

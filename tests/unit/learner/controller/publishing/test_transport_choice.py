@@ -30,7 +30,7 @@ def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
 
 
 def place(host: str, *gpus: str) -> weights_pb2.Place:
-    return weights_pb2.Place(host_id=host, cards=gpus)
+    return weights_pb2.Place(host_id=host, gpus=gpus)
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)

@@ -67,6 +67,19 @@ async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(
     assert [sent(session) for session in scene.sessions] == [[], []]
 
 
+async def test_the_time_of_leases_stands_still_while_an_engine_rests() -> None:
+    scene = Scene()
+
+    def counts() -> list[bool]:
+        return [bool(s.served.total_s(1e9 + 1) - s.served.total_s(1e9)) for s in scene.sessions]
+
+    assert counts() == [True, True]
+    await scene.begin(*scene.sessions)
+    assert counts() == [False, False]
+    scene.turns.end()
+    assert counts() == [True, True]
+
+
 async def test_nothing_rests_where_both_compute_at_the_same_time() -> None:
     scene = Scene("off")
     await scene.begin()
@@ -91,7 +104,9 @@ async def test_a_server_whose_engine_does_not_rest_in_time_is_sent_away() -> Non
     assert scene.lost == ["b"]
     assert list(scene.fleet.sessions.values()) == [quick]
     *_, event = scene.run.events.kept()
-    assert event.text == "rollout server b is gone: its engine did not rest within 0.05 s"
+    assert event.text == (
+        "rollout server b is gone: its engine did not rest within 0.05 s (weights.join_deadline_s)"
+    )
 
 
 async def test_the_loss_of_a_server_ends_the_wait_for_it() -> None:
@@ -131,6 +146,46 @@ async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
 
 
+async def test_a_server_that_reads_storage_takes_no_turns() -> None:
+    scene = Scene()
+    near, far = scene.sessions
+    far.hello.from_storage = True
+    await scene.begin(near)
+    scene.turns.end()
+    assert [sent(near), sent(far)] == [["wake"], []]
+
+
+@pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
+async def test_engines_without_weights_and_those_that_leave_give_their_memory_back_too(
+    turns: str, rests: list[str]
+) -> None:
+    scene = Scene(turns)
+    joining, (stale, leaving) = joined(scene.fleet, "c"), scene.sessions
+    stale.on(ServerEvent.FAILED)
+    leaving.on(ServerEvent.DRAIN)
+    scene.turns.trainer_lost()
+    beginning = asyncio.create_task(scene.turns.begin())
+    await asyncio.sleep(0)
+    # Once for the trainer that loads, once for its step.
+    assert [sent(session) for session in (joining, stale, leaving)] == [2 * rests] * 3
+    beginning.cancel()
+
+
+@pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
+async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(
+    turns: str, rests: list[str]
+) -> None:
+    scene = Scene(turns)
+    orders = []
+    # It lasts from the loss of a trainer until the next one asks for its first order.
+    for name, event in (("a", scene.turns.trainer_lost), ("b", scene.turns.end), ("c", nothing)):
+        session = joined(scene.fleet, f"new-{name}")
+        scene.turns.joined(session)
+        orders.append(sent(session))
+        event()
+    assert orders == [[], rests, []]
+
+
 async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -> None:
     scene = Scene()
     scene.run.progress.trainer_registered((Place("elsewhere"),))
@@ -142,6 +197,17 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
         'controller.turns = "pause" has no effect: no rollout server computes on a device of the '
         "learner"
     ]
+
+
+@pytest.mark.parametrize(("host", "tells"), [("", True), ("elsewhere", False)])
+async def test_auto_tells_its_choice_only_where_a_device_is_shared(host: str, tells: bool) -> None:
+    scene = Scene("auto")
+    if host:
+        scene.run.progress.trainer_registered((Place(host),))
+    for _ in range(20):
+        scene.turns.stepped(100.0)
+    told = [event for event in scene.run.events.kept() if "share a GPU" in event.text]
+    assert bool(told) is tells
 
 
 @pytest.mark.parametrize(

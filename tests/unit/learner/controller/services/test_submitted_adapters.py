@@ -1,0 +1,39 @@
+"""The adapter of an environment that is submitted to a run."""
+
+from __future__ import annotations
+
+import pytest
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
+from slipstream.v1 import environment_pb2, trajectory_pb2
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import run_of
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ("math", ""),
+        (
+            "code",
+            "adapter of e must stay 'math', got 'code': its leased groups are sampled with it; "
+            "choose another name",
+        ),
+    ],
+)
+def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, problem: str) -> None:
+    run = run_of(lora={"rank": 2, "publish": "adapters", "adapters": ["code", "math"]})
+    books = books_of(run)
+    spec = environment_pb2.EnvironmentSpec(
+        name="e",
+        weight=1.0,
+        timeout_s=1.0,
+        num_workers=1,
+        purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+        adapter="math",
+    )
+    entry = books.environments.add(spec)
+    entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+    again = environment_pb2.EnvironmentSpec()
+    again.CopyFrom(spec)
+    again.adapter = adapter
+    assert EnvironmentServicer(run, books, None)._problem(again) == problem  # type: ignore[arg-type]
