@@ -134,6 +134,7 @@ class VersionWriter:
             if not self._ranks.is_main:
                 part = memoryview(link.SerializeToString())
                 self._storage.write(_part(report.folder, self._published.sender), part, until)
+                self._ranks.words.say(_stored(report.folder, self._published.sender))
                 return
             self._join(link, report.folder, until)
             if link.HasField("delta"):
@@ -159,7 +160,8 @@ class VersionWriter:
         changed = list(link.delta.changed)
         for sender in range(1, len(self._published.senders)):
             what = f"rank {self._published.senders[sender]} could not write version {folder}"
-            while _part(folder, sender) not in self._storage.keys(folder, until):
+            # A folder shows a file before its last byte.
+            while not self._ranks.words.was_said(_stored(folder, sender)):
                 if self._ranks.words.was_said(_failed(folder, sender)):
                     raise WeightSyncError(f"{what}: its log says why")
                 until.check(what)
@@ -217,6 +219,10 @@ def _pass_by(place: int, bucket: Bucket, data: Tensor) -> Release:
 
 def _part(folder: str, sender: int | None) -> str:
     return f"{folder}/part-{sender}"
+
+
+def _stored(folder: str, sender: int | None) -> str:
+    return f"stored/{folder}/{sender}"
 
 
 def _failed(folder: str, sender: int | None) -> str:

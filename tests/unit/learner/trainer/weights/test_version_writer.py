@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,25 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert bad.error == "rank 1 could not write version run/0-1: its log says why"
     assert good.error == ""
     assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
+
+
+def test_what_a_rank_still_writes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s")
+    write = LocalFileSystem.pipe_file
+
+    def slow(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/part-1"):
+            # A folder shows a file before its bytes.
+            Path(path).touch()
+            time.sleep(1.0)
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", slow)
+    (report,) = trainer.write(same)
+    assert report.error == ""
+    assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
 
 
 def test_a_manifest_is_written_after_all_that_it_names(
