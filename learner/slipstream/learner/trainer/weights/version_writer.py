@@ -62,6 +62,8 @@ class VersionWriter:
         self._abandoned = threading.Event()
         # Made at the first order, since it takes twice the memory of the rank's buckets.
         self._objects: RankObjects | None = None
+        # The folder of the run in storage; "" before the first order.
+        self._run = ""
         # On rank 0 the chain of the newest version; empty: the next one is whole. And all keys that
         # a manifest of this trainer names, by the manifest's key.
         self._chain: list[weights_pb2.StoredLink] = []
@@ -75,6 +77,7 @@ class VersionWriter:
     def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
         """Copies the weights on all ranks and begins to write them."""
         until = Until.after(self._weights.storage_deadline_s, self._abandoned)
+        self._run = order.folder.partition("/")[0]
         if self._thread is not None:
             # Rank 0 is idle, or there were no order; others end within the same limit.
             self._thread.join()
@@ -111,10 +114,8 @@ class VersionWriter:
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join()
-        if not self._ranks.is_main or not self._named:
-            return
-        run = next(iter(self._named)).partition("/")[0]
-        self._remove(run, set(), Until.after(_CLOSE_LIMIT_S))
+        if self._ranks.is_main and self._run:
+            self._remove(self._run, set(), Until.after(_CLOSE_LIMIT_S))
 
     def _is_whole(self) -> bool:
         """Whether rank 0 begins a new chain: by number, or when the old one is as long as that."""
@@ -201,7 +202,7 @@ class VersionWriter:
         if not needed <= self._named.keys():
             # A server still fetches what an earlier trainer wrote, of which only it has the keys.
             return
-        self._remove(report.folder.partition("/")[0], set().union(*self._named.values()), until)
+        self._remove(self._run, set().union(*self._named.values()), until)
 
     def _remove(self, folder: str, kept: set[str], until: Until) -> None:
         """Removes all objects in `folder` that are not `kept`."""

@@ -287,6 +287,40 @@ def test_at_the_end_nothing_of_the_run_is_left(tmp_path: Path) -> None:
     assert trainer.files() == set()
 
 
+def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s")
+    begun, over = threading.Event(), threading.Event()
+    write = LocalFileSystem.pipe_file
+
+    def stuck(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/manifest"):
+            begun.set()
+            over.wait(30)
+            raise OSError("the run is over")
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", stuck)
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        stream = WeightStream(
+            PlainModel(ranks), PlainFilling(trainer.tensors, ranks), bucket_bytes=BUCKET_BYTES
+        )
+        writer = VersionWriter(
+            Published(stream), trainer.weights, ranks=ranks, client=trainer.client
+        )
+        writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
+        assert begun.wait(30)
+        writer.close()
+
+    try:
+        run_ranks(2, on_rank)
+        assert trainer.files() == set()
+    finally:
+        over.set()
+
+
 def test_what_is_stored_is_no_base_of_what_is_sent(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "s")
 
