@@ -133,9 +133,7 @@ class VersionWriter:
             )
             link.version.CopyFrom(report.version)
             if not self._ranks.is_main:
-                part = memoryview(link.SerializeToString())
-                self._storage.write(_part(report.folder, self._published.sender), part, until)
-                self._ranks.words.say(_stored(report.folder, self._published.sender))
+                self._write_part(_part(report.folder, self._published.sender), link, until)
                 return
             self._join(link, report.folder, until)
             if link.HasField("delta"):
@@ -160,20 +158,35 @@ class VersionWriter:
         """Adds the objects and changes of the other senders to rank 0's own link."""
         changed = list(link.delta.changed)
         for sender in range(1, len(self._published.senders)):
-            what = f"rank {self._published.senders[sender]} could not write version {folder}"
-            # A folder shows a file before its last byte.
-            while not self._ranks.words.was_said(_stored(folder, sender)):
-                if self._ranks.words.was_said(_failed(folder, sender)):
-                    raise WeightSyncError(f"{what}: its log says why")
-                until.check(what)
-                time.sleep(_LOOK_S)
-            part = weights_pb2.StoredLink.FromString(
-                self._storage.read(_part(folder, sender), until, most=_MOST_BYTES)
-            )
+            part = self._part_of(folder, sender, until)
             link.objects.extend(part.objects)
             changed = [sum(both) for both in zip(changed, part.delta.changed, strict=True)]
         if link.HasField("delta"):
             link.delta.changed[:] = changed
+
+    def _write_part(self, key: str, link: weights_pb2.StoredLink, until: Until) -> None:
+        """Writes what rank 0 joins; the ranks' own store has its digest, since storage may lie."""
+        data = link.SerializeToString()
+        self._storage.write(key, memoryview(data), until)
+        self._ranks.words.say(_stored(key, data))
+        self._ranks.words.say(_stored(key))
+
+    def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
+        """Returns what another sender has written; WeightSyncError when it could not."""
+        key, rank = _part(folder, sender), self._published.senders[sender]
+        what = f"rank {rank} could not write version {folder}"
+        # A folder shows a file before its last byte.
+        while not self._ranks.words.was_said(_stored(key)):
+            if self._ranks.words.was_said(_failed(folder, sender)):
+                raise WeightSyncError(f"{what}: its log says why")
+            until.check(what)
+            time.sleep(_LOOK_S)
+        data = self._storage.read(key, until, most=_MOST_BYTES)
+        if not self._ranks.words.was_said(_stored(key, data)):
+            raise WeightSyncError(
+                f"storage {self._storage.url} has other bytes in {key} than rank {rank} wrote"
+            )
+        return weights_pb2.StoredLink.FromString(data)
 
     def _write_manifest(
         self, chain: list[weights_pb2.StoredLink], folder: str, until: Until
@@ -183,8 +196,7 @@ class VersionWriter:
         key = f"{folder}/manifest"
         self._storage.write(key, memoryview(data), until)
         self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
-        digest = hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
-        return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=digest)
+        return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=_digest(data))
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
         """Tells the controller, and removes what neither the newest nor a needed manifest names."""
@@ -222,8 +234,13 @@ def _part(folder: str, sender: int | None) -> str:
     return f"{folder}/part-{sender}"
 
 
-def _stored(folder: str, sender: int | None) -> str:
-    return f"stored/{folder}/{sender}"
+def _stored(key: str, data: bytes | None = None) -> str:
+    """Returns the word that `key` was written, or that it was written with `data`."""
+    return f"stored/{key}" if data is None else f"stored/{key}/{_digest(data).hex()}"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
 
 
 def _failed(folder: str, sender: int | None) -> str:

@@ -248,6 +248,27 @@ def test_what_a_rank_still_writes_is_not_read(
     assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
 
 
+def test_a_ranks_list_that_somebody_changed_in_storage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s")
+    write = LocalFileSystem.pipe_file
+
+    def change(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/part-1"):
+            link = weights_pb2.StoredLink.FromString(value)
+            link.objects[0].digest = bytes(32)
+            value = link.SerializeToString()
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", change)
+    (report,) = trainer.write(same)
+    assert (
+        report.error
+        == f"storage {trainer.root} has other bytes in run/0-1/part-1 than rank 1 wrote"
+    )
+
+
 def test_a_manifest_is_written_after_all_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
