@@ -59,6 +59,7 @@ class VersionWriter:
         self._ranks, self._client = ranks, client
         self._storage = Storage(weights.storage_url)
         self._thread: threading.Thread | None = None
+        # Ends the newest order.
         self._abandoned = threading.Event()
         # Made at the first order, since it takes twice the memory of the rank's buckets.
         self._objects: RankObjects | None = None
@@ -76,11 +77,13 @@ class VersionWriter:
 
     def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
         """Copies the weights on all ranks and begins to write them."""
-        until = Until.after(self._weights.storage_deadline_s, self._abandoned)
         self._run = order.folder.partition("/")[0]
         if self._thread is not None:
-            # Rank 0 is idle, or there were no order; others end within the same limit.
+            # Rank 0 is idle, or there were no order: what this rank still writes was given up.
+            self._abandoned.set()
             self._thread.join()
+        self._abandoned = threading.Event()
+        until = Until.after(self._weights.storage_deadline_s, self._abandoned)
         data = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
         whole = self._ranks.broadcast_bytes(data if self._ranks.is_main else None) == b"whole"
         sender = self._published.sender
