@@ -147,6 +147,9 @@ class VersionWriter:
             self._chain = chain
         except WeightSyncError as error:
             self._chain = []
+            if self._abandoned.is_set():
+                # The run is over, or rank 0 has reported why this version is none.
+                return
             if not self._ranks.is_main:
                 logger.warning("version %d: %s", report.version.step, error)
                 self._ranks.words.say(_failed(report.folder, self._published.sender))

@@ -358,7 +358,7 @@ def test_at_the_end_nothing_of_the_run_is_left(tmp_path: Path) -> None:
 
 
 def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer(tmp_path / "s")
     begun, over = threading.Event(), threading.Event()
@@ -387,6 +387,9 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
     try:
         run_ranks(2, on_rank)
         assert trainer.files() == set()
+        # A run that is over has nothing to warn of.
+        assert trainer.client.reports == []
+        assert caplog.messages == [m for m in caplog.messages if "storage" not in m]
     finally:
         over.set()
 
