@@ -107,6 +107,7 @@ def measure_family(
     gap = [str(HERE / "logprob_gap.py"), "--device", arguments.device, "--replies"]
     if arguments.device == "cuda":
         gap += ["--engine", json.dumps(FAMILIES[name].engine)]
+    gap += ["--images"] if FAMILIES[name].tower else []
     gap += ["--model", str(folder / "made"), "--steps", str(arguments.steps), "--out", str(out)]
     limit_s = arguments.limit_s
     with rooms.take(MAKING_GIB) as gpu:

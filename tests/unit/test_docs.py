@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import inspect
+import itertools
 import json
 import os
 import re
@@ -132,6 +133,18 @@ def test_every_link_leads_somewhere(page: Path):
         found = (page.parent / path) if path else page
         assert found.exists(), target
         assert not anchor or anchor in headings(found), target
+
+
+@for_all_pages
+def test_every_row_belongs_to_a_table_with_as_many_columns(page: Path):
+    lines = FENCE.sub("", page.read_text()).splitlines()
+    for is_table, rows in itertools.groupby(lines, lambda line: line.startswith("|")):
+        if not is_table:
+            continue
+        _, rule, *_ = table = list(rows) + [""]
+        assert re.fullmatch(r"(\|[ :]*-+[ :]*)+\|", rule), table[0]
+        widths = {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in table[:-1]}
+        assert len(widths) == 1, table[0]
 
 
 OUR_FOLDERS = (

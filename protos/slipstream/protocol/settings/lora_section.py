@@ -151,10 +151,12 @@ class LoraSection(Section):
                 f"leave {' and '.join(_MLP)} out of lora.target_modules"
             )
         if latent_tp and self.publishes_adapters:
+            rule, found = "lora.publish must be merged", repr(self.publish)
+            if self.adapters:
+                rule, found = "lora.adapters must be empty", ", ".join(self.adapters)
             yield (
-                "lora.publish must be merged for a model with latent attention, got "
-                f"{self.publish!r}: vLLM multiplies kv_b_proj into other matrices once, without "
-                "adapters"
+                f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
+                "into other matrices once, without adapters"
             )
         if self.rank and latent_tp > 1:
             yield (

@@ -13,8 +13,9 @@ StageSetting = Literal["auto"] | bool
 
 
 def _check_storage(url: str) -> str:
-    parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    # fsspec joins the URLs of a chain by two colons.
+    links = [urlsplit(link) for link in url.split("::")]
+    if any("@" in link.netloc or link.query or link.fragment for link in links):
         # The value is not shown: it may hold a password.
         raise ValueError(
             "a storage URL has no user, password, query or fragment: credentials come from the "

@@ -57,6 +57,10 @@ def test_adapters_on_latent_attention_reach_servers_merged_and_from_whole_matric
     section = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv",))
     (problem,) = section.problems(num_experts=4, latent_tp=1)
     assert problem.startswith("lora.publish must be merged for a model with latent attention, got")
+    (problem,) = LoraSection(**NAMED).problems(num_experts=0, latent_tp=1)
+    assert problem.startswith(
+        "lora.adapters must be empty for a model with latent attention, got code, math: "
+    )
 
 
 def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:

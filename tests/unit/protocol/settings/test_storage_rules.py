@@ -26,6 +26,7 @@ def parsed(**sections: dict[str, Any]) -> Config:
         "s3://key:secret-of-mine@bucket/prefix",
         "https://store/weights?signature=secret-of-mine",
         "memory://weights#secret-of-mine",
+        "simplecache::s3://key:secret-of-mine@bucket/prefix",
     ],
 )
 def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:

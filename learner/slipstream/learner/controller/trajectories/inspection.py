@@ -99,7 +99,8 @@ class Inspector:
             return None
         group = self._book.groups.get(trajectory.group_id)
         cause = contradiction(trajectory, group, self._facts())
-        cause = cause or self._wrong_adapter(trajectory)
+        if not cause and group is not None:
+            cause = self._wrong_adapter(trajectory)
         if trajectory.trajectory_id != delivery.trajectory_id:
             cause = f"it says that it is {trajectory.trajectory_id}"
         if cause:
@@ -114,7 +115,10 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """The reason why another adapter must learn from the trajectory; empty: none must."""
+        """The reason why another adapter must learn from the trajectory; empty: none must.
+
+        A trajectory of a withdrawn group is never trained, whatever its environment has by now.
+        """
         entry = self._environments.get(trajectory.environment)
         if entry is None or entry.spec.adapter == trajectory.adapter:
             return ""

@@ -59,9 +59,12 @@ class VersionWriter:
         self._ranks, self._client = ranks, client
         self._storage = Storage(weights.storage_url)
         self._thread: threading.Thread | None = None
+        # Ends the newest order.
         self._abandoned = threading.Event()
         # Made at the first order, since it takes twice the memory of the rank's buckets.
         self._objects: RankObjects | None = None
+        # The folder of the run in storage; "" before the first order.
+        self._run = ""
         # On rank 0 the chain of the newest version; empty: the next one is whole. And all keys that
         # a manifest of this trainer names, by the manifest's key.
         self._chain: list[weights_pb2.StoredLink] = []
@@ -74,10 +77,13 @@ class VersionWriter:
 
     def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
         """Copies the weights on all ranks and begins to write them."""
-        until = Until.after(self._weights.storage_deadline_s, self._abandoned)
+        self._run = order.folder.partition("/")[0]
         if self._thread is not None:
-            # Rank 0 is idle, or there were no order; others end within the same limit.
+            # Rank 0 is idle, or there were no order: what this rank still writes was given up.
+            self._abandoned.set()
             self._thread.join()
+        self._abandoned = threading.Event()
+        until = Until.after(self._weights.storage_deadline_s, self._abandoned)
         data = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
         whole = self._ranks.broadcast_bytes(data if self._ranks.is_main else None) == b"whole"
         sender = self._published.sender
@@ -111,10 +117,8 @@ class VersionWriter:
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join()
-        if not self._ranks.is_main or not self._named:
-            return
-        run = next(iter(self._named)).partition("/")[0]
-        self._remove(run, set(), Until.after(_CLOSE_LIMIT_S))
+        if self._ranks.is_main and self._run:
+            self._remove(self._run, set(), Until.after(_CLOSE_LIMIT_S))
 
     def _is_whole(self) -> bool:
         """Whether rank 0 begins a new chain: by number, or when the old one is as long as that."""
@@ -132,8 +136,7 @@ class VersionWriter:
             )
             link.version.CopyFrom(report.version)
             if not self._ranks.is_main:
-                part = memoryview(link.SerializeToString())
-                self._storage.write(_part(report.folder, self._published.sender), part, until)
+                self._write_part(_part(report.folder, self._published.sender), link, until)
                 return
             self._join(link, report.folder, until)
             if link.HasField("delta"):
@@ -144,6 +147,9 @@ class VersionWriter:
             self._chain = chain
         except WeightSyncError as error:
             self._chain = []
+            if self._abandoned.is_set():
+                # The run is over, or rank 0 has reported why this version is none.
+                return
             if not self._ranks.is_main:
                 logger.warning("version %d: %s", report.version.step, error)
                 self._ranks.words.say(_failed(report.folder, self._published.sender))
@@ -158,19 +164,35 @@ class VersionWriter:
         """Adds the objects and changes of the other senders to rank 0's own link."""
         changed = list(link.delta.changed)
         for sender in range(1, len(self._published.senders)):
-            what = f"rank {self._published.senders[sender]} could not write version {folder}"
-            while _part(folder, sender) not in self._storage.keys(folder, until):
-                if self._ranks.words.was_said(_failed(folder, sender)):
-                    raise WeightSyncError(f"{what}: its log says why")
-                until.check(what)
-                time.sleep(_LOOK_S)
-            part = weights_pb2.StoredLink.FromString(
-                self._storage.read(_part(folder, sender), until, most=_MOST_BYTES)
-            )
+            part = self._part_of(folder, sender, until)
             link.objects.extend(part.objects)
             changed = [sum(both) for both in zip(changed, part.delta.changed, strict=True)]
         if link.HasField("delta"):
             link.delta.changed[:] = changed
+
+    def _write_part(self, key: str, link: weights_pb2.StoredLink, until: Until) -> None:
+        """Writes what rank 0 joins; the ranks' own store has its digest, since storage may lie."""
+        data = link.SerializeToString()
+        self._storage.write(key, memoryview(data), until)
+        self._ranks.words.say(_stored(key, data))
+        self._ranks.words.say(_stored(key))
+
+    def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
+        """Returns what another sender has written; WeightSyncError when it could not."""
+        key, rank = _part(folder, sender), self._published.senders[sender]
+        what = f"rank {rank} could not write version {folder}"
+        # A folder shows a file before its last byte.
+        while not self._ranks.words.was_said(_stored(key)):
+            if self._ranks.words.was_said(_failed(folder, sender)):
+                raise WeightSyncError(f"{what}: its log says why")
+            until.check(what)
+            time.sleep(_LOOK_S)
+        data = self._storage.read(key, until, most=_MOST_BYTES)
+        if not self._ranks.words.was_said(_stored(key, data)):
+            raise WeightSyncError(
+                f"storage {self._storage.url} has other bytes in {key} than rank {rank} wrote"
+            )
+        return weights_pb2.StoredLink.FromString(data)
 
     def _write_manifest(
         self, chain: list[weights_pb2.StoredLink], folder: str, until: Until
@@ -180,8 +202,7 @@ class VersionWriter:
         key = f"{folder}/manifest"
         self._storage.write(key, memoryview(data), until)
         self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
-        digest = hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
-        return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=digest)
+        return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=_digest(data))
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
         """Tells the controller, and removes what neither the newest nor a needed manifest names."""
@@ -199,7 +220,7 @@ class VersionWriter:
         if not needed <= self._named.keys():
             # A server still fetches what an earlier trainer wrote, of which only it has the keys.
             return
-        self._remove(report.folder.partition("/")[0], set().union(*self._named.values()), until)
+        self._remove(self._run, set().union(*self._named.values()), until)
 
     def _remove(self, folder: str, kept: set[str], until: Until) -> None:
         """Removes all objects in `folder` that are not `kept`."""
@@ -217,6 +238,15 @@ def _pass_by(place: int, bucket: Bucket, data: Tensor) -> Release:
 
 def _part(folder: str, sender: int | None) -> str:
     return f"{folder}/part-{sender}"
+
+
+def _stored(key: str, data: bytes | None = None) -> str:
+    """Returns the word that `key` was written, or that it was written with `data`."""
+    return f"stored/{key}" if data is None else f"stored/{key}/{_digest(data).hex()}"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
 
 
 def _failed(folder: str, sender: int | None) -> str:

@@ -90,3 +90,26 @@ def test_what_another_adapter_sampled_is_quarantined(
     assert (taken is None) == bool(cause)
     assert inspector.quarantine.total == bool(cause)
     assert cause in " ".join(event.text for event in run.events.kept())
+
+
+def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(
+    tmp_path: Path,
+) -> None:
+    run = Run.of(make_config(tmp_path), "r")
+    run.progress.reached(PolicyVersion(0, 2))
+    with Journal(tmp_path / "journal") as journal:
+        books = books_of(run, journal=journal)
+        # The client that served it came back with another adapter; its groups were withdrawn.
+        books.environments.remove("e")
+        books.environments.add(EnvironmentSpec(name="e", adapter="code"))
+        books.fleet.epochs.join(KEY)
+        trajectory = dataclasses.replace(
+            GOOD,
+            group_id="g000001",
+            version_spans=(VersionSpan(2, PolicyVersion(0, 2)),),
+            adapter="math",
+        )
+        inspector = inspector_of(run, books)
+        delivery = Delivery(trajectory.trajectory_id, encode_trajectory(trajectory))
+        assert inspector.take(delivery) is not None
+    assert inspector.quarantine.total == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,95 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
 
 
+def test_what_a_rank_still_writes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s")
+    write = LocalFileSystem.pipe_file
+
+    def slow(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/part-1"):
+            # A folder shows a file before its bytes.
+            Path(path).touch()
+            time.sleep(1.0)
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", slow)
+    (report,) = trainer.write(same)
+    assert report.error == ""
+    assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
+
+
+def test_a_ranks_list_that_somebody_changed_in_storage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s")
+    write = LocalFileSystem.pipe_file
+
+    def change(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/part-1"):
+            link = weights_pb2.StoredLink.FromString(value)
+            link.objects[0].digest = bytes(32)
+            value = link.SerializeToString()
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", change)
+    (report,) = trainer.write(same)
+    assert (
+        report.error
+        == f"storage {trainer.root} has other bytes in run/0-1/part-1 than rank 1 wrote"
+    )
+
+
+def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s", storage_deadline_s=60.0)
+    begun, over = threading.Event(), threading.Event()
+    write = LocalFileSystem.pipe_file
+
+    def slow(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("run/1/1-00000"):
+            begun.set()
+            over.wait(30)
+        if path.endswith("run/1/0-00000"):
+            begun.wait(30)
+            raise OSError("no permission")
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", slow)
+    waits_s: list[float] = []
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        stream = WeightStream(
+            PlainModel(ranks), PlainFilling(trainer.tensors, ranks), bucket_bytes=BUCKET_BYTES
+        )
+        writer = VersionWriter(
+            Published(stream), trainer.weights, ranks=ranks, client=trainer.client
+        )
+        writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
+        if ranks.is_main:
+            trainer.contents.append(trainer.content(stream))
+            assert writer._thread is not None
+            writer._thread.join(30)
+        ranks.gather_bytes(b"")
+        started_s = time.monotonic()
+        writer.store(trainer_pb2.StoreOrder(folder="run/2"), PROBE)
+        waits_s.append(time.monotonic() - started_s)
+        assert writer._thread is not None
+        writer._thread.join()
+
+    try:
+        run_ranks(2, on_rank)
+    finally:
+        over.set()
+    assert max(waits_s) < 15
+    bad, good = trainer.client.reports
+    assert "no permission" in bad.error
+    assert good.error == ""
+    assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
+
+
 def test_a_manifest_is_written_after_all_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +355,43 @@ def test_at_the_end_nothing_of_the_run_is_left(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "s")
     trainer.write(same, trainer.few, close=True)
     assert trainer.files() == set()
+
+
+def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(tmp_path / "s")
+    begun, over = threading.Event(), threading.Event()
+    write = LocalFileSystem.pipe_file
+
+    def stuck(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/manifest"):
+            begun.set()
+            over.wait(30)
+            raise OSError("the run is over")
+        write(files, path, value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", stuck)
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        stream = WeightStream(
+            PlainModel(ranks), PlainFilling(trainer.tensors, ranks), bucket_bytes=BUCKET_BYTES
+        )
+        writer = VersionWriter(
+            Published(stream), trainer.weights, ranks=ranks, client=trainer.client
+        )
+        writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
+        assert begun.wait(30)
+        writer.close()
+
+    try:
+        run_ranks(2, on_rank)
+        assert trainer.files() == set()
+        # A run that is over has nothing to warn of.
+        assert trainer.client.reports == []
+        assert caplog.messages == [m for m in caplog.messages if "storage" not in m]
+    finally:
+        over.set()
 
 
 def test_what_is_stored_is_no_base_of_what_is_sent(tmp_path: Path) -> None:
