@@ -266,6 +266,9 @@ def _worker(config: Any, model: Any) -> Any:
             transfer, config, torch.device("cpu"), model
         )
 
+        def synchronize_device(self) -> None:
+            """On a CPU nothing is behind the program."""
+
         def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
             engine = self.weight_transfer_engine
             engine.init_transfer_engine(engine.parse_init_info(info))
