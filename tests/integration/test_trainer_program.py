@@ -229,7 +229,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(
     root, reports, found = tmp_path / "storage", list[trainer_pb2.StoredReport](), list[bytes]()
     settings = {"storage_url": str(root)}
     server = StoredWeights(WeightsSection(storage_url=str(root)), tmp_path / "server")
-    both = threading.Event()
+    told = [threading.Event(), threading.Event()]
 
     def fetch(report: trainer_pb2.StoredReport) -> None:
         # In a real run the controller answers at once, and a server fetches later.
@@ -242,8 +242,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(
                 names = (span.tensor.name for span in bucket.spans)
                 by_name |= zip(names, bucket_tensor_digests(bucket, part), strict=True)
             found.append(weight_digest(by_name))
-        if len(reports) == 2:
-            both.set()
+        told[len(reports) - 1].set()
 
     def orders() -> Iterator[list[trainer_pb2.Directive]]:
         for step in range(2):
@@ -252,7 +251,8 @@ def test_two_ranks_write_versions_to_storage_while_they_train(
             )
             yield [trainer_pb2.Directive(store=order)]
             yield batch_order(BATCHES[step])
-        both.wait(TIMEOUT_S)
+            # A controller orders no version before it knows the end of the last one.
+            told[step].wait(TIMEOUT_S)
         yield stop_order()
 
     with FakeController(orders(), on_stored=fetch) as controller:
