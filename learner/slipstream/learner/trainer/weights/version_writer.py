@@ -20,6 +20,7 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.rank_objects import OBJECT_DIGEST_BYTES, RankObjects
 from slipstream.learner.trainer.weights.weight_stream import Release
+from slipstream.protocol.bounds import one_line
 from slipstream.protocol.errors import RunFailed, WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
@@ -36,6 +37,8 @@ _LOOK_S = 0.2
 _MOST_BYTES = 64 << 20
 # Seconds that the end of the run waits for the storage.
 _CLOSE_LIMIT_S = 30.0
+# Longest text of an error that is reported.
+_MAX_CAUSE = 500
 
 
 class VersionWriter:
@@ -145,16 +148,20 @@ class VersionWriter:
             report.stored.CopyFrom(self._write_manifest(chain, report.folder, until))
             report.num_bytes = _num_bytes(link)
             self._chain = chain
-        except WeightSyncError as error:
+        except Exception as error:  # noqa: BLE001 - reported; the thread has no caller
             self._chain = []
+            cause = str(error)
+            if not isinstance(error, WeightSyncError):
+                logger.exception("version %d", report.version.step)
+                cause = one_line(f"{type(error).__name__}: {error}", _MAX_CAUSE)
             if self._abandoned.is_set():
                 # The run is over, or rank 0 has reported why this version is none.
                 return
             if not self._ranks.is_main:
-                logger.warning("version %d: %s", report.version.step, error)
+                logger.warning("version %d: %s", report.version.step, cause)
                 self._ranks.words.say(_failed(report.folder, self._published.sender))
                 return
-            report.error = str(error)
+            report.error = cause
             # What was written of it would fill a full disk.
             self._remove(report.folder, set(), Until.after(_CLOSE_LIMIT_S, self._abandoned))
         report.write_s = time.monotonic() - started_s

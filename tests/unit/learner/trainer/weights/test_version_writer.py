@@ -12,6 +12,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.learner.trainer.weights.published import Published
+from slipstream.learner.trainer.weights.rank_objects import RankObjects
 from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.errors import RunFailed
@@ -225,6 +226,29 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Storage, "write", refuse)
     bad, good = trainer.write(same, same)
     assert bad.error == "rank 1 could not write version run/0-1: its log says why"
+    assert good.error == ""
+    assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_an_error_that_nobody_foresaw_is_reported_too(
+    sender: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "s", storage_deadline_s=20.0)
+    write = RankObjects.write
+
+    def fail(objects: RankObjects, folder: str, *args: Any, **options: Any) -> Any:
+        if folder == "run/0-1" and objects._sender == sender:
+            raise MemoryError("no room for a copy")
+        return write(objects, folder, *args, **options)
+
+    monkeypatch.setattr(RankObjects, "write", fail)
+    bad, good = trainer.write(same, same)
+    assert bad.error == (
+        "rank 1 could not write version run/0-1: its log says why"
+        if sender
+        else "MemoryError: no room for a copy"
+    )
     assert good.error == ""
     assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
 
