@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
 # Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
+# In the order of the folders the short files of unit tests come last: no process waits long for the other one.
 TEST_WORKERS ?= 2
 # Parts of the quick tests that run side by side: some wait for half of their time.
 FAST_WORKERS ?= 4
@@ -56,15 +57,15 @@ smollm2: $(STAMP) models/smollm2/config.json
 	@$(BIN)/slipstream run deploy/configs/smollm2.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # Everything that starts no process, with a fifth of the random examples. Each part imports what it alone needs: imports
 # are a third of the time, and workers that share all tests would each import everything.
 FAST_PARTS := rest trainer client controller
 FAST_client := tests/unit/client
-FAST_trainer := tests/unit/learner/trainer tests/unit/rollout_server
+FAST_trainer := tests/unit/learner/trainer tests/unit/rollout_server tests/unit/protocol/vision
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
-FAST_rest := tests/unit tests/test_*.py $(addprefix --ignore=tests/unit/,client learner rollout_server)
+FAST_rest := tests/unit tests/test_*.py $(addprefix --ignore=tests/unit/,client learner rollout_server protocol/vision)
 
 test-fast: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)

@@ -1,32 +1,54 @@
-"""Lets the tiny model learn the quickstart's task as an environment and as an agent, in turns.
-
-    python benchmarks/agent_learning.py --repeats 3
+"""Lets the tiny model learn the quickstart's task as an environment and as an agent.
 
 The agent (echo_agent.py) calls the model through OpenAI's client, and once more over a bare socket,
 which shows what that client costs. Tasks, judge, settings and steps are equal; each repeat has a
-seed of its own, and all kinds run with it one after the other. The processor time is that of all
-processes of a run, with their start; it is missing where a run was cut off. Prints one table and
-writes benchmarks/results/agent_learning.json. A repeat takes about ten minutes on two cores. With
-`--folder` the runs stay there, and the same command goes on where it was cut off.
+seed of its own. A round of the evaluation samples each of the 26 held-out pairs 40 times: before
+the first step, every 75 steps and after the last step. Faster rollouts lie further ahead of the
+trainer; with `--staleness 0` all kinds train on tokens of the newest version alone.
+
+    python benchmarks/agent_learning.py --repeats 3         # in turns: hours on two cores
+    python benchmarks/agent_learning.py --device cuda --gpus 2 --side-by-side --workers 2 \
+        --kinds environment agent --limit-s 400             # six runs at the same time
+
+The processor time is that of all processes of a run, with their start; it is missing where a run
+was cut off. Prints one table; benchmarks/results/agent_learning.json, or agent_learning-gpu.json on
+GPUs, is written after every run. With `--folder` the runs stay there, and the same command goes on
+where it was cut off.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import math
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from measure import Spread, note, progress, table, write_result
-from quickstart_runs import Run, finished_run, make_model, run_quickstart
+from measure import RESULTS, Spread, note, part, progress, settings_of, table, visible, write_result
+from quickstart_runs import RUN_LIMIT_S, Run, finished_run, make_model, run_quickstart
 
 NAME = "agent_learning"
 HERE = Path(__file__).resolve().parent
 WARM_UP = 10
-# Each of the 26 pairs that are held out, so often that their mean says something.
-EVALUATION = ("evaluations.0.num_episodes=520", "evaluations.0.samples_per_task=20")
+# The 26 pairs that are held out, each so often that a mean is known to 0.005.
+SAMPLES = 40
+EVALUATION = (
+    f"evaluations.0.num_episodes={26 * SAMPLES}",
+    f"evaluations.0.samples_per_task={SAMPLES}",
+)
+# Many runs share a GPU: each engine gets a small part of it, and a cache that holds all episodes.
+ON_GPU = (
+    "model.dtype=bfloat16",
+    "rollout_server.gpu_memory_utilization=0.05",
+    f"rollout_server.engine.kv_cache_memory_bytes={1 << 28}",
+)
+Found: TypeAlias = dict[str, list[dict[str, Any]]]
 
 
 def agent(name: str) -> tuple[str, ...]:
@@ -44,44 +66,128 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
+def settings_for(kind: str, repeat: int, arguments: argparse.Namespace) -> list[str]:
+    """Returns the settings of one run that differ from the quickstart's."""
+    workers = [f"{s}.0.num_workers={arguments.workers}" for s in ("environments", "evaluations")]
+    return [
+        f"run.seed={repeat + 1}",
+        f"run.steps={arguments.steps}",
+        f"evaluations.0.every_steps={arguments.evaluate_every}",
+        *EVALUATION,
+        *KINDS[kind],
+        *workers,
+        *(
+            []
+            if arguments.staleness is None
+            else [f"algorithm.max_staleness={arguments.staleness}"]
+        ),
+        *(ON_GPU if arguments.device == "cuda" else ()),
+    ]
+
+
 def figures(run: Run) -> dict[str, Any]:
     """Returns the held-out rewards by step, and the speed after the first `WARM_UP` steps."""
     heldout = {row["evaluation_step"]: row["reward_heldout"] for row in run.evaluations}
+    last = max(run.evaluations, key=lambda row: row["evaluation_step"])
     measured = run.rows[WARM_UP:]
     seconds = measured[-1]["wall_s"] - run.rows[WARM_UP - 1]["wall_s"]
     return {
         "heldout": heldout,
-        "last": heldout[max(heldout)],
+        "last": last["reward_heldout"],
+        "last_error": last["echo-heldout/reward_std"] / math.sqrt(last["num_episodes"]),
         "tokens_per_s": sum(row["trained_tokens"] for row in measured) / seconds,
         "wall_s": run.rows[-1]["wall_s"],
         "step_cpu_s": None if run.cpu_s is None else run.cpu_s / len(run.rows),
+        "lag": statistics.fmean(row["lag_mean"] for row in run.rows),
         "difference": run.summary["ledger"]["difference"],
     }
 
 
 def measure(
     folder: Path,
-    repeats: int,
-    steps: int,
+    arguments: argparse.Namespace,
     *,
     start: Callable[..., Run] = run_quickstart,
-) -> dict[str, list[dict[str, Any]]]:
-    """Makes the runs that are not finished in `folder`, and returns the figures of all of them."""
+    write: Callable[[Found, dict[str, str]], object] = lambda *_: None,
+) -> tuple[Found, dict[str, str]]:
+    """Makes the runs that are not finished in `folder`; returns the figures and failures of all.
+
+    A run that fails does not end the others. `write` gets what is known after each run.
+    """
+    end_s = time.monotonic() + arguments.limit_s
     if not (folder / "model").exists():
         make_model(folder)
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    for repeat in range(repeats):
-        for kind, overrides in KINDS.items():
-            name = f"{kind}-{repeat}"
-            settings = [f"run.seed={repeat + 1}", f"run.steps={steps}", *EVALUATION, *overrides]
-            run = finished_run(folder, name)
-            if run is None or len(run.rows) < steps:
-                # The agent lies beside this file.
-                run = start(folder, name, settings, cwd=HERE)
-            found[kind].append(figures(run))
-            note(NAME, {"kind": kind, **found[kind][-1]})
-            progress(f"{kind}, repeat {repeat}: {found[kind][-1]}")
-    return found
+    found: Found = {kind: [] for kind in arguments.kinds}
+    failures: dict[str, str] = {}
+    jobs = [(kind, repeat) for repeat in range(arguments.repeats) for kind in arguments.kinds]
+
+    def one(number: int) -> Run:
+        kind, repeat = jobs[number]
+        run = finished_run(folder, f"{kind}-{repeat}")
+        if run is not None and len(run.rows) >= arguments.steps:
+            return run
+        # The agent lies beside this file.
+        run_it = partial(start, folder, f"{kind}-{repeat}", cwd=HERE)
+        if arguments.device == "cuda":
+            # Each GPU gets runs of every kind.
+            gpu = visible([(repeat + arguments.kinds.index(kind)) % arguments.gpus])
+            run_it = partial(run_it, environ={"CUDA_VISIBLE_DEVICES": gpu})
+        limit_s = min(RUN_LIMIT_S, end_s - time.monotonic())
+        return run_it(settings_for(kind, repeat, arguments), limit_s=limit_s)
+
+    with concurrent.futures.ThreadPoolExecutor(len(jobs) if arguments.side_by_side else 1) as pool:
+        pending = {pool.submit(one, number): number for number in range(len(jobs))}
+        for done in concurrent.futures.as_completed(pending):
+            kind, repeat = jobs[pending[done]]
+            with part(f"{kind}, repeat {repeat}", failures):
+                found[kind].append({"repeat": repeat, **figures(done.result())})
+                note(NAME, {"kind": kind, **found[kind][-1]})
+                progress(f"{found[kind][-1]}")
+            write(found, failures)
+    return found, failures
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Returns the standard error of a mean; None where one value says nothing of it."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def with_error(value: float, *errors: float | None) -> str:
+    """Returns a figure and the error of it, whose independent parts are `errors`."""
+    known = [error for error in errors if error is not None]
+    shown = f"{math.hypot(*known):.3f}" if len(known) == len(errors) else "?"
+    return f"{value:.3f} +- {shown}"
+
+
+def lines_of(found: Found) -> list[str]:
+    """Returns the table: a row for each kind that has runs, and its differences from the first."""
+    header = ["kind", "runs", "held-out reward, mean", "least-greatest", "error of one round"]
+    header += ["minus the first", "lag", "tokens/s", "of the first", "processor time of a step, s"]
+    rows: list[list[str]] = []
+    kinds = {kind: runs for kind, runs in found.items() if runs}
+    plain = next(iter(kinds.values()), [])
+    for kind, runs in kinds.items():
+        last, first = ([one["last"] for one in each] for each in (runs, plain))
+        speed, plain_speed = ([one["tokens_per_s"] for one in each] for each in (runs, plain))
+        difference = statistics.fmean(last) - statistics.fmean(first)
+        errors = standard_error(last), standard_error(first)
+        rows.append(
+            [
+                kind,
+                str(len(runs)),
+                with_error(statistics.fmean(last), errors[0]),
+                f"{min(last):.3f}-{max(last):.3f}",
+                f"{statistics.fmean([one['last_error'] for one in runs]):.3f}",
+                "-" if runs is plain else with_error(difference, *errors),
+                f"{statistics.fmean([one['lag'] for one in runs]):.2f}",
+                Spread.of(speed).text(0),
+                f"{statistics.median(speed) / statistics.median(plain_speed):.3f}",
+                step_cpu_s(runs),
+            ]
+        )
+    return table(header, rows)
 
 
 def step_cpu_s(runs: list[dict[str, Any]]) -> str:
@@ -92,30 +198,36 @@ def step_cpu_s(runs: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--evaluate-every", type=int, default=75, help="steps; 0: first and last")
+    parser.add_argument("--staleness", type=int, help="max_staleness (default: the quickstart's)")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--gpus", type=int, default=1, help="shared by the runs; with cuda")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a run's tasks")
+    parser.add_argument("--side-by-side", action="store_true", help="all runs at the same time")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="of all runs together")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps must be above {WARM_UP}, got {arguments.steps}")
+    on_gpu = "-gpu" if arguments.device == "cuda" else ""
+    path = arguments.out or RESULTS / f"{NAME}{on_gpu}.json"
+
+    def write(found: Found, failures: dict[str, str]) -> None:
+        lines = lines_of(found)
+        record = {"settings": settings_of(arguments), "runs": found, "failures": failures}
+        write_result(path.stem, {**record, "table": lines}, path)
+
     with tempfile.TemporaryDirectory() as name:
-        found = measure(arguments.folder or Path(name), arguments.repeats, arguments.steps)
-    rows = [
-        [
-            kind,
-            Spread.of([one["last"] for one in runs]).text(3),
-            Spread.of([one["tokens_per_s"] for one in runs]).text(0),
-            Spread.of([one["wall_s"] for one in runs]).text(0),
-            step_cpu_s(runs),
-        ]
-        for kind, runs in found.items()
-    ]
-    header = ["kind", "held-out reward", "tokens/s", "s", "processor time of a step, s"]
-    lines = table(header, rows)
-    print("\n".join(lines))
-    write_result(NAME, {"steps": arguments.steps, "runs": found, "table": lines})
-    return 0
+        found, failures = measure(arguments.folder or Path(name), arguments, write=write)
+    print("\n".join(lines_of(found)))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ long text. How often it slips to another place of that text follows from the tem
 a group recite the same part; in a second epoch the same groups come again. As many requests as
 there are places run at all times, and tokens are counted after the first seconds.
 
-Each engine has a process of its own, one after the other.
+Each engine has a process of its own. All start side by side and are measured in turns.
 
-    python benchmarks/drafts.py                                  # one GPU, 7 minutes
+    python benchmarks/drafts.py                                  # one GPU, 6 minutes
     python benchmarks/drafts.py --device cpu --window-s 4        # a rehearsal
+    python benchmarks/drafts.py --profile --cases 64,0.95,1      # and where a step's time goes
 
-Prints one table; benchmarks/results/drafts.json is written after every engine.
+Prints one table; benchmarks/results/drafts.json is written after every case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import engine_steps
 import numpy as np
 from measure import part, progress, settings_of, table, write_result
 from shapes import RECITER_LOGIT, SHAPES, make_reciter
@@ -84,9 +85,15 @@ class Flow:
         self._logprobs: list[Any] = []
 
     async def run(
-        self, *, places: int, temperature: float, epoch: int, window_s: float
+        self,
+        *,
+        places: int,
+        temperature: float,
+        epoch: int,
+        window_s: float,
+        profile: Path | None = None,
     ) -> dict[str, Any]:
-        """Counts tokens for `window_s`, after some seconds of the same."""
+        """Counts tokens for `window_s`, after some seconds of the same; then steps are timed."""
         if epoch == 1:
             self._first += 1 << 20
         self._next = self._first
@@ -99,6 +106,10 @@ class Flow:
         before, began_s = self._engine.use(), time.perf_counter()
         await asyncio.sleep(window_s)
         after, took_s = self._engine.use(), time.perf_counter() - began_s
+        if profile is not None:
+            engine_steps.begin(profile)
+            while engine_steps.found(profile) is None and not any(map(_failed, running)):
+                await asyncio.sleep(0.2)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -135,8 +146,12 @@ class Flow:
             self._logprobs.append(reply.logprobs)
 
 
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done()
+
+
 async def measure_engine(arguments: argparse.Namespace) -> None:
-    """One engine: prints a line of JSON for each row."""
+    """One engine: prints READY, then a line of JSON for each case that its input names."""
     from slipstream.protocol.settings.config_file import parse_config
     from slipstream.protocol.types import PolicyVersion
     from slipstream.rollout_server import process
@@ -150,48 +165,122 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
             "max_episode_tokens": PROMPT_TOKENS + MOST_TOKENS,
         },
         "learner": {"micro_batch_tokens": PROMPT_TOKENS + MOST_TOKENS},
-        "rollout_server": {"max_episodes": arguments.places, **ENGINES[arguments.engine]},
+        "rollout_server": {
+            "max_episodes": arguments.places,
+            "gpu_memory_utilization": arguments.memory,
+            "engine": {"kv_cache_memory_bytes": int(arguments.kv_gib * (1 << 30))},
+            **ENGINES[arguments.engine],
+        },
     }
     config = parse_config(table, source=NAME)
     on_cpu = arguments.device == "cpu"
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=on_cpu)
     from slipstream.rollout_server.inference.engine import VllmEngine
 
+    profile = None
+    if arguments.profile:
+        profile = arguments.folder / f"steps-{arguments.engine.replace(' ', '-')}"
+        profile.mkdir()
+        engine_steps.watch(profile)
     began_s = time.monotonic()
     engine = await VllmEngine.start(config, seed=1)
     await engine.resume(PolicyVersion(0, 0))
     progress(f"{arguments.engine}: started in {time.monotonic() - began_s:.0f} s")
     flow = Flow(engine, arguments.shape)
     window_s = arguments.window_s
-    await flow.run(places=arguments.places, temperature=1.0, epoch=1, window_s=0.1)
-    for case in arguments.cases:
+    print("READY", flush=True)
+    while case := (await asyncio.to_thread(sys.stdin.readline)).strip():
         places, probability, epoch = (float(part) for part in case.split(","))
         found = await flow.run(
             places=int(places),
             temperature=slip(probability, arguments.shape),
             epoch=int(epoch),
             window_s=window_s,
+            profile=profile,
         )
         print("ROW " + json.dumps({"case": case, **found}), flush=True)
+        if profile is not None:
+            print("\n".join(engine_steps.lines(engine_steps.found(profile) or {})), flush=True)
+            profile = None
     await engine.aclose()
 
 
-def engine_rows(name: str, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures one engine in a process of its own."""
-    command = [sys.executable, __file__, "--engine", name, "--folder", str(folder)]
-    for option in ("device", "shape", "dtype", "places", "window_s"):
-        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    command += ["--cases", *arguments.cases]
-    rows: list[dict[str, Any]] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("ROW "):
-                rows.append(json.loads(line[4:]))
-            progress(f"{name}: {line.rstrip()}")
-    if running.returncode:
-        raise RuntimeError(f"{name} ended with {running.returncode}")
-    return rows
+class RunningEngine:
+    """One engine in a process of its own, which measures a case when it is told to."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self._process = name, process
+
+    @classmethod
+    async def start(cls, name: str, arguments: argparse.Namespace, folder: Path) -> RunningEngine:
+        """Starts the process; the engine is not ready yet."""
+        command = [__file__, "--engine", name, "--folder", str(folder)]
+        for option in ("device", "shape", "dtype", "places", "window_s", "memory", "kv_gib"):
+            command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+        command += ["--profile"] if arguments.profile else []
+        pipe = asyncio.subprocess.PIPE
+        return cls(
+            name,
+            await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdin=pipe, stdout=pipe, limit=1 << 24
+            ),
+        )
+
+    async def until(self, word: str) -> str:
+        """Returns the rest of the next line that begins with `word`; RuntimeError at the end."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            said = line.decode().rstrip()
+            progress(f"{self.name}: {said}")
+            if said.startswith(word):
+                return said[len(word) :]
+        raise RuntimeError(f"{self.name} ended with {await self._process.wait()}")
+
+    async def measure(self, case: str) -> dict[str, Any]:
+        """Measures a case."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{case}\n".encode())
+        row: dict[str, Any] = json.loads(await self.until("ROW "))
+        return row
+
+    async def aclose(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        async with asyncio.timeout(30):
+            assert self._process.stdout is not None
+            async for line in self._process.stdout:
+                progress(f"{self.name}: {line.decode().rstrip()}")
+            await self._process.wait()
+
+
+async def measure_all(arguments: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Starts all engines and measures each case with one after the other; returns failures."""
+    failures: dict[str, str] = {}
+    began_s = time.monotonic()
+    started = [await RunningEngine.start(name, arguments, folder) for name in arguments.engines]
+    ready = await asyncio.gather(
+        *(engine.until("READY") for engine in started), return_exceptions=True
+    )
+    engines = []
+    for engine, found in zip(started, ready, strict=True):
+        if isinstance(found, BaseException):
+            failures[engine.name] = str(found)
+        else:
+            engines.append(engine)
+    rows: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
+    for case in arguments.cases:
+        if time.monotonic() - began_s > arguments.limit_s:
+            failures[case] = "not begun: no time was left"
+            continue
+        for engine in engines:
+            with part(engine.name, failures):
+                rows[engine.name].append(await engine.measure(case))
+        record = {"settings": settings_of(arguments), "rows": rows, "failures": failures}
+        write_result(NAME, record | {"table": table_of(rows)}, arguments.out)
+    print("\n".join(table_of(rows)), flush=True)
+    await asyncio.gather(*(engine.aclose() for engine in engines))
+    return failures
 
 
 def table_of(found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -230,7 +319,10 @@ def main() -> None:
     )
     parser.add_argument("--window-s", type=float, default=6.0)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    parser.add_argument("--limit-s", type=float, default=330.0, help="no engine starts later")
+    parser.add_argument("--memory", type=float, help="share of the GPU for each engine")
+    parser.add_argument("--kv-gib", type=float, help="size of each KV cache")
+    parser.add_argument("--limit-s", type=float, default=330.0, help="no case begins later")
+    parser.add_argument("--profile", action="store_true", help="time steps in the first case")
     parser.add_argument("--engine", choices=list(ENGINES), help="measure this one here")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
@@ -238,12 +330,11 @@ def main() -> None:
     on_cpu = arguments.device == "cpu"
     arguments.shape = arguments.shape or ("small" if on_cpu else "8B")
     arguments.dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
+    arguments.kv_gib = arguments.kv_gib or (0.5 if on_cpu else 12.0)
+    arguments.memory = arguments.memory or round(0.9 / len(arguments.engines), 2)
     if arguments.engine:
         asyncio.run(measure_engine(arguments))
         return
-    began_s = time.monotonic()
-    found: dict[str, list[dict[str, Any]]] = {}
-    failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         # A process of its own, whose end frees the GPU.
@@ -251,15 +342,7 @@ def main() -> None:
         with ProcessPoolExecutor(1, get_context("spawn")) as apart:
             apart.submit(make_reciter, *chosen).result()
         progress("made the model")
-        for engine in arguments.engines:
-            if time.monotonic() - began_s > arguments.limit_s:
-                failures[engine] = "not begun: no time was left"
-                continue
-            with part(engine, failures):
-                found[engine] = engine_rows(engine, arguments, folder)
-            record = {"settings": settings_of(arguments), "rows": found, "failures": failures}
-            write_result(NAME, record | {"table": table_of(found)}, arguments.out)
-    print("\n".join(table_of(found)))
+        failures = asyncio.run(measure_all(arguments, folder))
     for name in failures:
         print(f"FAILED: {name}")
 

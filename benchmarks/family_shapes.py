@@ -4,7 +4,7 @@
     python benchmarks/family_shapes.py gpt-oss FOLDER --tiny
 
 Widths are those of a published model; the vocabulary is smaller, and the largest mixtures have
-fewer experts, so that one GPU of 141 GB holds the model, its gradients and an engine.
+fewer experts, so that one GPU of 141 GB holds several models with gradients and engines.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ class Family:
     # Fields of the vision tower; {} without one.
     tower: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def replays(self) -> bool:
+        """Whether the router of a mixture can be replayed: not with a tower."""
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        return not self.tower and any(name in self.values for name in counts)
+
     def settings(self, *, tiny: bool) -> dict[str, Any]:
         """Returns the fields of the configuration."""
         values = dict(self.values)
@@ -85,6 +91,21 @@ class Family:
             # Half a head has so many frequencies.
             values["rope_parameters"] = values["rope_parameters"] | {"mrope_section": [4, 6, 6]}
         return {**common, "rope_parameters": ROPE, **values}
+
+    @property
+    def architecture(self) -> str:
+        """The class in the model's config.json."""
+        task = "ConditionalGeneration" if self.tower else "CausalLM"
+        return f"{self.name.removesuffix('Text')}For{task}"
+
+    def config(self, *, tiny: bool) -> Any:  # noqa: ANN401 - transformers' configuration
+        """Returns transformers' configuration of the model."""
+        import transformers
+
+        settings = self.settings(tiny=tiny)
+        if self.tower:
+            settings = _with_tower(self, settings, tiny=tiny)
+        return getattr(transformers, f"{self.name}Config")(**settings)
 
     def tower_settings(self, hidden: int, *, tiny: bool) -> dict[str, Any]:
         """Returns the fields of the tower before a decoder of `hidden` dimensions."""
@@ -201,37 +222,41 @@ FAMILIES = {
         _heads(2048, 6144, 32, 4, 128)
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"norm_topk_prob": True},
+        layers=2,
     ),
     "qwen2-moe": Family(
         "Qwen2Moe",
         _heads(2048, 5632, 16, 16)
-        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+        | {"num_experts": 30, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
         | {"shared_expert_intermediate_size": 5632},
+        layers=2,
     ),
     "mixtral": Family(
         "Mixtral",
         _heads(4096, 14336, 32, 8, 128)
-        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
         layers=2,
     ),
     "olmoe": Family(
         "Olmoe",
         _heads(2048, 1024, 16, 16) | {"num_experts": 64, "num_experts_per_tok": 8},
+        layers=2,
     ),
     "glm-4.5": Family(
         "Glm4Moe",
         _heads(4096, 10944, 96, 8, 128)
-        | _routed(32, 8, 1408, 1)
+        | _routed(16, 8, 1408, 1)
         | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
         | {"attention_bias": True, "routed_scaling_factor": 1.0}
         | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
-        layers=3,
+        layers=2,
     ),
     "deepseek-v2-lite": Family(
         "DeepseekV2",
         _latent(2048, 10944, 16, None)
         | _routed(64, 6, 1408, 2)
         | _groups(1, 1, "greedy", "softmax", 1.0),
+        layers=2,
     ),
     "deepseek-v2": Family(
         "DeepseekV2",
@@ -239,7 +264,9 @@ FAMILIES = {
         | _routed(32, 6, 1536, 2)
         | _groups(8, 3, "group_limited_greedy", "softmax", 16.0)
         | {"rope_parameters": LATENT_YARN},
-        layers=3,
+        layers=2,
+        # The kernel of GPUs without FlashAttention 3; DeepSeek V3 here takes vLLM's first choice.
+        engine={"attention_backend": "TRITON_MLA"},
     ),
     "deepseek-v3": Family(
         "DeepseekV3",
@@ -247,19 +274,20 @@ FAMILIES = {
         | _routed(32, 8, 2048, 1)
         | _groups(8, 4, *_SIGMOID)
         | {"rope_parameters": LATENT_YARN},
-        layers=3,
+        layers=2,
     ),
     "gpt-oss": Family(
         "GptOss",
         _heads(2880, 2880, 64, 8, 64)
-        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": WINDOW}
+        | {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": WINDOW}
         | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
+        layers=2,
     ),
     "qwen3-next": Family(
         "Qwen3Next",
         _heads(2048, 5120, 16, 2, 256) | _NEXT,
-        # FlashInfer's kernel is compiled for minutes first.
-        engine={"gdn_prefill_backend": "triton"},
+        # FlashInfer's kernel is compiled for minutes first. States of delta nets take much memory.
+        engine={"gdn_prefill_backend": "triton", "kv_cache_memory_bytes": 6 << 30},
     ),
     "qwen2.5-vl": Family(
         "Qwen2_5_VL",
@@ -285,22 +313,15 @@ FAMILIES = {
 def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
     """Writes a random model of the family `name` in bfloat16, with a tokenizer."""
     import torch
-    import transformers
 
     family = FAMILIES[name]
-    settings = family.settings(tiny=tiny)
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(folder, settings["vocab_size"], sees_images=bool(family.tower))
-    kind = transformers.AutoModelForCausalLM
-    if family.tower:
-        kind = transformers.AutoModelForImageTextToText
-        settings = _with_tower(folder, family, settings, tiny=tiny)
-    config = getattr(transformers, f"{family.name}Config")(**settings)
+    vocab = family.settings(tiny=tiny)["vocab_size"]
+    make_tokenizer(folder, vocab, sees_images=bool(family.tower))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
-        config.dtype = torch.bfloat16
-        model = kind.from_config(config, dtype=torch.bfloat16)
+        model = _random_model(family, tiny=tiny)
         # A fresh model's biases, sinks and norms are all alike: one in the wrong place would not
         # show.
         for place, parameter in model.named_parameters():
@@ -314,27 +335,46 @@ def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
                 # Published files have these as tokens are multiplied by them.
                 parameter.data = parameter.mT.contiguous()
     model.save_pretrained(folder, max_shard_size="4GB")
+    if family.tower:
+        _save_processor(folder, family.tower["patch_size"])
     return folder
 
 
-def _with_tower(
-    folder: Path, family: Family, decoder: dict[str, Any], *, tiny: bool
-) -> dict[str, Any]:
-    """Returns the fields of a model with vision, and saves its image processor."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+def count_parameters(name: str, *, tiny: bool) -> int:
+    """Returns the parameters of the model that `make_family` makes, without making it."""
+    import torch
 
-    tower = family.tower_settings(decoder["hidden_size"], tiny=tiny)
-    Qwen2VLImageProcessorPil(
-        patch_size=tower["patch_size"],
-        size={"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2},
-    ).save_pretrained(folder)
+    with torch.device("meta"):
+        model = _random_model(FAMILIES[name], tiny=tiny)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _random_model(family: Family, *, tiny: bool) -> Any:  # noqa: ANN401 - transformers' model
+    import torch
+    import transformers
+
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    config = family.config(tiny=tiny)
+    config.dtype = torch.bfloat16
+    return kinds[bool(family.tower)].from_config(config, dtype=torch.bfloat16)
+
+
+def _with_tower(family: Family, decoder: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+    """Returns the fields of a model with vision."""
     ids = zip(("vision_start", "image", "video", "vision_end"), range(4, 8), strict=True)
     return {
         "text_config": decoder,
-        "vision_config": tower,
+        "vision_config": family.tower_settings(decoder["hidden_size"], tiny=tiny),
         "tie_word_embeddings": False,
         **{f"{name}_token_id": number for name, number in ids},
     }
+
+
+def _save_processor(folder: Path, patch: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2}
+    Qwen2VLImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
 
 
 def main() -> None:

@@ -11,8 +11,10 @@ updates, each of which is sent to the server, it measures:
     python benchmarks/logprob_gap.py --device cuda --model models/smollm2
     python benchmarks/logprob_gap.py
     python benchmarks/logprob_gap.py --device cuda --quantization fp8_per_channel
+    python benchmarks/logprob_gap.py --device cuda --model MIXTURE --replies --ep 2 --no-fresh
 
-On a GPU machine learner and server share one GPU. Prints one table;
+On a GPU machine learner and server share one GPU; with `--ep N` the learner has N, and the server
+one of them. Prints one table;
 benchmarks/results/logprob_gap.json is written after the run and at the end.
 """
 
@@ -41,8 +43,10 @@ KL_TARGET = 1e-3
 START_LIMIT_S = 300.0
 STEPS_LIMIT_S = 300.0
 FRESH_LIMIT_S = 300.0
-# Seconds that the last checkpoint and the exported folder of a large model may take.
+# Seconds that the exported folder of a large model may take.
 EXPORT_LIMIT_S = 180.0
+# Memory for a batch of these short episodes, and for the prompts of one pass.
+GPU_ENGINE = {"kv_cache_memory_bytes": 3 << 29, "max_num_batched_tokens": 2048}
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
@@ -76,6 +80,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "groups_per_step": 16 if on_gpu else 2,
             "max_staleness": 0,
             "learning_rate": arguments.learning_rate,
+            "router_replay": "rollout" if arguments.replay else "off",
         },
         "sampling": {
             "max_reply_tokens": 32,
@@ -83,7 +88,14 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             **({"max_images": 1, "max_image_bytes": 1 << 17} if arguments.images else {}),
         },
         "controller": {"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
-        "learner": {"micro_batch_tokens": 8192 if on_gpu else 2048, "threads": 4 if on_gpu else 1},
+        "checkpoint": {"every_steps": 0},
+        "learner": {
+            "micro_batch_tokens": 8192 if on_gpu else 2048,
+            "threads": 4 if on_gpu else 1,
+            "world_size": arguments.ep,
+            "parallel": {"ep": arguments.ep},
+            "export_final": arguments.fresh,
+        },
         "rollout_server": {
             "max_episodes": 128 if on_gpu else 16,
             "threads": 4 if on_gpu else 1,
@@ -91,12 +103,12 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "quantization": arguments.quantization,
             # Others may use the GPU: what vLLM measures of its memory would be theirs too.
             **({"gpu_memory_utilization": 0.1} if on_gpu else {}),
-            "engine": ({"kv_cache_memory_bytes": 4 << 30} if on_gpu else {})
-            | json.loads(arguments.engine),
+            "engine": (GPU_ENGINE if on_gpu else {}) | json.loads(arguments.engine),
         },
         "weights": {
             "transport": arguments.transport,
             "verify_every": 1,
+            "stage_on_server": False,
             "bucket_deadline_s": 30.0,
             "join_deadline_s": 120.0,
         },
@@ -106,13 +118,13 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the rows of all steps, and both sides' log-probabilities of the last probe."""
-    shared = ((0,), ((0,),)) if arguments.device == "cuda" else ((), ((),))
+    shared = (tuple(range(arguments.ep)), ((0,),)) if arguments.device == "cuda" else ((), ((),))
     place = Placement(*shared, arguments.device)
     async with Rig(config, place, grace_s=EXPORT_LIMIT_S) as rig:
+        # A mixture's first and last step are without replay, those between with it.
+        rig.controller.former.without_experts = frozenset({0, arguments.steps})
+        # Both load at once: the engine's memory is told, not measured.
         await rig.start_trainers()
-        if arguments.device == "cuda":
-            # vLLM measures how much of the GPU is free: the learner must have taken its part.
-            await rig.until(lambda: rig.controller.trainer_is_there, "trainer", START_LIMIT_S)
         await rig.start_server(0)
         progress(f"serving after {await rig.until_serving(START_LIMIT_S):.0f} s")
         controller = rig.controller
@@ -204,6 +216,9 @@ def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN
         "entropy": rows[-1]["entropy"],
         "probe_gap_mean": float(np.abs(learner - server).mean()),
     }
+    if len(rows) > 2 and rows[-2].get("routing_unrecorded") == 0:
+        result["replayed_gap_mean"] = rows[-2]["logprob_gap_mean"]
+        result["routing_difference"] = rows[-2]["routing_difference"]
     if fresh is not None:
         result["fresh_gap_max"] = float(np.abs(fresh - server).max())
         result["fresh_gap_mean"] = float(np.abs(fresh - server).mean())
@@ -212,12 +227,25 @@ def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN
     return result
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="default: a tiny random one")
     parser.add_argument("--replies", action="store_true", help="the given model is a random one")
     parser.add_argument("--images", action="store_true", help="each reply is behind an image")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="replay the engine's experts in all steps but the first and the last",
+    )
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
+    parser.add_argument(
+        "--fresh",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="export, and compare with an engine that loads the folder",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--transport", default="auto")
@@ -226,7 +254,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")
     parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     if arguments.score is not None:
         score_afresh(arguments.score)
         return
@@ -240,13 +272,13 @@ def main() -> None:
         config = config_of(arguments, folder)
         with part("the run", failures):
             found = asyncio.run(train(config, arguments))
-        if found:
+        if found and arguments.fresh:
             write(arguments, found, None, failures)
             with part("a fresh engine", failures):
                 fresh = compare_afresh(config, found, arguments)
         if failures:
             for log in sorted((config.run_dir / "logs").glob("*.log")):
-                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-20_000:]}", flush=True)
     print("\n".join(write(arguments, found, fresh, failures)), flush=True)
     if failures:
         raise SystemExit(f"failed: {', '.join(failures)}")

@@ -39,7 +39,7 @@ PACKAGES = (
     "triton",
 )
 # Arguments of benchmarks that are places of files on a machine.
-PLACES = ("out", "folder", "model_folder", "peer_path")
+PLACES = ("out", "folder", "logs", "model_folder", "peer_path")
 _STARTED_S = time.monotonic()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +46,18 @@ def make_model(folder: Path) -> Path:
 
 
 def run_quickstart(
-    folder: Path, name: str, overrides: Sequence[str], *, cwd: Path | None = None
+    folder: Path,
+    name: str,
+    overrides: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float = RUN_LIMIT_S,
 ) -> Run:
     """Makes one whole run in `folder`, which holds the model; environments may lie in `cwd`.
 
-    A run that was cut off there goes on. RuntimeError with the end of its stderr when it fails;
-    subprocess.TimeoutExpired after RUN_LIMIT_S.
+    A run that was cut off there goes on; several may be made at the same time. RuntimeError with
+    the end of its stderr when it fails; subprocess.TimeoutExpired after `limit_s`.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -62,24 +70,49 @@ def run_quickstart(
         *overrides,
     ]
     is_new = not (folder / name).exists()
-    started_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        # The command runs as a module: the packages may be on PYTHONPATH only.
-        [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=cwd,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    started_s = time.monotonic()
+    # The command runs as a module: the packages may be on PYTHONPATH only.
+    command = [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
+    cpu_s = _run_to_end(command, variables, cwd, limit_s)
     if is_new:
         (folder / name / CPU_FILE).write_text(json.dumps(cpu_s))
     return _read(folder / name, time.monotonic() - started_s)
+
+
+def _run_to_end(
+    command: Sequence[str], environ: Mapping[str, str], cwd: Path | None, limit_s: float
+) -> float:
+    """Returns the processor time of a command and of all that it started and waited for."""
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            command, env=environ, cwd=cwd, stdout=subprocess.DEVNULL, stderr=stderr
+        )
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            # Popen's own kill would take the status that wait4 waits for.
+            os.kill(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(limit_s, end)
+        timer.start()
+        try:
+            # Popen's own wait would not tell the processor time of this process alone.
+            _, status, used = os.wait4(process.pid, 0)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if late.is_set():
+            raise subprocess.TimeoutExpired(command, limit_s)
+        if process.returncode != 0:
+            stderr.seek(0)
+            said = stderr.read().decode(errors="replace")
+            raise RuntimeError(f"{command[5]} failed: {said[-2000:]}")
+    return used.ru_utime + used.ru_stime
 
 
 def finished_run(folder: Path, name: str) -> Run | None:

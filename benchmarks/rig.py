@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.run_folder import METRICS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import PolicyVersion
@@ -157,6 +158,8 @@ class HeldFormer(BatchFormer):
     """The real former of batches; `hold` keeps batches from the trainer."""
 
     hold = False
+    # Steps, counted from 0, whose batches reach the trainer without the experts of their tokens.
+    without_experts: frozenset[int] = frozenset()
     # Whether the trainer has asked for a batch and has none yet.
     batch_waits = False
 
@@ -165,6 +168,13 @@ class HeldFormer(BatchFormer):
         batch = None if self.hold else await super().form()
         self.batch_waits = batch is None
         return batch
+
+    async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
+        if batch.step in self.without_experts:
+            for group in batch.groups:
+                for member, trajectory in group.finished.items():
+                    group.finished[member] = replace(trajectory, routed_experts=None)
+        return await super()._write(batch)
 
 
 class SteeredController(Controller):

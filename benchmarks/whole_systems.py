@@ -12,8 +12,10 @@ windows over their time; a window has `max_staleness` + 1 steps, so that waves o
     python benchmarks/whole_systems.py --gpus 1 --systems ours trl-colocated
     python benchmarks/whole_systems.py --device cpu --systems ours trl-async --rounds 1
 
-`ours-fp8` is ours with `rollout_server.quantization = "fp8_per_channel"`. `ours-pause`,
-`ours-sleep` and `ours-auto` have that value of `controller.turns`, on one GPU. TRL 1.16 with
+`ours-fp8` is ours with `rollout_server.quantization = "fp8_per_channel"`, `ours-kv8` with the KV
+cache in FP8. `ours-pause`, `ours-sleep` and `ours-auto` have that value of `controller.turns`.
+`ours-both` has a second rollout server, on the learner's GPU. These words go together:
+`ours-both-kv8-pause`. TRL 1.16 with
 datasets, accelerate and Liger must be importable (`--peer-path`).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
@@ -50,6 +52,8 @@ from whole_systems_tables import figures, table_of, windows
 from whole_systems_work import NO_SEEDS, Work
 
 NAME = "whole-systems"
+# What may follow `ours`, with hyphens between.
+WORDS = {"fp8", "kv8", "both", "pause", "sleep", "auto"}
 
 
 @dataclass
@@ -203,12 +207,21 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
         print(f"FAILED: {name}")
 
 
+def known(name: str) -> str:
+    """Returns the name of a system; ArgumentTypeError if there is none of that name."""
+    first, *words = name.split("-")
+    if name in ("trl-async", "trl-colocated") or first == "ours" and set(words) <= WORDS:
+        return name
+    words = ", ".join(sorted(WORDS))
+    raise argparse.ArgumentTypeError(
+        f"{name!r} must be trl-async, trl-colocated, or ours with words of {words}"
+    )
+
+
 def main() -> None:
     """Runs all systems in turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    ours = ("ours", "ours-fp8", "ours-pause", "ours-sleep", "ours-auto")
-    systems = (*ours, "trl-async", "trl-colocated")
-    parser.add_argument("--systems", nargs="+", choices=systems, default=["ours", "trl-async"])
+    parser.add_argument("--systems", nargs="+", type=known, default=["ours", "trl-async"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
     parser.add_argument("--shape", default="0.6B")
@@ -216,16 +229,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=0.0, help="no later round begins after")
     parser.add_argument("--run-s", type=float, default=240.0, help="limit of one system's run")
-    parser.add_argument("--fixed-steps", type=int, default=20, help="with replies of one length")
-    parser.add_argument("--steps", type=int, default=40, help="of both lengths")
+    parser.add_argument("--fixed-steps", type=int, default=30, help="with replies of one length")
+    parser.add_argument("--steps", type=int, default=50, help="of both lengths")
     parser.add_argument("--sequences", type=int, help="of a step; 256, on a CPU 16")
     parser.add_argument("--group", type=int, help="16, on a CPU 4")
     parser.add_argument("--episodes", type=int, help="under way; 512, on a CPU 16")
+    parser.add_argument("--shared-episodes", type=int, default=160, help="beside the learner")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--memory", type=float, default=0.3, help="GPU memory of each engine")
     # Engines that start side by side would measure each other's memory.
     parser.add_argument("--kv-gib", type=int, default=24, help="of it for each KV cache")
-    parser.add_argument("--micro-tokens", type=int, default=16384, help="of our micro batches")
+    parser.add_argument("--micro-tokens", type=int, default=32768, help="of our micro batches")
     parser.add_argument("--peer-micro", type=int, help="sequences; 32, on a CPU 4")
     parser.add_argument("--peer-path", default="", help="folder that holds TRL")
     parser.add_argument("--folder", type=Path, help="of models, runs and logs; a temporary one")

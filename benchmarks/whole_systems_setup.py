@@ -133,17 +133,22 @@ def work_of(arguments: argparse.Namespace, fixed_steps: int) -> Work:
 
 def our_config(arguments: argparse.Namespace, system: System, model: Path) -> str:
     """Returns the configuration of our run: what a user writes for this work."""
-    work = system.work
-    turns = system.name.removeprefix("ours-")
-    turns = turns if turns in ("pause", "sleep", "auto") else "off"
+    work, on_cpu = system.work, arguments.device == "cpu"
+    words = system.name.split("-")
+    turns = next((word for word in words if word in ("pause", "sleep", "auto")), "off")
     offload = "{ gradients = true, optimizer = true }" if turns == "sleep" else "{}"
-    on_cpu = arguments.device == "cpu"
     longest = max(work.tokens, work.longest)
     work_table = ", ".join(f"{key} = {value}" for key, value in asdict(work).items())
-    extra = 'quantization = "fp8_per_channel"\n' if "fp8" in system.name else ""
+    extra = 'quantization = "fp8_per_channel"\n' if "fp8" in words else ""
+    if "both" in words:
+        extra += "count = 2\n"
     if not on_cpu:
+        # The second server samples beside the learner.
+        if "both" in words:
+            extra += f"devices = [1, 0]\nshared_max_episodes = {arguments.shared_episodes}\n"
+        cache = ', kv_cache_dtype = "fp8"' if "kv8" in words else ""
         extra += f"gpu_memory_utilization = {arguments.memory}\n"
-        extra += f"engine = {{ kv_cache_memory_bytes = {arguments.kv_gib << 30} }}\n"
+        extra += f"engine = {{ kv_cache_memory_bytes = {arguments.kv_gib << 30}{cache} }}\n"
     return f"""
 [run]
 name = "{system.name}"
@@ -175,6 +180,7 @@ sample_every_steps = 1000000
 micro_batch_tokens = {arguments.micro_tokens}
 threads = {1 if on_cpu else 4}
 export_final = false
+{"devices = [0]" if "both" in words and not on_cpu else ""}
 offload = {offload}
 [rollout_server]
 max_episodes = {arguments.episodes}

@@ -33,17 +33,18 @@ PARTS = {
 def windows(system: System) -> dict[str, list[dict[str, Any]]]:
     """Returns the steps that count, by lengths: whole windows of `ahead` + 1 steps.
 
-    A synchronous system settles in one step; an asynchronous one once its replies under way at the
-    start have been trained, and replies of the next lengths begin `ahead` + 1 steps early.
+    A synchronous system settles in one step. The replies that an asynchronous one makes during its
+    first, slow step last for a window more, and replies of the next lengths begin a window early.
     """
     rows, ahead = system.rows(), system.ahead
-    settle = ahead + 1
-    fixed, first_lognormal = system.fixed_steps, system.fixed_steps + settle
-    whole = (fixed - (ahead + 1 if ahead else 0) - settle) // settle * settle
+    window = ahead + 1
+    settle = 2 * window if ahead else 1
+    fixed, first_lognormal = system.fixed_steps, system.fixed_steps + window
+    whole = (fixed - (window if ahead else 0) - settle) // window * window
     chosen = {"fixed": [row for row in rows if settle < row["step"] <= settle + whole]}
     rest = [row for row in rows if row["step"] > first_lognormal]
-    chosen["lognormal"] = rest[: len(rest) // settle * settle]
-    return {lengths: each for lengths, each in chosen.items() if len(each) >= settle}
+    chosen["lognormal"] = rest[: len(rest) // window * window]
+    return {lengths: each for lengths, each in chosen.items() if len(each) >= window}
 
 
 def figures(rows: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -29,8 +29,8 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
-if os.environ.get("FUZZ"):
-    # Before any test takes the number of examples that is usual.
+if importlib.util.find_spec("hypothesis"):
+    # Before any test takes the number of examples that is usual, and a deadline for each.
     importlib.import_module("support.rigs.fuzz_budget")
 
 
@@ -69,9 +69,13 @@ def warnings_are_errors(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a test leaves to the collector may warn; no later test shall fail for it."""
+    """What a test leaves to the collector may warn; no later test shall fail for it.
+
+    What lives on, such as imported modules, need not be looked at again: a second for vLLM's.
+    """
     if nextitem is not None and warnings_are_errors(nextitem) and not warnings_are_errors(item):
         gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

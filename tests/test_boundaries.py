@@ -30,7 +30,7 @@ STAIRS = (
     *("events", "loop_clock", "stopwatch", "lease_freshness", "lease_pace"),
     *("own_log", "progress", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
-    *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration"),
+    *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration", "results"),
     *("application", "check", "__main__"),
 )
 # Packages whose modules and folders form no circle either.
@@ -53,6 +53,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.cpu_drafts",
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.drafting_scheduler",
+        "slipstream.rollout_server.inference.drafting_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
         "slipstream.rollout_server.inference.passed_table",

@@ -174,24 +174,28 @@ async def test_an_agent_without_a_reply_of_the_model_has_failed(server) -> None:
     assert "without any reply of the model" in trajectory.failure.message
 
 
-async def test_an_agent_that_hangs_fails_after_its_limit_and_says_where(server) -> None:
-    (trajectory,) = await server.run("Hanging", timeout_s=8.0)
-    assert trajectory.failure is not None
-    assert trajectory.failure.kind is FailureKind.TIMEOUT
-    assert "within 8 s, the environment's timeout_s" in trajectory.failure.message
-    assert "example_agents.py" in trajectory.failure.message
-    assert trajectory.num_sampled_tokens > 0
-
-
-async def test_time_in_open_calls_does_not_count_against_the_limit(server) -> None:
+async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_counts_against(
+    server,
+) -> None:
+    server.engine.samples.clear()
+    hanging = server.lease("Hanging", timeout_s=8.0)
+    while not server.engine.samples:
+        await asyncio.sleep(0.01)
     server.engine.may_end.clear()
-    group = server.lease("Plain", timeout_s=8.0)
+    calling = server.lease("Plain", timeout_s=8.0)
     while not server.engine.num_open:
         await asyncio.sleep(0.01)
     await asyncio.sleep(9.0)
+    assert not [one for one in server.fleet.trajectories if one.group_id == calling]
     server.engine.may_end.set()
-    (trajectory,) = await server.ended(group)
-    assert trajectory.status is Status.COMPLETED
+    (failed,) = await server.ended(hanging)
+    assert failed.failure is not None
+    assert failed.failure.kind is FailureKind.TIMEOUT
+    assert "within 8 s, the environment's timeout_s" in failed.failure.message
+    assert "example_agents.py" in failed.failure.message
+    assert failed.num_sampled_tokens > 0
+    (completed,) = await server.ended(calling)
+    assert completed.status is Status.COMPLETED
 
 
 async def test_an_agent_that_raises_fails_with_its_words(server) -> None:

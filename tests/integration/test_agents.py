@@ -214,6 +214,15 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
     assert (sample.max_tokens, sample.options.stop, sample.options.seed) == (300, ("said",), 5)
 
 
+async def test_an_engine_with_drafts_is_told_no_seed(tmp_path: Path) -> None:
+    rig = await agent_rig(tmp_path, script, drafts="shared")
+    answer = await rig.openai().chat.completions.with_raw_response.create(
+        model="gpt-4o", messages=[QUESTION], seed=5
+    )
+    assert answer.headers["x-slipstream-sampling"] == "seed=none (asked)"
+    assert rig.engine.samples[0].options.seed is None
+
+
 async def test_a_request_for_a_longer_reply_gets_the_runs_limit(rig) -> None:
     await chat(rig, [QUESTION], max_completion_tokens=100_000)
     assert rig.engine.samples[0].max_tokens == SAMPLING.max_reply_tokens

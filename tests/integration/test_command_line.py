@@ -132,7 +132,7 @@ def test_a_run_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) 
 
 COMMANDS = {
     "no such file": (["run", "none.toml"], "none.toml: no such file"),
-    "broken file": (["run", "broken.toml"], "broken.toml: Expected ']'"),
+    "broken file": (["run", "broken.toml"], "broken.toml is no TOML: Expected ']'"),
     "no file": (["run"], "CONFIG.toml"),
     "unknown command": (["train"], "'train'", "rollout-server"),
     "unknown option": (["status", "--jsn"], "--jsn"),
@@ -197,6 +197,12 @@ def test_a_server_that_is_no_controller_is_refused(
 ) -> None:
     result = run_command(*arguments, "--controller", web_server, cwd=folder)
     check_refused(result, f"no controller answers at {web_server}")
+
+
+def test_a_run_that_trained_no_step_is_not_replayed(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder, tmp_path / "run", dirs_exist_ok=True)
+    (run / "journal" / "batches").mkdir(parents=True)
+    check_refused(run_command("replay", str(run), cwd=folder), f"{run} holds no batch")
 
 
 def test_a_port_in_use_is_refused(folder: Path) -> None:

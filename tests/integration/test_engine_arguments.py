@@ -77,7 +77,7 @@ DRAFTS = [
     ({"drafts": "shared"}, ("custom_class", 4)),
     ({"drafts": "ngram", "draft_tokens": 2}, ("ngram", 2)),
     ({"drafts": "shared", "max_episodes": 256}, ("custom_class", 4)),
-    # With so many replies under way drafts would not pay, and the engine plans ahead instead.
+    # With so many replies under way drafts would not pay.
     ({"drafts": "shared", "max_episodes": 257}, None),
 ]
 
@@ -95,6 +95,23 @@ def test_drafts_reach_vllm_where_they_may_pay(
     assert (found and (found.method, found.num_speculative_tokens)) == expected
     told = "nothing is drafted: it would not pay for rollout_server.max_episodes > 256, got 257"
     assert (told in caplog.messages) is ("257" in str(ours))
+
+
+def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
+    from slipstream.protocol.settings.sections import RolloutServerSection
+    from slipstream.rollout_server.inference.drafting_scheduler import draft_values
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.gpu_worker import Worker
+
+    shared, ngram = (
+        draft_values(RolloutServerSection(max_episodes=64, drafts=kind), on_cpu=False)
+        for kind in ("shared", "ngram")
+    )
+    assert shared["speculative_config"] == ngram["speculative_config"]
+    # vLLM plans ahead with it, and it needs no second model.
+    assert shared["speculative_config"]["method"] == "ngram_gpu"
+    assert issubclass(resolve_obj_by_qualname(shared["worker_cls"]), Worker)
+    assert "worker_cls" not in ngram
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])

@@ -71,7 +71,7 @@ def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(tmp_path
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
-    run_engine(folders[0], folders[1], output)
+    run_engine(family_engine.__file__, folders[0], folders[1], output)
     expected = np.stack([logprobs(folder) for folder in folders])
     gaps = np.abs(np.load(output, allow_pickle=False) - expected).mean(axis=1)
     apart = np.abs(expected[0] - expected[1]).mean()

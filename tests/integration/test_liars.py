@@ -13,6 +13,7 @@ import json
 import grpc
 import grpc.aio
 import pytest
+from slipstream.client import Client
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
@@ -111,6 +112,34 @@ async def test_a_key_is_handed_out_for_a_new_epoch_alone(tmp_path, caplog):
         assert caught.value.details() == (
             f"server liar: epoch {server.epoch:x} was given before, draw a new one"
         )
+
+    await attacked(tmp_path, caplog, attack)
+
+
+async def test_a_second_process_under_the_name_of_a_server_that_lives_is_turned_away(
+    tmp_path, caplog
+):
+    """Two that throw each other out again and again would let neither of them serve."""
+
+    async def attack(channel, server):
+        first = Liar(channel, process=1)
+        await first.join()
+        for epoch in (78, 79):
+            second = Liar(channel, epoch=epoch, process=2)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await second.join()
+            # A server tries again after this: the first one may be dead, and not be known as that.
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "server liar: another process of this name has joined" in caught.value.details()
+        # The same process may come back before the end of its stream is known.
+        await Liar(channel, epoch=80, process=1).join()
+        texts = []
+        async with Client(server.address) as client:
+            async for event in client.watch():
+                texts.append(event.text)
+                if texts.count("rollout server liar joined") == 2:
+                    break
+        assert len([text for text in texts if "a second rollout server liar" in text]) == 1
 
     await attacked(tmp_path, caplog, attack)
 

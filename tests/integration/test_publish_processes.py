@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.fakes.tiny_models import make_model_folder
+from support.ranks.rank_pool import RankPool
 from support.rigs import publish_scenario
 from support.rigs.publish_scenario import Scenario
 
@@ -22,10 +23,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("transport", "pp"), [("gloo", 2), ("ipc", 1), pytest.param("gloo", 1, marks=pytest.mark.slow)]
 )
 def test_every_publish_arrives_but_the_one_in_which_a_receiver_is_killed(
-    transport: str, pp: int, tmp_path: Path, model: Path
+    transport: str, pp: int, tmp_path: Path, model: Path, rank_pool: RankPool
 ) -> None:
     learner = {"world_size": pp, "parallel": {"pp": pp}}
-    found = publish_scenario.run(Scenario(tmp_path, model, transport, 2, learner=learner))
+    scenario = Scenario(tmp_path, model, transport, 2, learner=learner)
+    found = publish_scenario.run(scenario, pool=rank_pool)
     publish_scenario.check(found, num_senders=pp, num_receivers=2)
     sizes = {result.bytes_sent for result in found.results if not result.error}
     assert len(sizes) == 1

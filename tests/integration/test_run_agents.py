@@ -28,6 +28,7 @@ from support.rigs.run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
+from support.rigs.smallest_run import SMALLEST  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
 
@@ -81,7 +82,11 @@ def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
     return {entry.name: entry for entry in status.environments}
 
 
-async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: Path) -> None:
+async def test_agents_of_every_kind_train_the_model_with_every_default(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A user's shell does not set it; `make test` does.
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     asks = [sys.executable, "-c", PROGRAM, "{letters}"]
     score = [sys.executable, "-c", SCORE, "{first}"]
     tasks = [{"letters": "b a c", "first": "a"}, {"letters": "d f e", "first": "d"}]
@@ -97,7 +102,13 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
         },
     ]
     config = write_config(
-        agents_folder(tmp_path), tiny_model, run__steps=12, environments=entries, **SIZES
+        agents_folder(tmp_path),
+        tiny_model,
+        base=SMALLEST,
+        run__steps=8,
+        environments=entries,
+        algorithm__groups_per_step=6,
+        sampling__max_turns=8,
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:
@@ -106,7 +117,7 @@ async def test_agents_of_every_kind_train_the_model(tmp_path: Path, tiny_model: 
             await client.serve(served, name="served", weight=4.0, timeout_s=60.0)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")
-    assert summary["steps"] == 12
+    assert summary["steps"] == 8
     assert summary["ledger"]["failed"] == 0
     check_ledger(summary)
     found = trajectories(tmp_path / "run")

@@ -29,7 +29,7 @@ from support.rigs.run_processes import (  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
-STEPS = 12
+STEPS = 8
 GROUPS, MEMBERS = 16, 16
 ENVIRONMENTS = [
     {
@@ -80,7 +80,8 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     for name in ("reward_first", "reward_last", "reward_heldout", "reward_heldout_first"):
         assert 0 <= summary[name] <= 1
     assert summary["publishes"] >= STEPS
-    assert summary["publishes_verified"] >= 3
+    # The first one, and every fourth after it.
+    assert summary["publishes_verified"] >= math.ceil(summary["publishes"] / 4)
     assert summary["probe_gap_max"] <= 1e-3
     assert summary["published_bytes"] > 0
     assert set(summary["busy"]) == {"generation", "training", "both"}
@@ -152,15 +153,15 @@ def test_every_step_has_a_line_of_metrics(run: Path) -> None:
     assert all(row["num_episodes"] == 52 and row["num_failed"] == 0 for row in held)
 
 
-def test_both_environments_are_trained_by_their_weights(run: Path) -> None:
-    trained = [
-        trajectory.environment
-        for record in batch_records(run)
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    ]
+def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict) -> None:
+    batches = [read_batch(run / "journal", r["step"], r["crc32"]) for r in batch_records(run)]
+    by_step = [[trajectory.environment for trajectory in b.trajectories] for b in batches]
+    trained = [name for names in by_step for name in names]
     assert len(trained) == STEPS * GROUPS * MEMBERS
     assert set(trained) == {"echo", "repeat"}
-    assert 0.7 < trained.count("echo") / len(trained) < 0.8
+    # All groups are those of repeat until echo is there, also those of the steps begun ahead.
+    steps_alone = sum("echo" not in names for names in by_step) + 1 + summary["max_staleness"]
+    assert 1 - max(0.3, steps_alone / STEPS) <= trained.count("echo") / len(trained) <= 0.8
 
 
 def test_tensorboard_events_can_be_read(run: Path) -> None:
@@ -185,7 +186,7 @@ def test_the_curves_are_drawn(run: Path) -> None:
 
 def test_sampled_trajectories_can_be_read(run: Path) -> None:
     lines = [json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in lines} == {1, 6, 11}
+    assert {line["step"] for line in lines} == {1, 6}
     assert {line["environment"] for line in lines} <= {"echo", "repeat"}
     for line in lines:
         assert line["prompt"]

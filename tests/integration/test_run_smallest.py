@@ -24,6 +24,8 @@ def check_run(folder: Path, model: Path, *changes: str) -> dict:
     return summary
 
 
+# Agents of every kind train with the same settings in test_run_agents.py.
+@pytest.mark.slow
 def test_the_smallest_configuration_runs_with_every_default(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

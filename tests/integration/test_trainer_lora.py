@@ -25,10 +25,18 @@ from support.ranks.parity_layouts import STEPS, batches, probe
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
 
 SCALE = ALPHA / RANK
-# Jobs of four ranks: two jobs of two ranks each show the parts.
-SLOW = ("pp2-ep2-moe", "experts-tp2-ep2")
-# Matrices of the four targets in the 4 layers of a model.
-NUM_ADAPTED = 4 * 7
+# Other jobs show each part of these.
+SLOW = (
+    "pp2-ep2-moe",
+    "experts-dp2-distributed",
+    "latent-pp2",
+    "latent-cp2",
+    "experts-tp2-ep2",
+)
+# One for each stage of a pipeline, and a dense one before one with experts.
+NUM_LAYERS = 2
+# Matrices of the four targets in all layers.
+NUM_ADAPTED = NUM_LAYERS * 7
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    make_models(folder)
+    make_models(folder, num_layers=NUM_LAYERS)
     return folder
 
 
@@ -109,7 +117,7 @@ def test_adapters_begin_without_effect_and_move_only_their_matrices(
 def test_only_adapters_have_optimizer_state(found: dict[str, dict]) -> None:
     # hidden 64, intermediate 96, 4 heads and 2 pairs of keys and values of 16.
     sizes = [(64, 128), (64, 64), (64, 192), (96, 64)]
-    elements = 4 * sum(RANK * (inputs + outputs) for inputs, outputs in sizes)
+    elements = NUM_LAYERS * sum(RANK * (inputs + outputs) for inputs, outputs in sizes)
     assert found["one"]["trained_elements"] == elements
     assert found["one"]["state_elements"] == 2 * elements
     assert found["dp2-distributed"]["state_elements"] == 2 * elements // 2

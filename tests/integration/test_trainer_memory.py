@@ -17,7 +17,7 @@ OFFLOADED = [name for name in JOBS if name.endswith("-offload")]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
-    make_models(folder)
+    make_models(folder, num_layers=2)
     return folder
 
 

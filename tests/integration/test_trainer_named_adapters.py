@@ -27,7 +27,7 @@ def found(
 ) -> dict[str, dict]:
     """What the jobs of the layouts saw whose tests are run."""
     folder = tmp_path_factory.mktemp("named")
-    make_models(folder)
+    make_models(folder, num_layers=2)
     wanted = {
         item.callspec.params["layout"]
         for item in request.session.items

@@ -296,17 +296,14 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     host = own_loopback()
     place = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port(host))}
-    replay = [sys.executable, "-m", "slipstream.learner.trainer.replay"]
-    found = subprocess.run(
-        [*replay, "--config", str(tmp_path / "resolved.toml")],
-        env={**os.environ, **environment, **place, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    replay = rank_pool.start(
+        *("slipstream.learner.trainer.replay", "--config", str(tmp_path / "resolved.toml")),
+        environ={**os.environ, **environment, **place, "OMP_NUM_THREADS": "1"},
+        log=tmp_path / "replay.log",
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    told = [line.split() for line in found.stdout.splitlines() if line.startswith("version ")]
+    status, said = replay.wait(TIMEOUT_S), (tmp_path / "replay.log").read_text()
+    assert status == 0, said[-3000:]
+    told = [line.split() for line in said.splitlines() if line.startswith("version ")]
     expected = [
         ["version", str(s.step + 1), s.weight_digest.hex(), "as", "recorded"] for s in steps
     ]

@@ -35,7 +35,14 @@ SENDERS = {
 }
 SIZES = sorted({LAYOUTS[name].world_size for name in SENDERS})
 # Others of these layouts have all that these have.
-SLOW = ("pp2", "tp2-pp2-tied", "tp2-sp-ep2-moe")
+SLOW = (
+    "tp2-sp-qwen3",
+    "pp2",
+    "pp2-vpp2",
+    "tp2-sp-pp2-vpp2",
+    "tp2-pp2-tied",
+    "tp2-sp-ep2-moe",
+)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_every_result_with_a_table_is_shown() -> None:
     assert {name for name, result in made.items() if result.get("table")} == shown
 
 
-ROW = re.compile(r"^\|.*\]\((\S+/results/[\w-]+\.md)\) \|$", re.MULTILINE)
+ROW = re.compile(r"^\|.*\]\((\S+/results/[\w-]+\.md)[#\w-]*\) \|$", re.MULTILINE)
 FIGURE = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_systems_setup import System
+from slipstream.protocol.settings.config_file import parse_config
+from whole_systems import known
+from whole_systems_setup import System, our_config
 from whole_systems_tables import figures, table_of, windows
 from whole_systems_work import VARIABLE, Replies, Work
 
@@ -31,11 +35,11 @@ def numbers(rows: list[dict[str, Any]]) -> list[int]:
 def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
+    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
     found = windows(system)
-    # Replies are drawn up to five steps ahead; a window has five steps.
-    assert numbers(found["fixed"]) == list(range(6, 16))
-    assert numbers(found["lognormal"]) == list(range(26, 41))
+    # Replies are drawn up to five steps ahead; a window has five steps, and two settle.
+    assert numbers(found["fixed"]) == list(range(11, 26))
+    assert numbers(found["lognormal"]) == list(range(36, 51))
 
 
 def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +68,36 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
     assert found["tokens_per_s"] == 50.0
     assert found["windows"] == [100.0, 100.0 / 3]
     assert found["training_s"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ours", {"count": 1, "shared_max_episodes": None}),
+        ("ours-both-pause", {"count": 2, "devices": (1, 0), "shared_max_episodes": 32}),
+        ("ours-fp8", {"quantization": "fp8_per_channel"}),
+        ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
+    ],
+)
+def test_the_words_of_a_system_are_settings_of_its_run(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"memory": 0.3, "kv_gib": 1, "shared_episodes": 32, "episodes": 64}
+    work = {"group": 4, "sequences": 16, "staleness": 4, "micro_tokens": 4096, "run_s": 60.0}
+    arguments = argparse.Namespace(device="cuda", systems=[known(name)], **sizes, **work)
+    system = System(name, tmp_path, 4, tmp_path, Work(fixed=0), 1, 2)
+    config = parse_config(
+        tomllib.loads(our_config(arguments, system, tmp_path)), source="the benchmark"
+    )
+    found = config.rollout_server.model_dump()
+    assert {key: found[key] for key in settings} == settings
+    assert config.controller.turns == ("pause" if "pause" in name else "off")
+    assert (config.learner.devices == (0,)) is ("both" in name)
+
+
+def test_a_system_of_an_unknown_word_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'ours-fast' must be trl-async"):
+        known("ours-fast")
 
 
 def test_ours_is_compared_with_the_best_peer_at_the_same_lengths() -> None:

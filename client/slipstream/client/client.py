@@ -7,12 +7,11 @@ run lasts, also for a controller that restarts.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from types import TracebackType
 import grpc
 import grpc.aio
 from pydantic import JsonValue
+from slipstream.client.call_errors import LOST, REFUSED, CallErrors, NoController
 from slipstream.client.environment import AnyEnvironment
 from slipstream.client.patience import RECONNECT_TIMEOUT_S, Patience
 from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
@@ -55,21 +55,7 @@ SUBMIT_TIMEOUT_S = 150.0
 # Seconds between two attempts to reach a controller that is not there yet.
 LOOK_S = 0.5
 
-LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-REFUSED = (
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.NOT_FOUND,
-)
-
 logger = logging.getLogger(__name__)
-
-
-class _NoController(ConfigError):
-    """Nothing listens at the address."""
 
 
 class Client:
@@ -94,6 +80,7 @@ class Client:
         address_parts(address)
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
         self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
+        self._errors = CallErrors(address, wants_tls=tls_ca is not None)
         for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
             if given is None and not is_loopback(address):
                 option = name.replace("_", "-")
@@ -157,7 +144,7 @@ class Client:
         )
         # The controller refuses a value that is no limit.
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
-        with self._mapped_errors():
+        with self._errors.raised():
             response = await self._environments.SubmitEnvironment(
                 environment_pb2.SubmitEnvironmentRequest(spec=spec),
                 timeout=SUBMIT_TIMEOUT_S + reset_s,
@@ -214,11 +201,11 @@ class Client:
             # A controller that still knows the lost stream refuses a new one for a while.
             may_pass = lost[0] in LOST or (lost[0] in REFUSED and patience.served)
             if not may_pass or not await patience.wait(lost[1]):
-                raise self._mapped(*lost)
+                raise self._errors.of_status(*lost)
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:
         """Returns all environments of the run."""
-        with self._mapped_errors():
+        with self._errors.raised():
             response = await self._environments.ListEnvironments(
                 environment_pb2.ListEnvironmentsRequest(),
                 timeout=CALL_TIMEOUT_S,
@@ -228,7 +215,7 @@ class Client:
 
     async def status(self) -> RunStatus:
         """Returns the state of the run at this moment."""
-        with self._mapped_errors():
+        with self._errors.raised():
             response = await self._status.GetStatus(
                 status_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
@@ -236,7 +223,7 @@ class Client:
 
     async def stop(self, reason: str) -> None:
         """Asks the run to end in order, after the step that is under way."""
-        with self._mapped_errors():
+        with self._errors.raised():
             await self._status.StopRun(
                 status_pb2.StopRunRequest(reason=reason),
                 timeout=CALL_TIMEOUT_S,
@@ -248,7 +235,7 @@ class Client:
 
         Returns what the run lacks without this server; "" when it lacks nothing.
         """
-        with self._mapped_errors():
+        with self._errors.raised():
             response = await self._status.DrainServer(
                 status_pb2.DrainServerRequest(server_id=server_id, reason=reason),
                 timeout=CALL_TIMEOUT_S,
@@ -274,7 +261,7 @@ class Client:
             finally:
                 call.cancel()
             if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
-                raise self._mapped(*lost)
+                raise self._errors.of_status(*lost)
 
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: Patience
@@ -299,10 +286,6 @@ class Client:
             call.cancel()
         return None
 
-    @property
-    def _no_answer(self) -> str:
-        return f"no controller answers at {self._address}"
-
     async def _wait_for_controller(self, limit_s: float) -> None:
         """Waits for a run that is still loading; ConfigError when it cannot be served."""
         loop = asyncio.get_running_loop()
@@ -311,11 +294,11 @@ class Client:
             try:
                 await self.status()
                 return
-            except _NoController:
+            except NoController:
                 if loop.time() - began_s >= limit_s:
-                    raise ConfigError(f"{self._no_answer} within {limit_s:g} s") from None
+                    raise ConfigError(f"{self._errors.no_answer} within {limit_s:g} s") from None
             if not is_told:
-                logger.warning("%s yet; waiting for up to %g s", self._no_answer, limit_s)
+                logger.warning("%s yet; waiting for up to %g s", self._errors.no_answer, limit_s)
                 is_told = True
             await asyncio.sleep(min(LOOK_S, limit_s))
 
@@ -324,27 +307,3 @@ class Client:
             return (await self.status()).is_over
         except SlipstreamError:
             return False
-
-    @contextlib.contextmanager
-    def _mapped_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            raise self._mapped(error.code(), error.details() or "") from None
-
-    def _mapped(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
-        """Returns our error for a status of gRPC."""
-        if code is grpc.StatusCode.UNAVAILABLE:
-            if "handshake" in details.lower():
-                return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
-            if "Socket closed" in details and self._credentials.ca is None:
-                return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
-            what_to_do = "start a run, or give the address of its controller, HOST:PORT"
-            return _NoController(f"{self._no_answer}; {what_to_do}")
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return ConfigError(f"what answers at {self._address} is no controller of this version")
-        if code in REFUSED:
-            return ConfigError(details)
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return SlipstreamError(f"the controller at {self._address} gave no answer in time")
-        return SlipstreamError(f"the controller at {self._address} failed: {details or code.name}")

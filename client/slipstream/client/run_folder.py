@@ -47,10 +47,7 @@ def check_run_folder(config: Config) -> bool:
 def _check_contents(config: Config) -> bool:
     folder, resume = config.run_dir, config.run.resume
     journal = folder / JOURNAL / JOURNAL_LOG
-    try:
-        _check_not_held(journal, folder)
-    except OSError as error:
-        raise ConfigError(f"{journal} cannot be written: {error.strerror}") from error
+    _check_not_held(journal, folder)
     if not journal.exists() or not journal.stat().st_size:
         check_journal_not_lost(folder)
         if resume == "must":
@@ -118,11 +115,15 @@ def _check_not_held(path: Path, folder: Path) -> None:
 
     A lock that is free is released at once: the command that writes the folder takes it again.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        try:
+    try:
+        with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(_held(folder)) from None
+    except FileNotFoundError:
+        return
+    except BlockingIOError:
+        raise ConfigError(_held(folder)) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 def _held(folder: Path) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from typing import TextIO
+
+from slipstream.protocol.errors import RunFailed
 
 
 def plain(text: str, *, indent: int = 0) -> str:
@@ -17,12 +21,21 @@ def plain(text: str, *, indent: int = 0) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a line; a closed stdout, as behind `head`, is no failure."""
+    """Prints a line; a stdout without a reader, as behind `head`, is no failure.
+
+    RunFailed when it cannot be written for another reason, such as a full disk.
+    """
     try:
         print(text, flush=True)
-    except BrokenPipeError:
-        # The interpreter flushes again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        discard(sys.stdout)
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise RunFailed(f"stdout cannot be written: {error.strerror}") from error
+
+
+def discard(stream: TextIO) -> None:
+    """Drops what `stream` holds and will be given: the interpreter flushes again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def counted(number: int, what: str) -> str:

@@ -31,7 +31,7 @@ class Reason(Enum):
     PROTOCOL = "PROTOCOL"
     # The peer is too small for the run.
     TOO_SMALL = "TOO_SMALL"
-    # Another trainer has the place; it is free again when that one has ended.
+    # Another trainer, or server of that name, has the place; it is free when that one has ended.
     PLACE_TAKEN = "PLACE_TAKEN"
     # The token is missing or wrong.
     WRONG_TOKEN = "WRONG_TOKEN"

@@ -51,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         check_server_id(options.server_id)
         config = load_config(options.config)
         check_model(config)
+        if options.max_episodes is not None:
+            places = {"max_episodes": options.max_episodes}
+            server = config.rollout_server.model_copy(update=places)
+            config = config.model_copy(update={"rollout_server": server})
         uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
@@ -79,6 +83,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--server-id",
         default=f"{socket.gethostname()}-{secrets.token_hex(2)}",
         help="name of this server; unique in its run",
+    )
+    parser.add_argument(
+        "--max-episodes", type=int, help="in place of rollout_server.max_episodes of the settings"
     )
     parser.add_argument(
         "--connect-timeout-s",

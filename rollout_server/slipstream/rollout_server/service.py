@@ -85,7 +85,7 @@ class RolloutServer:
         """Loads the secrets; ConfigError when they cannot work."""
         self._config = config
         self._address = address
-        self._server_id = server_id
+        self._server_id, self._process = server_id, secrets.randbits(63)
         self._engine = engine
         self._renderer = renderer
         self._gateway = gateway
@@ -176,13 +176,15 @@ class RolloutServer:
     async def _join(self, channel: grpc.aio.Channel, stop: asyncio.Event) -> _Joined | None:
         """Returns a stream that was welcomed, in a new epoch; None when `stop` is set meanwhile."""
         deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
-        cause = ""
+        cause = told = ""
         while not stop.is_set():
             if time.monotonic() > deadline_s:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
             self._outbox = OutgoingMessages()
-            greeting = hello(self._server_id, epoch, self._config, self._engine)
+            greeting = hello(
+                self._server_id, epoch, self._config, self._engine, process=self._process
+            )
             self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
                 self._outbox.messages(), metadata=call_metadata(self._credentials)
@@ -198,6 +200,9 @@ class RolloutServer:
                 cause = error.details() or error.code().name
                 if error.code() in _REFUSALS:
                     raise ConfigError(f"the controller refuses this server: {cause}") from None
+                if cause != told:
+                    log.warning("no welcome from the controller yet: %s", cause)
+                    told = cause
             except TimeoutError:
                 cause = f"no welcome within {_WELCOME_LIMIT_S:g} s"
             call.cancel()

@@ -274,8 +274,10 @@ class Session:
         self._outbox.put(fleet_pb2.ServerMessage(rested=answer))
 
 
-def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fleet_pb2.ServerHello:
-    """Returns the first message of a server on its stream."""
+def hello(
+    server_id: ServerId, epoch: int, config: Config, engine: Engine, *, process: int
+) -> fleet_pb2.ServerHello:
+    """Returns the first message of a server on its stream; `process` is the same in all epochs."""
     return fleet_pb2.ServerHello(
         server_id=server_id,
         server_epoch=epoch,
@@ -291,6 +293,7 @@ def hello(server_id: ServerId, epoch: int, config: Config, engine: Engine) -> fl
             nccl=agreed_settings(os.environ),
         ),
         from_storage=config.rollout_server.weights_from == "storage",
+        process=process,
     )
 
 

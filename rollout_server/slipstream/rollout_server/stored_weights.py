@@ -1,7 +1,7 @@
 """A server's own copy of the newest version that it fetched from storage.
 
-Consumes: manifests and objects. Produces: one file with all buckets, of which the digests are
-proved. Waits for: the storage. Unblocked by: its answer, `weights.storage_deadline_s`, or
+Consumes: manifests and objects. Produces: one file with all buckets, whose digests are
+checked. Waits for: the storage. Unblocked by: its answer, `weights.storage_deadline_s`, or
 `abandoned`.
 """
 

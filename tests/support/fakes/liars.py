@@ -32,9 +32,9 @@ STEPS = 6
 class Liar:
     """A caller that joins as a rollout server and then says what it is told to say."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, epoch: int = 77, process: int = 0) -> None:
         self.channel = channel
-        self.epoch = 77
+        self.epoch, self.process = epoch, process
         self.outbox: asyncio.Queue[fleet_pb2.ServerMessage] = asyncio.Queue()
         self.leases: asyncio.Queue[fleet_pb2.Lease] = asyncio.Queue()
 
@@ -47,6 +47,7 @@ class Liar:
             engine_workers=1,
             max_model_len=4096,
             queue_bytes=1 << 40,
+            process=self.process,
         )
         await self.outbox.put(fleet_pb2.ServerMessage(hello=hello))
         self.call = fleet_pb2_grpc.FleetServiceStub(self.channel).Join(self._messages())

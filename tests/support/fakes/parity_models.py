@@ -13,7 +13,7 @@ NUM_EXPERTS = 4
 EXPERTS_PER_TOKEN = 2
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     from transformers import (
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
@@ -55,7 +55,7 @@ def make_models(folder: Path) -> None:
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": NUM_LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
@@ -101,7 +101,7 @@ def make_models(folder: Path) -> None:
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "query_pre_attn_scalar": 20,
     }
-    gemma["layer_types"] = gemma["layer_types"][:NUM_LAYERS]
+    gemma["layer_types"] = gemma["layer_types"][:num_layers]
     sigmoid = {
         **sizes,
         "n_routed_experts": 4,
@@ -136,7 +136,7 @@ def make_models(folder: Path) -> None:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     }
-    delta_net["layer_types"] = delta_net["layer_types"][:NUM_LAYERS]
+    delta_net["layer_types"] = delta_net["layer_types"][:num_layers]
     softmax = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
     # Sequences are longer than the original length.
     latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}

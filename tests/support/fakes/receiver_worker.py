@@ -133,11 +133,12 @@ class Scene:
 
     def slow_down_recording(self, seconds: float) -> None:
         """The next call of the model's loader, which is recorded, takes longer."""
-        load_weights = self._model.load_weights
+        load_weights, waits = self._model.load_weights, [seconds]
 
         def slow(weights: Any) -> Any:
-            self._model.load_weights = load_weights
-            time.sleep(seconds)
+            # A recording calls it for each bucket.
+            while waits:
+                time.sleep(waits.pop())
             return load_weights(weights)
 
         self._model.load_weights = slow

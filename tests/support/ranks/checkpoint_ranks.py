@@ -23,7 +23,7 @@ from support.fakes.fake_controller import make_batch
 VOCAB = 64
 STEPS = 4
 BATCHES = [
-    make_batch(step, num_groups=4, group_size=4, vocab_size=VOCAB, max_tokens=40)
+    make_batch(step, num_groups=2, group_size=4, vocab_size=VOCAB, max_tokens=40)
     for step in range(STEPS)
 ]
 
@@ -37,7 +37,7 @@ def config_of(folder: Path, job: dict) -> Config:
         "model": {"path": str(folder / job.get("model", "llama")), "dtype": "float32"},
         "algorithm": {
             "group_size": 4,
-            "groups_per_step": 4,
+            "groups_per_step": 2,
             "max_staleness": 1,
             "learning_rate": 1e-3,
             # A resume goes on in the middle of the schedule.
@@ -87,16 +87,18 @@ def make_models(folder: Path) -> None:
         "dtype": "float32",
     }
     torch.manual_seed(0)
-    for name, is_tied in (("llama", False), ("tied", True)):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied))
-        model.save_pretrained(folder / name)
+    # Four layers for virtual stages and for patterns of layers; two are enough for the rest.
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama")
+    few_layers = sizes | {"num_hidden_layers": 2}
+    tied = LlamaForCausalLM(LlamaConfig(**few_layers, tie_word_embeddings=True))
+    tied.save_pretrained(folder / "tied")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**few_layers, **experts, norm_topk_prob=True))
     mixture.save_pretrained(folder / "moe")
-    Olmo2ForCausalLM(Olmo2Config(**sizes)).save_pretrained(folder / "olmo2")
+    Olmo2ForCausalLM(Olmo2Config(**few_layers)).save_pretrained(folder / "olmo2")
     # Biases of experts, and sinks.
     few = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
-    GptOssForCausalLM(GptOssConfig(**sizes, **few)).save_pretrained(folder / "gpt-oss")
+    GptOssForCausalLM(GptOssConfig(**few_layers, **few)).save_pretrained(folder / "gpt-oss")
     delta_net = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
@@ -106,9 +108,9 @@ def make_models(folder: Path) -> None:
     }
     deltas = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts, **delta_net))
     deltas.save_pretrained(folder / "qwen3-next")
-    del sizes["head_dim"]
+    del few_layers["head_dim"]
     latent = {
-        **sizes,
+        **few_layers,
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,

@@ -55,6 +55,8 @@ def config_of(job: str, folder: Path) -> Config:
     table = json.loads(json.dumps(SETTINGS))
     table["model"] = {"path": str(folder / model), "dtype": "float32"}
     table["learner"] |= {"world_size": world_size, "grad_clip": 0.05}
+    # Two groups for each adapter, of which one has unequal rewards.
+    table["algorithm"]["groups_per_step"] = 4
     table["lora"] = {"rank": 4, "alpha": 8.0}
     for section, values in changes.items():
         table[section] |= values

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 import psutil
+from slipstream.protocol.machine.process import below_this
 
 PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "chroot", "ss")
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -177,7 +178,7 @@ class Host:
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "slipstream.protocol.machine.process"),
+                    *below_this(),
                     *("nsenter", f"--net=/proc/{self.pid}/ns/net"),
                     *("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"),
                     *("sh", "-eu", str(script), *command),
@@ -256,8 +257,7 @@ class Network:
 
     def _keep_namespace(self) -> int:
         """A process that holds a new network namespace until the network is closed."""
-        die = [sys.executable, "-m", "slipstream.protocol.machine.process"]
-        process = subprocess.Popen([*die, "unshare", "--net", "sleep", "infinity"])
+        process = subprocess.Popen([*below_this(), "unshare", "--net", "sleep", "infinity"])
 
         def end() -> None:
             process.kill()

@@ -24,6 +24,7 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 
 from support.fakes import weight_receiver_process
 from support.fakes.fake_controller import FakeController, stop_order
+from support.ranks.rank_pool import ForkedProgram, RankPool
 
 LIMIT_S = 240.0
 
@@ -180,12 +181,15 @@ class _Controller(FakeController):
         return super().FinishPublish(request, context)
 
 
-def run(scenario: Scenario) -> Found:
-    """Runs until the trainer has ended; raises AssertionError with its log if it failed."""
+def run(scenario: Scenario, *, pool: RankPool | None = None) -> Found:
+    """Runs until the trainer has ended; raises AssertionError with its log if it failed.
+
+    The pool forks the trainer's ranks; without one they are started as users do.
+    """
     receivers = _Receivers(scenario)
     try:
         with _Controller(scenario, receivers) as controller:
-            _run_trainer(scenario, controller.address)
+            _run_trainer(scenario, controller.address, pool)
             controller.found.results = controller.results
             controller.found.hello = controller.hello
             assert controller.failures == []
@@ -194,7 +198,7 @@ def run(scenario: Scenario) -> Found:
         receivers.close()
 
 
-def _run_trainer(scenario: Scenario, address: str) -> None:
+def _run_trainer(scenario: Scenario, address: str, pool: RankPool | None) -> None:
     config = parse_config(
         {
             "run": {"name": "program", "steps": 1, "dir": str(scenario.folder)},
@@ -221,17 +225,17 @@ def _run_trainer(scenario: Scenario, address: str) -> None:
     }
     if scenario.gpus:
         shared["CUDA_VISIBLE_DEVICES"] = visible(range(scenario.world_size))
-    processes = []
+    processes: list[subprocess.Popen[bytes] | ForkedProgram] = []
+    program = ("slipstream.learner.trainer", "--config", str(path))
     for rank in range(scenario.world_size):
-        with (scenario.folder / f"rank-{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "slipstream.learner.trainer", "--config", str(path)],
-                    env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=log,
-                    stderr=log,
-                )
-            )
+        environ = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        log = scenario.folder / f"rank-{rank}.log"
+        if pool is not None:
+            processes.append(pool.start(*program, environ=environ, log=log))
+            continue
+        with log.open("w") as file:
+            command = [sys.executable, "-m", *program]
+            processes.append(subprocess.Popen(command, env=environ, stdout=file, stderr=file))
     try:
         end = time.monotonic() + LIMIT_S
         statuses = [process.wait(max(1.0, end - time.monotonic())) for process in processes]

@@ -76,12 +76,12 @@ def empty_model(folder: Path) -> Path:
     return model
 
 
-def write_config(folder: Path, model: Path, **changes: object) -> Path:
-    """The quickstart's settings as a file in `folder`; `algorithm__max_staleness=0` changes one.
+def write_config(folder: Path, model: Path, *, base: Path = QUICKSTART, **changes: object) -> Path:
+    """The settings of `base` as a file in `folder`; `algorithm__max_staleness=0` changes one.
 
     The run lies in `folder`/run, its controller listens at a free port.
     """
-    table = tomllib.loads(QUICKSTART.read_text())
+    table = tomllib.loads(base.read_text())
     table["run"] |= {"name": "run", "dir": str(folder)}
     table["model"]["path"] = str(model)
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}

@@ -12,12 +12,13 @@ import pytest
 import redis.asyncio
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
-from slipstream.client.doctor import machine, packages
+from slipstream.client.doctor import machine, packages, setup
 from slipstream.client.doctor.examine import ask_program, conclusion
 from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, problem, table
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.client.launch.preflight import free_port
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.gpus import list_gpus
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.settings.config import Config
@@ -203,7 +204,13 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
             Verdict.PROBLEM,
             "rollout_server.chat_template must be a file, got nowhere",
         ),
-        ({}, Verdict.OK, "vLLM has the arguments that are passed through: block_s"),
+        # It takes vLLM ten seconds to start; a dry run asks it too, in test_command_line.py.
+        pytest.param(
+            {},
+            Verdict.OK,
+            "vLLM has the arguments that are passed through: block_s",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_what_is_passed_to_vllm_is_looked_up(
@@ -213,6 +220,31 @@ async def test_what_is_passed_to_vllm_is_looked_up(
     (finding,) = await check_passed(config_of(tmp_path, rollout_server=server))
     assert finding.verdict is verdict
     assert finding.seen.startswith(seen)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("refusal", "verdict", "seen"),
+    [
+        ("", Verdict.OK, "vLLM has the arguments that are passed through: block_size"),
+        ("unknown key", Verdict.PROBLEM, "unknown key"),
+    ],
+)
+async def test_what_vllm_answers_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, verdict: Verdict, seen: str
+) -> None:
+    asked = []
+
+    async def answer(config: Config) -> None:
+        asked.append(config.rollout_server.engine)
+        if refusal:
+            raise ConfigError(refusal)
+
+    monkeypatch.setattr(setup, "check_engine", answer)
+    config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
+    (finding,) = await check_passed(config)
+    assert (finding.verdict, finding.seen) == (verdict, seen)
+    assert asked == [{"block_size": 16}]
 
 
 async def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -107,6 +107,18 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     )
 
 
+def test_a_byte_order_mark_is_no_part_of_a_question_file(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(Path(json_lines(tmp_path, SUMS)).read_text(), encoding="utf-8-sig")
+    assert len(Questions(str(path), judge="exact").tasks()) == len(SUMS)
+
+
+def test_a_question_file_in_another_encoding_is_named(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "Größe", "answer": "1"}\n', encoding="latin-1")
+    assert refusal(str(path)) == f"{path} must be UTF-8, but line 1 is not"
+
+
 def test_a_broken_parquet_file_is_one_line(tmp_path: Path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "data.parquet"

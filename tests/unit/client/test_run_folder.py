@@ -32,6 +32,14 @@ def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert config.run_dir.stat().st_mode & 0o777 == 0o750
 
 
+def test_a_file_with_the_name_of_the_folder_is_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "runs")
+    config.run_dir.parent.mkdir()
+    config.run_dir.touch()
+    with pytest.raises(ConfigError, match=f"{config.run_dir}/command.lock cannot be opened: Not a"):
+        check_run_folder(config)
+
+
 def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     with Journal(config.run_dir / "journal") as journal:

@@ -51,6 +51,31 @@ def test_nobody_has_to_read_what_is_said() -> None:
     assert (said.returncode, said.stderr) == (0, "")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["doctor"], ["replay"], ["export"]], ids=" ".join)
+def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(
+    words: list[str], tmp_path: Path
+) -> None:
+    program = (
+        "import asyncio, sys; from slipstream.client import cli; "
+        "from slipstream.client.launch import launcher\n"
+        "async def answer(*words, **more): launcher.say('found'); return 0\n"
+        "launcher.run_replay = launcher.run_export = answer\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    folder = [str(tmp_path)] * (words != ["doctor"])
+    with Path("/dev/full").open("w") as out:
+        answered = subprocess.run(
+            [sys.executable, "-c", program, *words, *folder],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    line = "slipstream: stdout cannot be written: No space left on device\n"
+    assert (answered.returncode, answered.stderr) == (1, line)
+
+
 def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path) -> None:
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
@@ -84,3 +109,33 @@ def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert f"slipstream: unrecognized arguments: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe", "full disk"])
+def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path) -> None:
+    if kind == "full disk":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.openpty() if kind == "terminal" else os.pipe()
+        os.close(reader)
+    err = io.StringIO()
+    with os.fdopen(descriptor, "w") as out:
+        display = Display(config_of(tmp_path), out=out, err=err)
+        display.tell("one")
+        display.warn("two")
+    cause = {
+        "terminal": "Input/output error",
+        "pipe": "Broken pipe",
+        "full disk": "No space left on device",
+    }[kind]
+    assert err.getvalue() == (
+        f"slipstream: no more of the run can be shown here: {cause}; it goes on, and its events "
+        f"are in {tmp_path}/test/logs/controller.log\n"
+    )
+
+
+def test_a_failure_that_no_terminal_shows_is_no_further_failure(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as out, Path("/dev/full").open("w") as err:
+        display = Display(config_of(tmp_path), out=out, err=err)
+        display.fail("one")
+        display.tell("two")

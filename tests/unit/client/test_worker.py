@@ -153,55 +153,56 @@ async def test_a_check_of_an_agent_waits_for_its_first_call() -> None:
     assert (code, out) == (0, f"environment agents_for_checks:Calls {ready}")
 
 
-@pytest.mark.parametrize(
-    ("agent", "cause"),
-    [
-        ("CallsNobody", "run() ended without a call to its endpoint"),
-        ("Imports", "ModuleNotFoundError: No module named 'no_such_package' (agents_for_checks.py"),
-        ("Waits", "no answer within 5 s (agents_for_checks.py:"),
-        ("Sleeps", "no answer within 5 s (agents_for_checks.py:"),
-        ("Blocks", "no answer within 5 s (agents_for_checks.py:"),
-    ],
-)
-async def test_a_failed_check_of_an_agent_says_why(agent: str, cause: str) -> None:
-    reference = f"agents_for_checks:{agent}"
-    code, out, error = await check(reference, "--search-path", FAKES, "--timeout-s", "5")
-    assert (code, out) == (2, "")
-    assert error.startswith(f"environment {reference}: {cause}")
+# Each check waits for its limit: all of them run side by side.
+CAUSES = {
+    "CallsNobody": "run() ended without a call to its endpoint",
+    "Imports": "ModuleNotFoundError: No module named 'no_such_package' (agents_for_checks.py",
+    "Waits": "no answer within 5 s (agents_for_checks.py:",
+    "Sleeps": "no answer within 5 s (agents_for_checks.py:",
+    "Blocks": "no answer within 5 s (agents_for_checks.py:",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "cause"),
-    [
-        (["no_such:X"], "environment no_such:X: there is no module 'no_such'"),
-        (
-            ["slipstream.client.builtin.echo:Echo", "--args", '{"num_symbols": 1}'],
-            "environment slipstream.client.builtin.echo:Echo: Echo(...) failed: ValueError: "
-            "num_symbols must be from 3 to 26, got 1 (echo.py:",
-        ),
-        (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
-        (
-            ["waits:Waits", "--timeout-s", "5"],
-            "environment waits:Waits: no answer within 5 s (it awaits something that does not",
-        ),
-        (
-            ["mistyped:X"],
-            "environment mistyped:X: import of mistyped failed: "
-            "SyntaxError: expected ':' (mistyped.py:2)",
-        ),
-        (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),
-    ],
-)
-async def test_a_failed_check_says_why_in_one_line(
-    arguments: list[str], cause: str, tmp_path: Path
-) -> None:
+async def test_a_failed_check_of_an_agent_says_why() -> None:
+    names = [f"agents_for_checks:{agent}" for agent in CAUSES]
+    options = ("--search-path", FAKES, "--timeout-s", "5")
+    ends = await asyncio.gather(*(check(name, *options) for name in names))
+    for name, cause, (code, out, error) in zip(names, CAUSES.values(), ends, strict=True):
+        assert (code, out) == (2, ""), name
+        assert error.startswith(f"environment {name}: {cause}")
+
+
+FAILED_CHECKS = [
+    (["no_such:X"], "environment no_such:X: there is no module 'no_such'"),
+    (
+        ["slipstream.client.builtin.echo:Echo", "--args", '{"num_symbols": 1}'],
+        "environment slipstream.client.builtin.echo:Echo: Echo(...) failed: ValueError: "
+        "num_symbols must be from 3 to 26, got 1 (echo.py:",
+    ),
+    (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
+    (
+        ["waits:Waits", "--timeout-s", "5"],
+        "environment waits:Waits: no answer within 5 s (it awaits something that does not",
+    ),
+    (
+        ["mistyped:X"],
+        "environment mistyped:X: import of mistyped failed: "
+        "SyntaxError: expected ':' (mistyped.py:2)",
+    ),
+    (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),
+]
+
+
+async def test_a_failed_check_says_why_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
     (tmp_path / "waits.py").write_text(WAITS)
     (tmp_path / "mistyped.py").write_text("class X:\n    def y(self) return 1\n")
     (tmp_path / "broken.py").write_text("raise SystemExit(4)\n")
-    code, out, error = await check(*arguments, "--search-path", str(tmp_path))
-    assert (code, out) == (2, "")
-    assert error.startswith(cause)
+    options = ("--search-path", str(tmp_path))
+    ends = await asyncio.gather(*(check(*given, *options) for given, _ in FAILED_CHECKS))
+    for (_, cause), (code, out, error) in zip(FAILED_CHECKS, ends, strict=True):
+        assert (code, out) == (2, "")
+        assert error.startswith(cause)
 
 
 async def test_importing_the_package_does_not_import_grpc_or_torch() -> None:

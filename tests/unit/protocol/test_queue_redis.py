@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from slipstream.protocol.errors import QueueError
+from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
+from slipstream.protocol.queue.redis_connection import RedisConnection
 from slipstream.protocol.types import TrajectoryId
 
 pytestmark = pytest.mark.process
@@ -229,6 +230,30 @@ async def test_put_names_a_lost_redis_rather_than_a_full_queue(server: EmbeddedS
         await kill(server)
         with pytest.raises(QueueError, match="does not answer within 0.2 s"):
             await sender.put(name(0), b"x", timeout_s=0.2)
+
+
+async def test_put_does_not_call_a_silent_redis_full(server: EmbeddedServer) -> None:
+    async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            said = "valkey.sock has room for 1 bytes and did not store them within 0.2 s$"
+            with pytest.raises(TrajectoryQueueFull, match=said):
+                await sender.put(name(0), b"x", timeout_s=0.2)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_a_redis_that_accepts_calls_and_is_silent_is_told_with_a_cause(
+    server: EmbeddedServer,
+) -> None:
+    async def silent() -> None:
+        # asyncio.timeout raises it without a word.
+        raise TimeoutError
+
+    connection = RedisConnection(server.url(), "run", reconnect_timeout_s=0.1)
+    with pytest.raises(QueueError, match=r"within 0.1 s: a call had no answer for 10 s$"):
+        await connection.persistently(silent)
+    await connection.client.aclose()
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,15 @@ def read_rows(path: Path | HubData) -> Iterable[Row]:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                # Some editors begin a file with a byte order mark.
+                row = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path} must be UTF-8, but line {number} is not") from error
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
             if not isinstance(row, dict):

@@ -16,7 +16,9 @@ Cell: TypeAlias = Any
 
 FIELD = re.compile(r"\{(\w+)\}")
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
+# No longer text of a reply is read as a number.
+MAX_CHARACTERS = 40
 REFERENCE = re.compile(r"[\w.]+:\w+")
 
 
@@ -84,6 +86,8 @@ def _json_action(reply: str) -> Action:
     blocks = FENCED.findall(reply)
     try:
         action = json.loads(blocks[-1] if blocks else reply)
+        # Python reads Infinity and 1e999, which JSON cannot hold.
+        json.dumps(action, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise NoAction(str(error)) from error
     if not isinstance(action, dict):
@@ -105,8 +109,10 @@ def _filled(rule: Cell, reply: str) -> Cell:
         if not numbers:
             raise NoAction(f"there is no number in {reply[:100]!r}")
         number = numbers[-1]
+        if len(number) > MAX_CHARACTERS:
+            raise NoAction(f"a number of over {MAX_CHARACTERS} characters: {number[:100]!r}")
         if rule == "{number}":
-            return json.loads(number.lstrip("0") or "0") if "." not in number else float(number)
+            return float(number) if "." in number else int(number)
     known = {"reply": reply, "number": number}
     return FIELD.sub(lambda found: known.get(found[1], found[0]), rule)
 

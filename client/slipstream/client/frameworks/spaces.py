@@ -98,7 +98,10 @@ class ActionReader:
         match _kind(space):
             case "Discrete":
                 whole = WHOLE.findall(reply)
-                return space.dtype.type(int(whole[-1])) if whole else None
+                try:
+                    return space.dtype.type(int(whole[-1])) if whole else None
+                except OverflowError:
+                    return None
             case "Text":
                 return reply.strip()
         import numpy
@@ -108,7 +111,15 @@ class ActionReader:
         numbers = [float(number) for number in pattern.findall(reply)[-size:]]
         if len(numbers) < size or not all(map(math.isfinite, numbers)):
             return None
-        return numpy.array(numbers).astype(space.dtype).reshape(space.shape)
+        given = numpy.array(numbers)
+        with numpy.errstate(all="ignore"):
+            action = given.astype(space.dtype)
+        # A cast to a byte makes 44 of 300. One to a float rounds, which is no other action, but
+        # makes infinity of a number that is too large.
+        is_float = action.dtype.kind == "f"
+        if not (numpy.isfinite(action).all() if is_float else numpy.array_equal(action, given)):
+            return None
+        return action.reshape(space.shape)
 
     def _rule(self, kind: str) -> str:
         space = self._space

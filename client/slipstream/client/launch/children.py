@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.client.terminal import say
 from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.process import below_this
 
 TAIL_BYTES = 65536
 # A disk with fewer free bytes counts as full.
@@ -58,7 +60,10 @@ class Child:
         return (self.process.returncode or 0) < 0
 
     def describe_end(self) -> str:
-        """Returns how the program ended, with the cause that its log names last, if any."""
+        """Returns how the program ended, with the cause that its log names last, if any.
+
+        A full disk is told too, since the log may lack the cause then.
+        """
         code = self.process.returncode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -71,7 +76,8 @@ class Child:
         else:
             # A program that gets SIGKILL cannot write why.
             said = ""
-        return f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
+        ending = f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
+        return with_full_disk(ending, self.log_path.parent)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the program's process group."""
@@ -110,7 +116,8 @@ async def start_child(
     with opened as log:
         log_start = log.tell()
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "slipstream.protocol.machine.process", *command],
+            *below_this(),
+            *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -139,12 +146,13 @@ async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Chi
 
 def with_full_disk(cause: str, folder: Path) -> str:
     """Returns `cause`, with a hint if the disk of `folder` is full: logs there may be cut off."""
+    hint = f"no space is left on the disk of {folder}"
     try:
-        if shutil.disk_usage(folder).free >= FULL_BYTES:
+        if hint in cause or shutil.disk_usage(folder).free >= FULL_BYTES:
             return cause
     except OSError:
         return cause
-    return f"{cause}; no space is left on the disk of {folder}"
+    return f"{cause}; {hint}"
 
 
 async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
@@ -158,7 +166,7 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
         position += len(whole) + len(newline)
         for line in whole.decode(errors="replace").splitlines():
             if line.startswith(prefix):
-                print(line, flush=True)
+                say(line)
         if is_last:
             return
         with contextlib.suppress(TimeoutError):

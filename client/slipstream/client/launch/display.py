@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
-from slipstream.client.terminal import counted, plain
-from slipstream.protocol.run_folder import CHECKPOINTS, CURVES, LOGS, METRICS, SAMPLES, SUMMARY
+from slipstream.client.terminal import counted, discard, plain
+from slipstream.protocol.run_folder import (
+    CHECKPOINTS,
+    CURVES,
+    LOGS,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    log_path,
+)
 from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2
 
@@ -85,9 +93,11 @@ class Display:
     def fail(self, cause: str) -> None:
         """Writes the cause of the run's failure to `err`, in the form of the command's errors."""
         self.spoke_s = time.monotonic()
-        self._out.flush()
-        self._err.write(plain(f"slipstream: {cause}") + "\n")
-        self._err.flush()
+        try:
+            self._err.write(plain(f"slipstream: {cause}") + "\n")
+            self._err.flush()
+        except OSError:
+            discard(self._err)
 
     def summary(self) -> None:
         """Shows the table at the end, from summary.json, and how to resume an unfinished run."""
@@ -104,11 +114,10 @@ class Display:
                 how = "; mend the cause and run the same command again to resume it"
             if self._config.run.resume == "never":
                 how = ""
-            self._out.write(
+            self._write(
                 f"\n  {summary['state']} at version {summary['steps']} of "
                 f"{self._config.run.steps}{how}\n"
             )
-            self._out.flush()
 
     def _step(self, event: status_pb2.Event) -> None:
         is_due = time.monotonic() >= self._step_at_s + self._step_every_s
@@ -119,18 +128,27 @@ class Display:
     def _table(self, summary: dict[str, object], folder: Path) -> None:
         rows = table_rows(summary)
         width = max(len(name) for name, _ in rows)
-        self._out.write("\n")
-        for name, value in rows:
-            self._out.write(f"  {name:<{width}}  {plain(value)}\n")
+        lines = [f"  {name:<{width}}  {plain(value)}\n" for name, value in rows]
         files = [name for name in FILES if (folder / name).exists()]
-        self._out.write(f"\n  {folder}/: {', '.join(files)}\n")
-        self._out.flush()
+        self._write("\n" + "".join(lines) + f"\n  {folder}/: {', '.join(files)}\n")
 
     def _line(self, text: str) -> None:
         self.spoke_s = time.monotonic()
         elapsed = self.spoke_s - self._started_s
-        self._out.write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
-        self._out.flush()
+        self._write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
+
+    def _write(self, text: str) -> None:
+        """Writes to `out`; a terminal that closed, or a reader that left, does not end the run."""
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            discard(self._out)
+            log = log_path(self._config.run_dir, "controller")
+            self.fail(
+                f"no more of the run can be shown here: {error.strerror}; it goes on, and its "
+                f"events are in {log}"
+            )
 
 
 def loading_line(config: Config, num_servers: int) -> str:

@@ -38,12 +38,13 @@ from slipstream.client.run_folder import (
     write_config,
 )
 from slipstream.client.stopping import stop_signal
+from slipstream.client.terminal import say
 from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.machine.process import raise_open_files
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
-from slipstream.protocol.run_folder import CHECKPOINTS, JOURNAL, log_path
+from slipstream.protocol.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.protocol.settings.config import Config, address_parts
 from slipstream.protocol.settings.config_file import load_config, parse_config
 from slipstream.protocol.settings.queue_section import QueueEnd
@@ -186,14 +187,14 @@ async def _run_server(config: Config, name: str, folder: Path, placement: Placem
         log_path=folder / "server.log",
         environ=placement.server_environment(0),
     )
-    print(f"rollout server {name} joins {config.controller.address}; its log is {child.log_path}")
+    say(f"rollout server {name} joins {config.controller.address}; its log is {child.log_path}")
     stop = asyncio.ensure_future(stop_signal())
     ended = asyncio.ensure_future(child.process.wait())
     await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     await child.stop(GRACE_S)
     if child.process.returncode == 0:
-        print(f"rollout server {name} has left")
+        say(f"rollout server {name} has left")
         return 0
     error = ConfigError if child.process.returncode == 2 else RunFailed
     raise error(child.describe_end())
@@ -207,6 +208,11 @@ async def run_replay(folder: Path) -> int:
     check_installed("torch", "megatron.core")
     if not (folder / JOURNAL).is_dir():
         raise ConfigError(f"{folder} has no journal")
+    if not any((folder / JOURNAL / BATCHES).glob("*.pb")):
+        raise ConfigError(
+            f"{folder} holds no batch that could be replayed: no step began, or "
+            "checkpoint.keep_batches = false removed them"
+        )
     ranks = []
     placement = place_here(config, ranks=config.learner.world_size)
     for torchrun in rank_environments(config, 0, config.learner.world_size):
@@ -247,7 +253,7 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
         raise ConfigError(said)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
-    print(f"{said}; run the command that started the run again: it trains another batch")
+    say(f"{said}; run the command that started the run again: it trains another batch")
     return 0
 
 
@@ -266,7 +272,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log = log_path(folder, "export")
-    print(f"version {chosen} is checked, loaded and written; the log is {log}", flush=True)
+    say(f"version {chosen} is checked, loaded and written; the log is {log}")
     child = await start_child("export", EXPORT, arguments, log_path=log, environ=environ)
     try:
         await child.process.wait()
@@ -274,7 +280,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
         await child.stop(GRACE_S)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
-    print(f"version {chosen} lies in {written}")
+    say(f"version {chosen} lies in {written}")
     return 0
 
 

@@ -43,6 +43,12 @@ class Placement:
         users = self.server_gpus
         return {gpu: users[gpu] for gpu in self.learner if gpu in users}
 
+    def max_episodes(self, config: Config, number: int) -> int:
+        """Returns the most episodes at one time on rollout server `number`."""
+        server = config.rollout_server
+        shares = bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
+        return (server.shared_max_episodes if shares else None) or server.max_episodes
+
     @property
     def server_gpus(self) -> Counter[str]:
         """The number of rollout servers that use each GPU."""

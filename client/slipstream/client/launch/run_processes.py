@@ -137,7 +137,8 @@ class RunProcesses:
         """Starts rollout server `number`, and restarts it when it dies."""
         name = f"server-{number}"
         environ = self._placement.server_environment(number)
-        keeping = self._told(f"rollout server {name}", self._keep(name, environ))
+        episodes = self._placement.max_episodes(self._config, number)
+        keeping = self._told(f"rollout server {name}", self._keep(name, environ, episodes))
         self._servers[name] = asyncio.ensure_future(keeping)
 
     async def wait(self) -> int:
@@ -182,11 +183,11 @@ class RunProcesses:
         if failure:
             if self._display.failure:
                 self._display.summary()
-            cause = with_full_disk(self._killed or failure, self._logs)
+            cause = self._killed or failure
             if cause == self._display.told_failure:
                 return FAILED
-            raise RunFailed(cause)
-        raise RunFailed(with_full_disk(controller.describe_end(), self._logs))
+            raise RunFailed(with_full_disk(cause, self._logs))
+        raise RunFailed(controller.describe_end())
 
     @property
     def _signalled(self) -> int:
@@ -248,7 +249,7 @@ class RunProcesses:
                 return
         await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
-    async def _keep(self, name: str, environ: Mapping[str, str]) -> None:
+    async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
         policy = RestartPolicy(self._config.rollout_server.max_restarts)
         address = self._config.controller.address
         # Where both take the whole GPU in turn, the learner must have loaded and given it back.
@@ -257,6 +258,7 @@ class RunProcesses:
         while True:
             started_s = time.monotonic()
             arguments = ["--controller", address, "--server-id", name]
+            arguments += ["--max-episodes", str(episodes)]
             child = await self._start(name, ROLLOUT_SERVER, arguments, environ)
             await child.process.wait()
             # Processes that the server has started must not outlive it.
@@ -312,7 +314,8 @@ class RunProcesses:
         controller = await self._controller if self._controller is not None else None
         if controller is None or not controller.is_running or self._display.is_over:
             return
-        self._display.warn(f"the controller does not answer, {problem}; it is ended")
+        ending = "it is ended, and the same command resumes the run"
+        self._display.warn(f"the controller does not answer, {problem}; {ending}")
         self._unanswered = status_pb2.StopRunRequest(reason=reason, failed=failed)
         await controller.stop(GRACE_S)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
 import grpc.aio
-from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.evaluations.evaluation import Evaluator
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.goodbye import await_goodbye
 from slipstream.learner.controller.leasing.books import Books
@@ -25,15 +24,13 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
 from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.restoration import (
     RestoredParts,
     begin,
-    journal_busy,
-    journal_evaluation,
     journal_servers,
     restore,
 )
+from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
@@ -41,6 +38,7 @@ from slipstream.learner.controller.services.fleet_service import FleetService
 from slipstream.learner.controller.services.joining import FleetServicer
 from slipstream.learner.controller.services.service_health import ServiceHealth
 from slipstream.learner.controller.services.status_service import StatusServicer
+from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
@@ -153,7 +151,9 @@ class Controller:
                 await self._wind_down()
                 for task in background:
                     task.cancel()
-            await self._write_results()
+            await self._results.write(
+                self._evaluator.results, hello=self._trainer.hello, goodbye=self._trainer.goodbye
+            )
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._progress.has_failed else 0
@@ -172,24 +172,41 @@ class Controller:
         self._stored = StoredPublisher(books.fleet, run, tasks, deliveries=deliveries)
         self._scheduler = Scheduler(run, books, self._intake.start_afresh)
         self._watch = RunWatch(run, books, self._intake.take_back)
+        former = self._make_former(books, tasks, keep_batches=self._config.checkpoint.keep_batches)
+        self._results = Results(
+            run,
+            books,
+            self._recorder,
+            intake=self._intake,
+            former=former,
+            publisher=self._publisher,
+            scheduler=self._scheduler,
+        )
         self._evaluator = Evaluator(
             run,
             books,
             self._intake,
             self._publisher,
             self._scheduler,
-            on_result=partial(self._evaluated, journal),
+            on_result=self._results.evaluated,
         )
-        former = self._make_former(books, tasks, keep_batches=self._config.checkpoint.keep_batches)
-        self._trainer = TrainerServicer(
+        orders = TrainerOrders(
             run,
             books.leases,
             former,
             self._publisher,
-            self._stored,
+            stored=self._stored,
             turns=self._turns,
             evaluations_done=self._evaluator.is_done,
-            on_step=partial(self._stepped, journal),
+        )
+        self._trainer = TrainerServicer(
+            run,
+            orders,
+            former,
+            self._publisher,
+            stored=self._stored,
+            turns=self._turns,
+            on_step=self._stepped,
             on_checkpoint=self._checkpoints.saved,
         )
         self._environment_servicer = EnvironmentServicer(run, books, self._intake)
@@ -264,41 +281,10 @@ class Controller:
         self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
         self._run.signal.notify()
 
-    def _stepped(self, journal: Journal, trained: Trained, report: trainer_pb2.StepReport) -> None:
-        journal_servers(journal, self._ledger)
-        batch, now = trained.batch, time.time()
-        if trained.again and self._recorder.has_row(batch.version):
-            self._run.events.add(f"version {trained.version}, trained again")
-            return
-        self._turns.stepped(report.metrics.get("trained_tokens", 0.0))
-        snapshot = self._ledger.snapshot()
-        row = self._recorder.step(
-            batch,
-            report.metrics,
-            training=(now - report.wall_s, now),
-            generated_tokens=snapshot.generated - snapshot.judged,
-            gauges={
-                "leased_groups": float(len(self._book.training_groups())),
-                "queued_tokens": float(snapshot.queued),
-                "ledger_difference": float(snapshot.difference),
-                "filtered_groups": float(self._intake.filtered_groups[batch.step]),
-                "set_aside_batches": float(self._parts.former.num_set_aside),
-                "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
-                **self._environments.gauges(),
-                **self._publisher.totals.gauges(),
-                **self._fleet.gauges(),
-                **self._scheduler.gauges(),
-            },
-        )
-        journal_busy(journal, self._recorder.facts.busy.of_this_start())
-        self._run.events.add(
-            f"version {report.version.step}", step=report.version.step, metrics=row
-        )
-        self._evaluator.step_done(report.version.step)
-
-    def _evaluated(self, journal: Journal, result: EvaluationResult) -> None:
-        journal_evaluation(journal, result)
-        self._recorder.evaluation(result)
+    def _stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> None:
+        if self._results.stepped(trained, report):
+            self._turns.stepped(report.metrics.get("trained_tokens", 0.0))
+            self._evaluator.step_done(report.version.step)
 
     async def _until_over(self) -> None:
         await self._health.tell(serving=True)
@@ -325,26 +311,3 @@ class Controller:
             self._run.events.add("a rollout server did not drain in time", Severity.WARNING)
         for session in sessions:
             session.disconnect()
-
-    async def _write_results(self) -> None:
-        progress = self._progress
-        progress.end()
-        hello, goodbye = self._trainer.hello, self._trainer.goodbye
-        self._recorder.summary(
-            ledger=self._ledger.snapshot(),
-            filtered_groups=self._intake.filtered_groups.total(),
-            set_aside_batches=self._parts.former.num_set_aside,
-            evaluations=self._evaluator.results,
-            publish=self._publisher.totals.summary(),
-            weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
-            trainer_ranks=hello.world_size if hello is not None else 0,
-            ending=Ending(
-                state=status_pb2.RunState.Name(progress.state).removeprefix("RUN_STATE_").lower(),
-                cause=progress.cause,
-                solved=bool(progress.solved) and not progress.has_failed,
-                suspended_environments=self._environments.suspended(),
-            ),
-        )
-        await self._recorder.draw(self._evaluator.results)
-        await asyncio.to_thread(self._recorder.close)
-        self._run.events.close(progress.state, progress.cause)

@@ -39,11 +39,20 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True, help="the version")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     arguments = parser.parse_args()
+    path = checkpoint_path(arguments.config.parent / CHECKPOINTS, arguments.step)
     try:
         config = load_config(arguments.config)
         check_model(config)
-        path = checkpoint_path(arguments.config.parent / CHECKPOINTS, arguments.step)
-        export(config, path, arguments.out)
+        try:
+            export(config, path, arguments.out)
+        except (SlipstreamError, OSError) as error:
+            if path.exists():
+                raise
+            raise CheckpointError(
+                f"{path} was removed before it was exported: its run goes on and keeps the newest "
+                f"{config.checkpoint.keep_last} (checkpoint.keep_last); export again for a newer "
+                "version"
+            ) from error
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -57,6 +66,8 @@ def export(config: Config, path: Path, out: Path) -> None:
 
     Raises CheckpointError when the files or the weights differ from the saved ones.
     """
+    manifest = read_manifest(path)
+    check_files(path, manifest.files)
     from slipstream.learner.trainer.checkpoints.starting_weights import load_models_from
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.opening import open_policy
@@ -64,8 +75,6 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
     from slipstream.learner.trainer.weights.published import weight_identity
 
-    manifest = read_manifest(path)
-    check_files(path, manifest.files)
     alone = on_one_rank(config, path)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.

@@ -1,7 +1,7 @@
 """Requests of a process to Linux: to end with its parent, to reap orphans, to open many files.
 
-`python -m slipstream.protocol.machine.process PROGRAM ARGUMENTS...` becomes PROGRAM, which will end
-with its parent.
+`python -m slipstream.protocol.machine.process PARENT PROGRAM ARGUMENTS...` becomes PROGRAM, which
+will end with its parent, the process PARENT. `below_this` returns the words before PROGRAM.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def below_this() -> list[str]:
+    """Returns the words before a command whose program is to end with this process."""
+    return [sys.executable, "-m", "slipstream.protocol.machine.process", str(os.getpid())]
 
 
 def become_reaper() -> None:
@@ -83,4 +88,7 @@ def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 if __name__ == "__main__":
     die_with_parent()
-    os.execvp(sys.argv[1], sys.argv[1:])
+    if os.getppid() != int(sys.argv[1]):
+        # The parent ended before this request, and its end comes only once.
+        sys.exit(1)
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -10,13 +10,13 @@ import asyncio
 import hashlib
 import os
 import secrets
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import QueueError
+from slipstream.protocol.machine.process import below_this
 from slipstream.protocol.queue.base import AsyncClosing
 from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
 
@@ -83,7 +83,7 @@ class EmbeddedServer(AsyncClosing):
         log = self._folder / "valkey.log"
         with log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "slipstream.protocol.machine.process"),
+                *below_this(),
                 *(str(get_binary_path()), str(configuration)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

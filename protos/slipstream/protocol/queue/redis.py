@@ -21,7 +21,7 @@ from types import TracebackType
 from redis.exceptions import WatchError
 from redis.typing import EncodableT, FieldT
 from slipstream.protocol.backoff import Backoff
-from slipstream.protocol.errors import QueueError
+from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.budget import check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_connection import (
@@ -138,12 +138,19 @@ class RedisSender:
         self._fail(QueueError("the sender is closed"))
 
     def _too_late(self, place: _Put, timeout_s: float) -> QueueError:
+        name, num_bytes = self._connection.name, len(place.data)
         if self._connection.trouble is not None:
             return QueueError(
-                f"redis at {self._connection.name} does not answer within {timeout_s:g} s: "
+                f"redis at {name} does not answer within {timeout_s:g} s: "
                 f"{self._connection.trouble}"
             )
-        return queue_full(len(place.data), timeout_s, self.queued_bytes, self._max_bytes)
+        if self.queued_bytes + num_bytes <= self._max_bytes:
+            # Its call has no answer yet, or room came at the last moment.
+            return TrajectoryQueueFull(
+                f"redis at {name} has room for {num_bytes} bytes and did not store them within "
+                f"{timeout_s:g} s"
+            )
+        return queue_full(num_bytes, timeout_s, self.queued_bytes, self._max_bytes)
 
     def _fail(self, error: QueueError) -> None:
         for place in self._waiting:

@@ -126,14 +126,16 @@ class RedisConnection:
             except CONNECTION_ERRORS as error:
                 if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
                     raise self.failure(error) from error
+                # A call that is too late has no text.
+                cause = str(error) or f"a call had no answer for {CALL_TIMEOUT_S:g} s"
                 if asyncio.get_running_loop().time() + backoff.next_s > deadline:
                     raise QueueError(
                         f"redis at {self.name} does not answer within "
-                        f"{self._reconnect_timeout_s:g} s: {error}"
+                        f"{self._reconnect_timeout_s:g} s: {cause}"
                     ) from error
                 if self.trouble is None:
-                    logger.warning("redis at %s was lost: %s", self.name, error)
-                self.trouble = str(error)
+                    logger.warning("redis at %s was lost: %s", self.name, cause)
+                self.trouble = cause
             except RedisError as error:
                 raise self.failure(error) from error
             else:

@@ -188,10 +188,17 @@ class Config(Section):
                 f"algorithm.groups_per_step must be a multiple of mini_batches, "
                 f"got {algorithm.groups_per_step} and {algorithm.mini_batches}"
             )
-        if algorithm.group_size > server.max_episodes:
+        shared, most = server.shared_max_episodes, server.max_episodes
+        if shared is not None and shared > most:
+            raise ValueError(
+                f"rollout_server.shared_max_episodes must be at most max_episodes, "
+                f"got {shared} and {most}"
+            )
+        if algorithm.group_size > (shared or most):
+            name = "max_episodes" if shared is None else "shared_max_episodes"
             raise ValueError(
                 f"a group runs on one server: algorithm.group_size must be at most "
-                f"rollout_server.max_episodes, got {algorithm.group_size} and {server.max_episodes}"
+                f"rollout_server.{name}, got {algorithm.group_size} and {shared or most}"
             )
         if sampling.max_reply_tokens >= sampling.max_episode_tokens:
             raise ValueError(
@@ -302,8 +309,8 @@ def check_router_replay(config: Config) -> None:
         )
     if config.rollout_server.drafts != "off":
         raise ValueError(
-            'algorithm.router_replay needs rollout_server.drafts = "off": vLLM returns experts '
-            f"only where it makes no such drafts, got {config.rollout_server.drafts!r}"
+            'algorithm.router_replay needs rollout_server.drafts = "off": experts of drafted '
+            f"tokens were not tested, got {config.rollout_server.drafts!r}"
         )
     for problem in replay_problems(config.learner.transformer):
         raise ValueError(problem)

@@ -61,7 +61,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
         ) from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path} is no TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
     try:
@@ -132,6 +132,7 @@ def check_sizes(config: Config) -> list[str]:
     for problem in itertools.chain(*problems):
         raise ConfigError(problem)
     _check_routing(config, sizes)
+    _check_drafts(config, sizes)
     return [
         *missing_files(config.model.path),
         *missing_weights(config),
@@ -210,6 +211,15 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
         raise ConfigError(
             f"{error}; algorithm.router_replay adds {per_token} bytes for each token"
         ) from error
+
+
+def _check_drafts(config: Config, sizes: ModelSizes) -> None:
+    drafts = config.rollout_server.drafts
+    if sizes.linear_heads and drafts != "off":
+        raise ConfigError(
+            'rollout_server.drafts must be "off" for a model with delta nets: vLLM takes their '
+            f"state back with a kernel for GPUs, where that was not tested, got {drafts!r}"
+        )
 
 
 def _apply_override(table: Table, override: str) -> None:

@@ -233,6 +233,9 @@ class RolloutServerSection(Section):
     count: Positive = 1
     # Most episodes that run at the same time on a server.
     max_episodes: Positive = 64
+    # The same for a server on a GPU that the learner uses too. It samples more slowly, so that each
+    # of fewer episodes ends before its version is too old. None: max_episodes.
+    shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
     # GPUs of the servers on one machine, `tensor_parallel_size` for each, by number or UUID as in

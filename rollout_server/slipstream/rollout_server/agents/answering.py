@@ -55,12 +55,16 @@ class Answering:
         *,
         model: str,
         has_tools: bool,
+        has_drafts: bool = False,
     ) -> None:
-        """`current` tells the application its call; `has_tools`: it can read calls of tools."""
+        """`current` tells the application its call; `has_tools`: it can read calls of tools.
+
+        `has_drafts`: the engine drafts replies.
+        """
         self._application = application
         self._current = current
         self._model = model
-        self._has_tools = has_tools
+        self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
         """Returns the parts of the answer to a request, whose tokens `recorder` takes."""
@@ -124,7 +128,8 @@ class Answering:
             raise RefusedRequest(f"the body must be JSON: {error}") from None
         if not isinstance(asked, dict):
             raise RefusedRequest(f"the body must be an object, got {type(asked).__name__}")
-        ruled = rule(asked, recorder.sampling, auto=_AUTO.get(path, "auto"))
+        auto = _AUTO.get(path, "auto")
+        ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
         choice = ruled.body.get("tool_choice")
         if ruled.body.get("tools") and not self._has_tools and choice not in _NO_TOOLS:
             raise RefusedRequest(NEED_PARSER)

@@ -66,15 +66,19 @@ class Agents:
         from slipstream.rollout_server.agents.prompting import CURRENT
         from slipstream.rollout_server.agents.replies_as_messages import as_messages
 
+        parts = self._engine.vllm_parts
         try:
-            application: Callable[..., Any] = open_application(
-                self._engine.vllm_parts, self._settings
-            )
+            application: Callable[..., Any] = open_application(parts, self._settings)
         except Exception as error:
             raise self._wrong("vLLM's application for agents", error) from error
-        return AgentApi(
-            Answering(application, CURRENT, model=MODEL, has_tools=self.takes_tools), as_messages
+        answering = Answering(
+            application,
+            CURRENT,
+            model=MODEL,
+            has_tools=self.takes_tools,
+            has_drafts=parts.vllm_config.speculative_config is not None,
         )
+        return AgentApi(answering, as_messages)
 
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.agents.reply_reader import ReplyReader

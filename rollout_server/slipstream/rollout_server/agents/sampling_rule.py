@@ -1,7 +1,7 @@
 """The run's sampling holds for every call of an agent: what a request asks otherwise is told.
 
 Tokens that are trained must come from the distribution of the run. A request may only shorten its
-reply (`max_tokens`, `stop`) and choose its `seed`.
+reply (`max_tokens`, `stop`) and, where nothing is drafted, choose its `seed`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ class Ruled:
     told: str
 
 
-def rule(body: dict[str, Any], sampling: Sampling, *, auto: object = "auto") -> Ruled:
+def rule(
+    body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
+) -> Ruled:
     """Applies the rule to the JSON body of a request; RefusedRequest for several replies.
 
-    `auto` is the value of `tool_choice` by which the API leaves the choice to the model.
+    `auto` is the value of `tool_choice` by which the API leaves the choice to the model. An engine
+    that `has_drafts` takes no seed: drafts repeat earlier replies. If the random numbers behind
+    these came again, likely tokens would be accepted more often than their probability.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -79,6 +83,8 @@ def rule(body: dict[str, Any], sampling: Sampling, *, auto: object = "auto") -> 
     told += [f"{name}=none (asked)" for name in dropped if name not in holds]
     for name in _FOREIGN:
         kept.pop(name, None)
+    if has_drafts and kept.pop("seed", None) is not None:
+        told.append("seed=none (asked)")
     for name in ("text", "output_config"):
         part = kept.get(name)
         if isinstance(part, dict) and part.get("format") is not None:

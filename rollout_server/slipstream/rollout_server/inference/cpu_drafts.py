@@ -1,4 +1,4 @@
-"""Repairs vLLM's sampling behind drafts on CPUs.
+"""Drafts in vLLM's older worker, the only one of CPUs, and a repair of its sampling behind them.
 
 vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
 writes floating-point values into a copy and drops that, so that drafts are verified with whatever
@@ -7,8 +7,60 @@ the memory held. Import this module on CPUs only.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
+from slipstream.rollout_server.inference.draft_table import PROMPT_TOKENS, DraftTable
+from vllm.config import VllmConfig
 from vllm.utils import cpu_triton_utils
+
+
+class SharedTextProposer:
+    """Drafts for all requests of an engine from the texts of all of them."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """See vLLM, which makes one in each worker."""
+        self._length = int(vllm_config.num_speculative_tokens)
+        self._longest = int(vllm_config.model_config.max_model_len)
+        self._table = DraftTable(self._length)
+        # The length of the text of each row, as far as it is entered. Rows change their requests.
+        self._ends: dict[int, int] = {}
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> list[list[int]]:
+        """See vLLM; returns no draft for a request that got no token, or is at its longest."""
+        chosen = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not chosen:
+            return drafts
+        texts, rows = torch.from_numpy(token_ids), torch.tensor(chosen)
+        ends = torch.from_numpy(num_tokens)[rows].long()
+        news = [self._new_places(row, int(num_tokens[row]), sampled_token_ids) for row in chosen]
+        along = rows.repeat_interleave(torch.tensor([len(new) for new in news]))
+        places = torch.cat(news)
+        self._table.enter(texts, along, places, torch.ones_like(places, dtype=torch.bool))
+        found = self._table.draft(texts, rows, ends).tolist()
+        for row, end, draft in zip(chosen, ends.tolist(), found, strict=True):
+            drafts[row] = draft if end < self._longest else []
+        return drafts
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
+        """See vLLM; loads nothing."""
+
+    def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
+        """The places of a row that have had a whole draft behind them only since this step."""
+        known = self._ends.get(row, 0)
+        is_same = known + len(sampled[row]) == end
+        first = known - self._length + 1 if is_same else end - PROMPT_TOKENS
+        self._ends[row] = end
+        return torch.arange(max(1, first), max(1, first, end - self._length + 1))
 
 
 def repair_expansion() -> None:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with drafts of replies that it looks up itself, and counts of how drafts fare.
+"""vLLM's scheduler with drafts of replies where they pay, and counts of how drafts fare.
 
 vLLM verifies a draft in one step: it samples the token behind each drafted one, and keeps the
 sampled tokens up to the first that differs. Whatever a draft says, replies and log-probabilities
@@ -9,11 +9,10 @@ made before an update is verified by the new ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slipstream.protocol.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.draft_index import DraftIndex
 from slipstream.rollout_server.inference.draft_rule import MOST_STEP_TOKENS, DraftRule
 from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
 from vllm.config import VllmConfig
@@ -21,20 +20,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 log = logging.getLogger(__name__)
 
 # Most episodes of an engine with drafts: one drafted token for each fills a step.
 MOST_EPISODES = MOST_STEP_TOKENS // 2
-_PROPOSER = f"{__name__}.NoProposer"
 # Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
 _RUNS = (3, 8)
+# What drafts from the texts of all requests: in vLLM's worker for GPUs, and in that for CPUs.
+_WORKER = "slipstream.rollout_server.inference.drafting_worker.DraftingWorker"
+_PROPOSER = "slipstream.rollout_server.inference.cpu_drafts.SharedTextProposer"
 
 
-def draft_values(section: RolloutServerSection) -> dict[str, object]:
-    """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for."""
+def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:
+    """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for.
+
+    Workers of GPUs make drafts where the tokens are, so that vLLM plans a step ahead.
+    """
     if section.drafts == "off":
         return {}
     if section.max_episodes > MOST_EPISODES:
@@ -43,44 +46,42 @@ def draft_values(section: RolloutServerSection) -> dict[str, object]:
             *(MOST_EPISODES, section.max_episodes),
         )
         return {}
-    method: dict[str, object] = {"method": "custom_class", "model": _PROPOSER}
-    if section.drafts == "ngram":
-        shortest, longest = _RUNS
-        method = {
-            "method": "ngram",
-            "prompt_lookup_min": shortest,
-            "prompt_lookup_max": longest,
-        }
+    shortest, longest = _RUNS
+    method: dict[str, object] = {
+        "method": "ngram" if on_cpu else "ngram_gpu",
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": longest,
+    }
+    if on_cpu and section.drafts == "shared":
+        method = {"method": "custom_class", "model": _PROPOSER}
     drafts = {**method, "num_speculative_tokens": section.draft_tokens}
-    return {"speculative_config": drafts}
+    values: dict[str, object] = {"speculative_config": drafts}
+    if not on_cpu:
+        lengths = draft_lengths(section.draft_tokens, section.max_episodes)
+        # vLLM captures graphs for the lengths in this table alone. Which one a step has is our
+        # rule's choice: 0 is in the table for steps while drafts rest.
+        drafts["num_speculative_tokens_per_batch_size"] = [
+            (1, 1, 0 if len(lengths) > 2 else lengths[1]),
+            *((size, size, length) for size, length in enumerate(lengths) if size > 1),
+        ]
+        if section.drafts == "shared":
+            values["worker_cls"] = _WORKER
+    return values
 
 
-class NoProposer:
-    """The worker's part of drafts that the scheduler makes: none.
-
-    vLLM's workers know tokens, but not which requests share a prompt, and each would look up all.
-    """
-
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        """See vLLM, which makes one in each worker."""
-
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        *args: Any,  # noqa: ANN401 - vLLM's own
-        **kwargs: Any,  # noqa: ANN401 - vLLM's own
-    ) -> list[list[int]]:
-        """See vLLM; returns an empty draft for each request."""
-        return [[] for _ in sampled_token_ids]
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        """See vLLM; loads nothing."""
+def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
+    """Returns the lengths of drafts, in tokens, by the number of replies of a step."""
+    return [
+        max(0, min(draft_tokens, MOST_STEP_TOKENS // max(1, replies) - 1))
+        for replies in range(most_replies + 1)
+    ]
 
 
 class DraftingScheduler(PausingScheduler):
     """Gives running requests drafts as `DraftRule` allows; without drafts in vLLM's settings: none.
 
-    Consumes the tokens of each step; produces `Request.spec_token_ids` for the next one.
+    Workers draft behind each step. Where vLLM plans ahead, the plan tells them how many tokens;
+    elsewhere this cuts their drafts.
     """
 
     def __init__(
@@ -93,49 +94,34 @@ class DraftingScheduler(PausingScheduler):
         drafts = vllm_config.speculative_config
         self._rule = DraftRule(self.num_spec_tokens)
         self._sampled = 0
-        self._index: DraftIndex | None = None
         self._draft_stats: SpecDecodingStats | None = None
+        self._lengths: list[int] | None = None
         if drafts is None:
             return
-        if drafts.method == "custom_class":
-            self._index = DraftIndex(self.num_spec_tokens)
+        if self.scheduler_config.async_scheduling:
+            self._lengths = draft_lengths(self.num_spec_tokens, self.max_num_running_reqs)
         # vLLM would draft tokens of -1 behind a prompt of which one token is left to compute. It
         # does not if the length of drafts may change.
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self.dynamic_sd_lookup = self._lengths or (
+            [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """See vLLM; in place of the workers' drafts come those of the index, if there is one."""
-        length = self._rule.next_length(num_replies=len(self.running), sampled=self._sampled)
-        names = draft_token_ids.req_ids
+        """See vLLM, which calls it where it does not plan ahead; cuts the drafts."""
+        length = self._next_length()
         drafts = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
-        if self._index is not None:
-            names = [request.request_id for request in self.running]
-            drafts = [self._draft(self._index, request, length) for request in self.running]
-        super().update_draft_token_ids(DraftTokenIds(names, drafts))
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        """See vLLM; the index keeps what the requests have sampled."""
-        finished: list[Request] = super().finish_requests(request_ids, finished_status)
-        self._close(request.request_id for request in finished)
-        return finished
+        super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, drafts))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See vLLM; the index keeps what ended requests have sampled."""
+        """See vLLM; also sets the length of the drafts that are planned next."""
         self._sampled = sum(map(len, model_runner_output.sampled_token_ids))
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        if self._index is not None:
-            self._close(
-                output.request_id
-                for outputs in by_client.values()
-                for output in outputs.outputs
-                if output.finish_reason is not None
-            )
+        if (lengths := self._lengths) is not None and scheduler_output.num_scheduled_tokens:
+            self.dynamic_sd_lookup = lengths if self._next_length() else [0] * len(lengths)
         return by_client
 
     def with_draft_counts(
@@ -162,15 +148,5 @@ class DraftingScheduler(PausingScheduler):
             self._draft_stats = SpecDecodingStats.new(self.num_spec_tokens)
         self._draft_stats.observe_draft(num_draft_tokens, num_accepted_tokens)
 
-    def _draft(self, index: DraftIndex, request: Request, length: int) -> list[int]:
-        # The last token of a reply needs no draft behind it.
-        most = min(length, request.max_tokens - request.num_output_tokens - 1)
-        if most <= 0:
-            return []
-        tokens, num_prompt = request._all_token_ids, request.num_prompt_tokens
-        return index.draft(request.request_id, tokens, num_prompt=num_prompt, most=most)
-
-    def _close(self, request_ids: Iterable[str]) -> None:
-        if self._index is not None:
-            for request_id in request_ids:
-                self._index.close(request_id)
+    def _next_length(self) -> int:
+        return self._rule.next_length(num_replies=len(self.running), sampled=self._sampled)

@@ -108,7 +108,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         ),
         # On a CPU vLLM's workers keep their memory and only pause.
         "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
-        **draft_values(settings),
+        **draft_values(settings, on_cpu=on_cpu),
         **(vision_values(sampling) if table.get("vision_config") else {}),
         **lora_arguments(config.lora, on_cpu=on_cpu),
     }

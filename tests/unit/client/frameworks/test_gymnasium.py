@@ -185,6 +185,8 @@ def test_actions_of_every_space_that_can_be_read() -> None:
     box = spaces.Box(numpy.float32([-1, 0]), numpy.float32([1, 9]))
     assert read(box, "steer -.5, gas 1e0").tolist() == [-0.5, 1.0]
     assert read(spaces.MultiBinary(2), "0 1").tolist() == [0, 1]
+    pixels = spaces.Box(0, 255, (2,), numpy.uint8)
+    assert read(pixels, "255 5.0").tolist() == [255, 5]
     for space, reply in [
         (spaces.Discrete(5), "five"),
         (spaces.Discrete(5), "5"),
@@ -197,6 +199,15 @@ def test_actions_of_every_space_that_can_be_read() -> None:
         (box, "0.5 99"),
         (box, "nan inf"),
         (box, "1e999 1"),
+        # None of these fits into a byte.
+        (pixels, "300 5"),
+        (pixels, "1.5 5"),
+        (pixels, "1e30 5"),
+        (spaces.MultiBinary(2), "257 0"),
+        (spaces.Discrete(3, dtype=numpy.int8), "300"),
+        (spaces.Discrete(3, dtype=numpy.uint8), "-1"),
+        # It is finite only before the cast.
+        (spaces.Box(-numpy.inf, numpy.inf, (1,), numpy.float32), "1e39"),
     ]:
         with pytest.raises(ValueError, match="Reply with"):
             read(space, reply)

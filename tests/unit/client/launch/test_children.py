@@ -174,6 +174,18 @@ def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     said = with_full_disk("it ended", tmp_path)
     assert said == f"it ended; no space is left on the disk of {tmp_path}"
+    assert with_full_disk(f"the run ends: {said}", tmp_path) == f"the run ends: {said}"
+
+
+@pytest.mark.process
+async def test_the_end_of_a_program_names_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await start_script(tmp_path, "trainer", "raise SystemExit('    return half_a_line')")
+    assert await trainer.process.wait() == 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    ending = f"(log: {tmp_path}/trainer.log); no space is left on the disk of {tmp_path}"
+    assert trainer.describe_end().endswith(ending)
 
 
 @pytest.mark.parametrize("spoil", ["a file for its folder", "a folder for the log"])

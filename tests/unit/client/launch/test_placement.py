@@ -72,6 +72,15 @@ def test_one_gpu_is_shared() -> None:
     assert placed("5", server={"count": 2}).shared == {"5": 2}
 
 
+def test_a_server_beside_the_learner_has_its_own_number_of_episodes() -> None:
+    server = {"count": 2, "devices": [1, 0], "max_episodes": 64, "shared_max_episodes": 16}
+    got = placed("0 1", {"devices": [0]}, server)
+    config = config_of({"devices": [0]}, server)
+    assert [got.max_episodes(config, number) for number in range(2)] == [64, 16]
+    plain = config_of(server={"max_episodes": 64})
+    assert got.max_episodes(plain, 1) == Placement().max_episodes(plain, 0) == 64
+
+
 def test_without_a_gpu_nothing_is_set() -> None:
     got = placed("", {"world_size": 4}, {"count": 3})
     assert got.learner_environment == {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slipstream.client.launch.children import Child
@@ -92,7 +94,8 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
         os.kill(os.getpid(), signal.SIGINT)
         assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
     out = capsys.readouterr().out
-    assert "! the controller does not answer, DEADLINE_EXCEEDED; it is ended" in out
+    ended = "! the controller does not answer, DEADLINE_EXCEEDED; it is ended"
+    assert f"{ended}, and the same command resumes the run\n" in out
 
 
 @pytest.mark.process
@@ -116,9 +119,11 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
 
 @pytest.mark.process
 async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controllers_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = deaf_config(tmp_path)
+    # Nor by a second line that only adds that the disk is full.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     text = "the run failed: trainer rank 0: CheckpointError: No space left on device"
     async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
         processes._display.show(status_pb2.Event(number=1, text=text))

@@ -12,6 +12,7 @@ from slipstream.learner.controller.lease_pace import CALM_STEPS, JustInTime
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.types import GroupId, ServerId
+from support.rigs.fuzz_budget import times
 
 SERVER = ServerKey(ServerId("s"), 1)
 STEP_S = 1.0
@@ -210,7 +211,7 @@ def test_leases_just_in_time_are_as_fast_as_eager_ones(name: str, max_staleness:
 
 def test_random_fleets_and_sizes_never_stall() -> None:
     draws = random.Random(0)
-    for seed in range(15):
+    for seed in range(times(15)):
         fleet = Fleet(
             math.exp(draws.uniform(-4, 2)),
             spread=draws.uniform(0.0, 1.5),

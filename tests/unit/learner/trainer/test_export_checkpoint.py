@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slipstream.learner.trainer import export_checkpoint
 from slipstream.learner.trainer.export_checkpoint import on_one_rank
 from slipstream.protocol.settings.config import Config, ParallelSection
 from slipstream.protocol.settings.config_file import parse_config
+from support.rigs.run_processes import empty_model, write_config
 
 STAGES = {
     "num_layers_in_first_pipeline_stage": 1,
@@ -75,3 +77,17 @@ def test_settings_of_the_model_are_those_of_the_run() -> None:
     alone = on_one_rank(before, Path("step-000001"))
     assert alone.learner.transformer == settings
     assert (alone.lora, alone.weights, alone.model) == (before.lora, before.weights, before.model)
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = write_config(tmp_path, empty_model(tmp_path), checkpoint__keep_last=2)
+    words = ["--config", str(settings), "--step", "27", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["export", *words])
+    assert export_checkpoint.main() == 2
+    folder = tmp_path / "checkpoints" / "step-000027"
+    assert capsys.readouterr().err == (
+        f"slipstream: {folder} was removed before it was exported: its run goes on and keeps the "
+        "newest 2 (checkpoint.keep_last); export again for a newer version\n"
+    )

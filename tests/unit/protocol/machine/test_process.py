@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from slipstream.protocol.machine.process import without_collections
+from slipstream.protocol.machine.process import below_this, without_collections
+
+# Starts the command of its arguments, which waits for the end of this process, and ends.
+PARENT = """
+import os, subprocess, sys
+from slipstream.protocol.machine.process import below_this
+wait = 'while kill -0 "$0" 2>/dev/null; do sleep 0.01; done; exec "$@"'
+command = ["sh", "-c", wait, str(os.getpid()), *below_this(), *sys.argv[2:]]
+subprocess.Popen(command, pass_fds=[int(sys.argv[1])])
+os._exit(0)
+"""
 
 
 def test_objects_made_without_collections_stay_and_the_collector_is_as_before() -> None:
@@ -23,3 +37,21 @@ def test_the_collector_is_on_again_after_an_import_that_fails() -> None:
     with pytest.raises(ImportError), without_collections():
         raise ImportError
     assert gc.isenabled()
+
+
+@pytest.mark.process
+def test_a_program_begins_and_its_exit_code_is_that_of_the_command() -> None:
+    assert subprocess.run([*below_this(), "sh", "-c", "exit 7"]).returncode == 7
+
+
+@pytest.mark.process
+def test_a_program_whose_parent_ended_before_it_began_does_not_begin(tmp_path: Path) -> None:
+    """A run that is killed while it starts its processes leaves none of them."""
+    reader, writer = os.pipe()
+    words = [str(writer), "touch", str(tmp_path / "began")]
+    subprocess.run([sys.executable, "-c", PARENT, *words], pass_fds=[writer], check=True)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as ended:
+        # The end of the command closes its writing end.
+        assert ended.read() == b""
+    assert not (tmp_path / "began").exists()

@@ -129,6 +129,17 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
             "rollout_server.max_episodes, got 65 and 64",
         ),
         (
+            "rollout_server",
+            {"max_episodes": 64, "shared_max_episodes": 65},
+            "rollout_server.shared_max_episodes must be at most max_episodes, got 65 and 64",
+        ),
+        (
+            "rollout_server",
+            {"max_episodes": 64, "shared_max_episodes": 1},
+            "a group runs on one server: algorithm.group_size must be at most "
+            "rollout_server.shared_max_episodes, got 4 and 1",
+        ),
+        (
             "sampling.max_reply_tokens",
             64,
             "sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, "
@@ -342,7 +353,7 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml: no such file"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "broken.toml").write_text("[run\n")
-    with pytest.raises(ConfigError, match=r"broken.toml: Expected ']'"):
+    with pytest.raises(ConfigError, match=r"broken.toml is no TOML: Expected ']'"):
         load_config(tmp_path / "broken.toml")
     (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
     with pytest.raises(ConfigError, match=r"latin.toml: TOML is UTF-8, byte 5 \(0xe9\) is not"):
@@ -384,6 +395,14 @@ def test_a_table_in_place_of_a_list_of_tables_is_told_in_plain_words() -> None:
         "environments is a list of tables: write [[environments]] above each in place of "
         "[environments]"
     )
+
+
+@pytest.mark.parametrize("text", ["run:\n  name: x\n", '{"run": {"name": "x"}}'])
+def test_a_file_of_another_format_is_told_to_be_toml(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run.yaml is no TOML: .*\(at line 1, column \d+\)$"):
+        load_config(file)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:

@@ -374,6 +374,12 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
             {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
             "lora.rank must be 0 for a model with delta nets",
         ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"rollout_server": {"drafts": "shared"}},
+            "rollout_server.drafts must be \"off\" for a model with delta nets.* got 'shared'",
+        ),
     ],
 )
 def test_what_a_family_lacks_is_refused(

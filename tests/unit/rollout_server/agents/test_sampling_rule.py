@@ -16,6 +16,12 @@ def test_a_request_that_asks_for_nothing_is_told_nothing() -> None:
     assert ruled.body == body
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
+    ruled = rule({"model": "m", "seed": seed}, SAMPLING, has_drafts=True)
+    assert (ruled.body, ruled.told) == ({"model": "m"}, "seed=none (asked)")
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

@@ -88,9 +88,9 @@ class RunRecorder:
         # A byte for each version: 1 when the row of the step that makes it is written.
         self._written = bytearray()
         # The run's seconds continue behind those of the last row of an earlier start.
-        self._started_s = time.time() - self._read_rows()
+        self._started_s = time.monotonic() - self._read_rows()
         self.rate = GenerationRate()
-        self._last_step_s = time.time()
+        self._last_step_s = time.monotonic()
 
     def _read_rows(self) -> float:
         """Takes over the rows of earlier starts; returns the seconds that these starts took."""
@@ -139,7 +139,7 @@ class RunRecorder:
         intervals = [(span.start_s, span.end_s) for span in report.busy_intervals]
         self.facts.busy.generated(intervals)
         if intervals:
-            self.rate.began(intervals[0][0])
+            self.rate.began(time.monotonic() - (time.time() - intervals[0][0]))
 
     def look(self, suspended: dict[str, str]) -> None:
         """Recreates removed files; writes the causes of `suspended` environments, by name."""
@@ -171,7 +171,7 @@ class RunRecorder:
 
         `training`: start and end of the step, in Unix seconds.
         """
-        now = time.time()
+        now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
         self._last_step_s = now
         row = {
@@ -214,7 +214,7 @@ class RunRecorder:
         }
         row = {
             "evaluation_step": result.step,
-            "wall_s": time.time() - self._started_s,
+            "wall_s": time.monotonic() - self._started_s,
             "num_episodes": result.num_episodes,
             "num_failed": result.num_failed,
             **numbers,
@@ -270,7 +270,7 @@ class RunRecorder:
             "busy": dict(facts.busy.of_the_run().shares()),
             "resources": facts.resources.told(trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
-            "wall_s": time.time() - self._started_s,
+            "wall_s": time.monotonic() - self._started_s,
         }
         finite = _finite(summary)
         text = json.dumps(finite, indent=2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import misfit
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, JoinedOrder, ServerSession
@@ -44,6 +45,8 @@ class FleetServicer:
     def __init__(self, fleet: Fleet, run: Run) -> None:
         self._fleet = fleet
         self._run, self._progress = run, run.progress
+        # The processes that were turned away; one event names each.
+        self._turned_away: set[int] = set()
 
     async def join(
         self,
@@ -130,8 +133,40 @@ class FleetServicer:
                 reason,
                 {"server_id": hello.server_id[:100]},
             )
+        await self._check_name_is_free(hello, context)
         key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
         return ServerSession(key, hello, clock=self._fleet.clock)
+
+    async def _check_name_is_free(
+        self, hello: fleet_pb2.ServerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Turns a second process away while another one of its name lives; it tries again.
+
+        The same process may come back before the end of its stream is known.
+        """
+        older = self._fleet.sessions.get(ServerId(hello.server_id))
+        if older is None or older.hello.process == hello.process:
+            return
+        # A peer that does not tell its process is taken for the same one.
+        if not older.hello.process or not hello.process:
+            return
+        text = (
+            f"another process of this name has joined from {older.hello.host} and lives; "
+            "choose another --server-id, or end that one"
+        )
+        if hello.process not in self._turned_away:
+            self._turned_away.add(hello.process)
+            self._run.events.add(
+                f"a second rollout server {older.name}, on {hello.host}, waits: {text}",
+                Severity.WARNING,
+            )
+        await abort(
+            context,
+            grpc.StatusCode.UNAVAILABLE,
+            f"server {older.name}: {text}",
+            Reason.PLACE_TAKEN,
+            {"server_id": older.name},
+        )
 
     async def _read(
         self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]

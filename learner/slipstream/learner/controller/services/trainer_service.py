@@ -16,8 +16,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.lease_waits import batch_wait
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
@@ -25,6 +23,7 @@ from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services import trainer_hello
+from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
@@ -32,7 +31,6 @@ from slipstream.learner.controller.trajectories.set_aside import way_past
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # Longest wait of a `Next` call; then the trainer calls again.
@@ -45,28 +43,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(
         self,
         run: Run,
-        book: LeaseBook,
+        orders: TrainerOrders,
         former: BatchFormer,
         publisher: Publisher,
-        stored: StoredPublisher,
         *,
+        stored: StoredPublisher,
         turns: EngineTurns,
-        evaluations_done: Callable[[], bool],
         on_step: Callable[[Trained, trainer_pb2.StepReport], None],
         on_checkpoint: Callable[[int], None],
     ) -> None:
         self._run, self._progress = run, run.progress
-        self._book, self._former = book, former
+        self._orders, self._former = orders, former
         self._publisher, self._stored, self._turns = publisher, stored, turns
-        self._evaluations_done = evaluations_done
         self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
         self.goodbye: trainer_pb2.TrainerGoodbye | None = None
         self.hello: trainer_pb2.TrainerHello | None = None
-        self.batch_started_s = 0.0
         self.place = TrainerPlace(run)
-        # Version of the trainer's weights; after a restart it may be older than the run's version.
-        self._trainer_version = run.progress.version
         self._lock = asyncio.Lock()
 
     async def Register(  # noqa: N802
@@ -98,10 +91,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             rule.trainer_lost()
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
-        self._trainer_version = self._former.identify(version, request.weight_digest.hex())
+        self._orders.trainer_version = self._former.identify(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
         if behind == 0:
-            self._progress.reached(self._trainer_version)
+            self._progress.reached(self._orders.trainer_version)
         else:
             self._run.events.add(
                 f"the trainer resumes from version {version.step}; {behind} steps are trained again"
@@ -113,7 +106,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(
             run_id=self._progress.run_id,
-            version=version_to_pb(self._trainer_version),
+            version=version_to_pb(self._orders.trainer_version),
             trainer_epoch=epoch,
         )
 
@@ -160,7 +153,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self._former.durable()
             return trainer_pb2.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
-        self._trainer_version = trained.version
+        self._orders.trainer_version = trained.version
         if not self._progress.is_over:
             # The trainer will ask for its next batch after this answer.
             self._progress.waits_for("the trainer to ask for its next batch")
@@ -295,7 +288,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # Another trainer may have taken over meanwhile: an order to this one would be lost.
             await self.place.check(context)
             try:
-                order = await self._possible_order(request)
+                order = await self._orders.next(request, must_save=self._is_stopping)
             except (ProtocolError, RunFailed) as failure:
                 self._progress.fail(str(failure))
                 continue
@@ -306,45 +299,3 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
             # A server that is to be retried becomes due without a signal.
             await self._run.signal.changes(min(remaining, 0.25))
-
-    async def _possible_order(
-        self, request: trainer_pb2.NextRequest
-    ) -> trainer_pb2.Directive | FormedBatch | None:
-        progress, rules = self._progress, self._run.lease_rules
-        is_behind = self._trainer_version.step < self._book.step
-        if is_behind and (not progress.is_over or self._is_stopping):
-            # The trainer restarted from a checkpoint, or an answer was lost.
-            return await self._former.recorded(self._trainer_version.step)
-        if progress.is_over:
-            await self._turns.stop()
-            reason = progress.cause or "the run is over"
-            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
-        publish = await self._publisher.prepare(request)
-        self._turns.end(() if publish is None else [r.server_id for r in publish.receivers])
-        if publish is not None:
-            return trainer_pb2.Directive(publish=publish)
-        if (store := self._stored.order(request)) is not None:
-            return trainer_pb2.Directive(store=store)
-        if not progress.all_steps_done:
-            asked_s = time.monotonic()
-            for rule in rules:
-                rule.trainer_asks(asked_s)
-            batch = await self._former.form()
-            if batch is not None:
-                for rule in rules:
-                    # The groups were complete when it asked: the write is no wait for groups.
-                    rule.batch_given(asked_s)
-                progress.waits_for(f"the trainer to make version {batch.version}")
-                self.batch_started_s = time.time()
-                progress.moved()
-                # The servers can answer while the trainer makes the version.
-                version = progress.version
-                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
-                return batch
-            progress.waits_for(batch_wait(self._book))
-            return None
-        if self._evaluations_done():
-            progress.complete()
-        else:
-            progress.waits_for("the last evaluation")
-        return None

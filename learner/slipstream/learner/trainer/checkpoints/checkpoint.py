@@ -52,7 +52,7 @@ from slipstream.protocol.types import PolicyVersion
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.checkpoints.distributed_files import PendingSave
+    from slipstream.learner.trainer.checkpoints.threaded_save import PendingSave
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,10 @@ class Checkpointer:
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
 
+        # What a save has left may fill the disk, and the check writes a file.
+        chosen = self._disk.together(self._newest_step)
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
-        chosen = self._disk.together(self._newest_step)
         step = self._ranks.broadcast_bytes(chosen)
         loaded = self.load(int(step)) if step else None
         if self._settings.every_steps and self._ranks.device.type == "cuda":

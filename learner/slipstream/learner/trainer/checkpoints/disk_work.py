@@ -7,6 +7,7 @@ continue when all are done, and all fail when one of them has moved no byte for 
 
 from __future__ import annotations
 
+import shutil
 import struct
 import threading
 import time
@@ -107,9 +108,12 @@ class DiskWork:
     def _result(self, future: Future[Result], any_failed: bool) -> Result:
         error = future.exception()
         if isinstance(error, OSError):
-            raise CheckpointError(f"the checkpoint failed: {error}") from error
+            # A folder that cannot be copied has a list of (from, to, cause).
+            many = isinstance(error, shutil.Error) and isinstance(error.args[0], list)
+            cause = error.args[0][0][2] if many else error
+            raise CheckpointError(f"the disk of {self._folder} failed: {cause}") from error
         if error is not None:
             raise error
         if any_failed:
-            raise CheckpointError("the checkpoint failed on another rank")
+            raise CheckpointError(f"the disk of {self._folder} failed on another rank")
         return future.result()

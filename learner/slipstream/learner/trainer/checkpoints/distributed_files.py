@@ -21,18 +21,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import (
     StrategyAction,
     register_default_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonSaveStrategy,
-)
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
@@ -44,7 +35,6 @@ from slipstream.learner.trainer.checkpoints.gathered_state import (
     gathering,
 )
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
-from slipstream.learner.trainer.checkpoints.host_writer import HostWriter
 from slipstream.learner.trainer.checkpoints.optimizer_formats import (
     check_convertible,
     is_distributed,
@@ -53,11 +43,17 @@ from slipstream.learner.trainer.checkpoints.optimizer_formats import (
 )
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+from slipstream.learner.trainer.checkpoints.threaded_save import (
+    KeptCommonState,
+    PendingSave,
+    ThreadedSaveStrategy,
+    first_cause,
+)
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.checkpoints import FileEntry
 from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -70,35 +66,6 @@ _METADATA = {
 }
 # With this option the first data-parallel rank saves the optimizer's state, other ranks none.
 _BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
-
-
-class PendingSave:
-    """A save whose tensors training cannot change: a thread calls `write`, all ranks `finish`."""
-
-    def __init__(
-        self, request: AsyncRequest, writer: HostWriter, common: _KeptCommonState, disk: DiskWork
-    ) -> None:
-        self._request, self._writer = request, writer
-        self._common, self._disk = common, disk
-
-    def write(self) -> list[FileEntry]:
-        """Writes this rank's file and returns its entry; `finish` raises a failure on all ranks.
-
-        Raises OSError when rank 0 cannot write the state that is not tensors.
-        """
-        self._common.write()
-        self._writer.write()
-        return [self._writer.written] if self._writer.written is not None else []
-
-    def finish(self) -> None:
-        """Writes the index, after `write` has returned on every rank; collective."""
-        # Megatron's second function would write the format while the other ranks wait.
-        gather, _ = self._request.finalize_fns
-        try:
-            gather()
-        except Exception as error:
-            raise CheckpointError(f"the checkpoint could not be written: {error}") from error
-        self._disk.together(self._writer.write_index)
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
@@ -129,19 +96,24 @@ def begin_save(
 
     With `copy` the tensors may change as soon as it returns, without it only after `finish`.
     Tensors on a device are always copied, to `host`: call `host.begin` before this, and not again
-    before `finish`. `disk` counts the bytes that `write` writes.
+    before `finish`. `disk` counts the bytes that `write` writes. When one rank cannot plan,
+    all raise CheckpointError.
     """
-    common = _KeptCommonState()
+    common = KeptCommonState()
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
-    strategy = _ThreadedSaveStrategy(copy=copy, host=host, moved=disk.moved)
+    strategy = ThreadedSaveStrategy(copy=copy, host=host, moved=disk.moved)
     state = sharded_states(models, host)
-    request = dist_checkpointing.save(
-        state,
-        str(folder),
-        sharded_strategy=strategy,
-        async_sharded_save=True,
-        content_metadata=dict(_METADATA),
-    )
+    try:
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            sharded_strategy=strategy,
+            async_sharded_save=True,
+            content_metadata=dict(_METADATA),
+        )
+    except CheckpointException as error:
+        cause = first_cause(error)
+        raise CheckpointError(f"the checkpoint could not be written: {cause}") from error
     return PendingSave(request, strategy.writer, common, disk)
 
 
@@ -171,9 +143,8 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
                     saved[model.name]["optimizer"],
                     partial(_load, folder=folder, disk=disk),
                 )
-    except (CheckpointingException, KeyError, OSError) as error:
-        cause = str(error).splitlines()[0]
-        raise CheckpointError(f"{folder} does not hold this model: {cause}") from error
+    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
+        raise CheckpointError(f"{folder} does not hold this model: {first_cause(error)}") from error
     for model in models:
         part = loaded[model.name]
         with model.in_force():
@@ -227,52 +198,6 @@ def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any
 
 def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
-
-
-class _KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """Keeps rank 0's state that is not tensors, for the thread that writes."""
-
-    def __init__(self) -> None:
-        super().__init__("torch", 1)
-        self._kept: tuple[Path, bytes] | None = None
-
-    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        if torch.distributed.get_rank() == 0:
-            encoded = io.BytesIO()
-            torch.save(common_state_dict, encoded)
-            self._kept = Path(checkpoint_dir) / COMMON_STATE_FNAME, encoded.getvalue()
-
-    def write(self) -> None:
-        if self._kept is not None:
-            path, encoded = self._kept
-            path.write_bytes(encoded)
-
-
-class _ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves like Megatron's strategy, with a writer that neither forks nor starts a process."""
-
-    def __init__(self, *, copy: bool, host: HostCopies, moved: Callable[[int], None]) -> None:
-        super().__init__("torch_dist", 1)
-        self._copy, self._host, self._moved = copy, host, moved
-        self.writer: HostWriter
-
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
-        state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        self.writer = HostWriter(
-            checkpoint_dir, copy=self._copy, host=self._host, moved=self._moved
-        )
-        plan, *_ = save_state_dict_async_plan(
-            torch_dist.mcore_to_pyt_state_dict(state, False),
-            self.writer,
-            None,
-            0,
-            planner=torch_dist.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
-        return AsyncRequest(self.writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
 
 
 class _CountedFiles(FileSystem):

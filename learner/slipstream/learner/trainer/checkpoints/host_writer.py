@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -67,11 +68,13 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return tensor if is_safe else tensor.clone()
 
     def write(self) -> None:
-        """Writes and syncs the file; a failure becomes its result."""
+        """Writes and syncs the file; a failure becomes its result, and leaves no part of it."""
         try:
             self._results = self._write()
         except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
             self._results = _wrap_exception(error)
+            with contextlib.suppress(OSError):
+                (Path(self.checkpoint_dir) / self._file_name).unlink(missing_ok=True)
         self._items = []
 
     def _write(self) -> list[WriteResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -141,7 +142,7 @@ class HfFolderWriter:
     """Writes a folder in safetensors files of bounded size, so that only one is in memory.
 
     Call `begin`, then `add` for each tensor, with a `flush` before a tensor that has no room, then
-    `finish`.
+    `finish`. A disk that fails meanwhile leaves nothing of the folder.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class HfFolderWriter:
         """Makes the folder and copies everything of `source` into it except its weights."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
-        shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+        with self._removed_on_failure():
+            shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
 
     def forget(self, field: str) -> None:
         """Takes a field out of config.json."""
@@ -226,10 +228,20 @@ class HfFolderWriter:
 
     def flush(self) -> None:
         """Writes all tensors that wait into one file."""
-        write_safetensors(self._shard_path(len(self._shards)), self._waiting, self._moved)
+        with self._removed_on_failure():
+            write_safetensors(self._shard_path(len(self._shards)), self._waiting, self._moved)
         self._shards.append(list(self._waiting))
         self._total_bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = {}, 0
+
+    @contextlib.contextmanager
+    def _removed_on_failure(self) -> Iterator[None]:
+        """Removes the folder when the disk fails: what lies there would keep a full disk full."""
+        try:
+            yield
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def _shard_path(self, place: int) -> Path:
         return self._folder / f"shard-{place}.safetensors"

@@ -167,6 +167,9 @@ class GlooSender:
         )
         started = time.monotonic()
         self._within(deadline_s, work.wait, what=what)
+        # On a GPU gloo copies the bucket back on a stream of its own. `wait` makes only the current
+        # stream of its thread wait for that: here the one on which the lane is filled again.
+        work.wait()
         seconds = self._wire.seconds + time.monotonic() - started
         self._wire = Wire(seconds, self._wire.num_bytes + bucket.num_bytes)
 

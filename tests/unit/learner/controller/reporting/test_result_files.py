@@ -23,6 +23,7 @@ from slipstream.learner.controller.reporting.trackers.tensorboard import TensorB
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
+from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.small_configs import config_of
 
@@ -234,24 +235,48 @@ def test_damaged_names_of_tracking_services_are_set_aside(tmp_path, damage):
     ]
 
 
+GROUP = Group(
+    group_id=GOOD.group_id,
+    environment=GOOD.environment,
+    task_index=GOOD.task_index,
+    seed=GOOD.seed,
+    purpose=GOOD.purpose,
+    size=1,
+    deadline_step=3,
+    holder=None,
+    finished={GOOD.member: GOOD},
+)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
+    recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
+    recorder.restore(RunHistory())
+    report = fleet_pb2.ServerReport()
+    report.busy_intervals.add(start_s=time.time() - 1, end_s=time.time())
+    recorder.server_report(report)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    row = recorder.step(
+        FormedBatch(0, "b000000", (GROUP,)),
+        {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0, "trained_tokens": 9.0},
+        training=(1.0, 2.0),
+        generated_tokens=1000,
+        gauges={},
+    )
+    assert 0 <= row["wall_s"] < 600
+    assert 1e-7 < row["step_s"] < 600
+    assert 1 < row["generated_tokens_per_s"] <= 1000
+    recorder.close()
+
+
 def test_a_step_that_was_lost_after_its_row_was_written_has_one_row(tmp_path):
     # A controller is killed before the record of the step is in the journal: the step comes again.
-    group = Group(
-        group_id=GOOD.group_id,
-        environment=GOOD.environment,
-        task_index=GOOD.task_index,
-        seed=GOOD.seed,
-        purpose=GOOD.purpose,
-        size=1,
-        deadline_step=3,
-        holder=None,
-        finished={GOOD.member: GOOD},
-    )
     for step in (0, 0, 1):
         recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
         recorder.restore(RunHistory())
         recorder.step(
-            FormedBatch(step, f"b{step:06d}", (group,)),
+            FormedBatch(step, f"b{step:06d}", (GROUP,)),
             {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},
             training=(1.0, 2.0),
             generated_tokens=9,

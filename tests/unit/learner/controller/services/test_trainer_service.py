@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import Trained
@@ -35,12 +36,19 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
     run = run_of()
     servicer = TrainerServicer(
         run,
-        None,
+        TrainerOrders(
+            run,
+            None,
+            OneBatch(),
+            None,
+            stored=None,
+            turns=None,
+            evaluations_done=lambda: False,
+        ),
         OneBatch(),
         None,
-        None,
+        stored=None,
         turns=None,
-        evaluations_done=lambda: False,
         on_step=nothing,
         on_checkpoint=nothing,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -92,8 +93,8 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
     errors = errors_of(tmp_path, full)
     assert {rank: str(error) for rank, error in errors.items()} == {
-        0: "the checkpoint failed on another rank",
-        1: "the checkpoint failed: [Errno 28] No space left on device",
+        0: f"the disk of {tmp_path} failed on another rank",
+        1: f"the disk of {tmp_path} failed: [Errno 28] No space left on device",
     }
 
     def other(rank: int) -> None:
@@ -102,4 +103,18 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
     errors = errors_of(tmp_path, other)
     assert isinstance(errors[0], KeyError)
-    assert str(errors[1]) == "the checkpoint failed on another rank"
+    assert str(errors[1]) == f"the disk of {tmp_path} failed on another rank"
+
+
+def test_a_folder_that_cannot_be_copied_is_told_with_its_first_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "in" / name).symlink_to("missing")
+
+    def copy(rank: int) -> None:
+        shutil.copytree(tmp_path / "in", tmp_path / f"out-{rank}")
+
+    error = str(errors_of(tmp_path, copy)[0])
+    assert error.startswith(f"the disk of {tmp_path} failed: [Errno 2] No such file or directory: ")
+    assert error.count("No such file") == 1
+    assert "[(" not in error

@@ -58,6 +58,8 @@ def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
     # torch's form of a failure that other ranks hear of.
     found, _ = writer.retrieve_write_results()
     assert found is error
+    # On a full disk journal and logs need the room.
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index  # noqa: E402
 from slipstream.protocol.errors import CheckpointError  # noqa: E402
+from support.rigs.fuzz_budget import times  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 
 
@@ -82,7 +83,7 @@ def test_a_damaged_index_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
     data = path.read_bytes()
     refused = 0
-    for seed in range(4000):
+    for seed in range(times(4000)):
         path.write_bytes(damaged(data, seed))
         try:
             read_index(path)
@@ -90,4 +91,4 @@ def test_a_damaged_index_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
             refused += 1
             assert "\n" not in str(error)
             assert str(path) in str(error)
-    assert refused > 1000
+    assert refused > times(1000)

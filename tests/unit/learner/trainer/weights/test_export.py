@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.learner.trainer.weights.export import HfFolderWriter
@@ -92,3 +93,26 @@ def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Pat
     assert set(found) == set(names)
     assert torch.equal(found["model.layers.1.a"], trained)
     assert all(torch.equal(found[name], kept[name]) for name in names[1:])
+
+
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_folder_for_which_the_disk_has_no_room_is_removed(moment: str, tmp_path: Path) -> None:
+    """What is left of it would keep the disk full."""
+    partial = tmp_path / "out.partial"
+
+    def full(num_bytes: int) -> None:
+        assert partial.is_dir()
+        raise OSError(28, "No space left on device")
+
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    writer = HfFolderWriter(partial, full)
+    if moment == "begin":
+        (source / "tokenizer.json").symlink_to("missing")
+    else:
+        writer.begin(source)
+        writer.add("a", torch.zeros(4))
+    with pytest.raises(OSError):
+        writer.begin(source) if moment == "begin" else writer.finish("float32", tmp_path / "out")
+    assert not partial.exists()

@@ -1,0 +1,106 @@
+"""vLLM's worker for GPUs with drafts from `DraftTable`, made behind each step on the GPU itself.
+
+The scheduler plans a step before it knows the tokens of the step before. Drafts that are made where
+these tokens are leave that as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from slipstream.rollout_server.inference.draft_table import PROMPT_TOKENS, DraftTable
+from vllm.distributed import get_tp_group
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu_worker import Worker
+
+
+class SharedText(BaseSpeculator):  # type: ignore[misc]
+    """Drafts for all requests of an engine from the texts of all of them."""
+
+    supports_mm_inputs = False
+    # vLLM accepts a drafted token with the probability that the model gives it.
+    draft_logits = None
+
+    def __init__(
+        self,
+        draft_tokens: int,
+        device: torch.device,
+        states: RequestState,
+        agreed: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`states`: the worker's tables of requests; `agreed`: gives all ranks the first's."""
+        self._length, self._device = draft_tokens, device
+        self._states, self._agreed = states, agreed
+        self._table = DraftTable(self._length, device=device)
+        self._back = torch.arange(self._length + 1, device=device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:  # noqa: ANN401 - vLLM's
+        """See vLLM; drafts need no graph."""
+
+    def capture(self) -> None:
+        """See vLLM; drafts need no graph."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        *args: Any,  # noqa: ANN401 - vLLM's
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,  # noqa: ANN401 - vLLM's
+    ) -> torch.Tensor:
+        """See vLLM; enters the tokens of the step and returns the drafts for the next one."""
+        rows = input_batch.idx_mapping
+        nothing = torch.zeros(len(rows), self._length, dtype=torch.int64, device=self._device)
+        if dummy_run:
+            return nothing
+        # Behind the batch come its metadata and hidden states, which drafts do not need.
+        num_sampled = args[4]
+        texts, ends = self._states.all_token_ids.gpu, self._states.total_len.gpu[rows].long()
+        if input_batch.has_prefill:
+            self._enter_prompts(input_batch, texts)
+        places = ends[:, None] - self._length - self._back
+        counts = self._back < num_sampled[:, None]
+        along = rows[:, None].expand_as(places)
+        self._table.enter(texts, along.flatten(), places.flatten(), counts.flatten())
+        if not num_speculative_tokens:
+            return nothing
+        drafts = self._table.draft(texts, rows, ends)
+        # Which of two entries stays is open where a step writes both; all ranks need one answer.
+        return self._agreed(drafts)
+
+    def _enter_prompts(self, batch: InputBatch, texts: torch.Tensor) -> None:
+        rows, places = prompt_places(batch, self._length)
+        if len(rows):
+            along = async_tensor_h2d(rows, self._device)
+            behind = async_tensor_h2d(places, self._device)
+            self._table.enter(texts, along, behind, torch.ones_like(behind, dtype=torch.bool))
+
+
+def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and places of the prompts that a step computes with a whole draft behind them."""
+    rows, places = [], []
+    for index in np.flatnonzero(batch.is_prefilling_np):
+        first = int(batch.num_computed_tokens_np[index])
+        end = first + int(batch.num_scheduled_tokens[index])
+        last = min(end, int(batch.prefill_len_np[index]) - draft_tokens + 1)
+        found = np.arange(first, last, dtype=np.int64)[-PROMPT_TOKENS:]
+        places.append(found)
+        rows.append(np.full(len(found), batch.idx_mapping_np[index], dtype=np.int64))
+    return np.concatenate(rows), np.concatenate(places)
+
+
+class DraftingWorker(Worker):  # type: ignore[misc]
+    """vLLM's worker for GPUs, whose drafts come from the texts of all requests."""
+
+    def _make_model_runner(self) -> Any:  # noqa: ANN401 - vLLM's
+        runner = super()._make_model_runner()
+        length, agreed = self.vllm_config.num_speculative_tokens, get_tp_group().broadcast
+        runner.speculator = SharedText(length, self.device, runner.req_states, agreed)
+        return runner

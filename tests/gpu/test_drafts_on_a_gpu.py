@@ -1,0 +1,92 @@
+"""A real engine with drafts on a GPU, where its workers draft, beside transformers.
+
+The tests of tests/integration/test_drafts.py are of a CPU, where vLLM does not plan ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.fakes.tiny_models import make_model_folder
+from support.rigs import drafted_replies
+from support.rigs.drafted_replies import LIMITS, PROMPT, TEMPERATURE
+from support.rigs.engine_rig import Reference, random_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+# bfloat16 beside float32, at a temperature of 0.15. Rows of other tokens differ by several times.
+GAP = 2.0
+
+
+class Found:
+    """What the engine said, and the same model in float32 on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self._found = json.loads((folder / "replies.json").read_text())
+        self._reference = Reference(folder / "model")
+        self._weights = load_file(folder / "model" / "model.safetensors")
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - of JSON
+        return self._found[name]
+
+    def check_logprobs(self, name: str) -> None:
+        """Asserts that all log-probabilities are the model's."""
+        for reply in self._found[name]["replies"]:
+            tokens = PROMPT + reply["tokens"]
+            expected = self._reference.logprobs(self._weights, tokens, temperature=TEMPERATURE)
+            gaps = np.abs(expected[len(PROMPT) - 1 :] - np.array(reply["logprobs"]))
+            assert gaps.max() <= GAP
+            assert gaps.mean() <= GAP / 10
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("drafts")
+    model = make_model_folder(
+        folder / "model", hidden_size=128, num_attention_heads=2, tie_word_embeddings=True
+    )
+    weights = random_weights(load_file(model / "model.safetensors"), seed=1)
+    rounded = {name: tensor.bfloat16().float() for name, tensor in weights.items()}
+    save_file(rounded, model / "model.safetensors", metadata={"format": "pt"})
+    subprocess.run([sys.executable, drafted_replies.__file__, folder], check=True, timeout=300)
+    return Found(folder)
+
+
+def test_sampled_logprobs_are_those_of_the_model(found: Found) -> None:
+    for turn in ("cold", "warm"):
+        found.check_logprobs(turn)
+        assert [len(reply["tokens"]) for reply in found[turn]["replies"]] == [150] * 16
+    assert found["warm"]["accepted"] > 100
+    assert found["warm"]["drafted"] - found["warm"]["accepted"] > 100
+
+
+def test_a_reply_that_is_repeated_is_drafted(found: Found) -> None:
+    first, again = (found[turn]["replies"][0]["tokens"] for turn in ("first", "again"))
+    same = sum(one == other for one, other in zip(first, again, strict=True))
+    # Where two tokens are nearly as likely, a step of one and one of four tokens may differ.
+    assert same >= 60
+    assert found["again"]["accepted"] >= 0.5 * same
+
+
+def test_replies_end_inside_drafts(found: Found) -> None:
+    for limit in LIMITS:
+        for reply in found[f"limit {limit}"]["replies"]:
+            assert len(reply["tokens"]) == len(reply["logprobs"]) == limit
+            assert reply["finish"] == "LENGTH"
+
+
+def test_replies_that_are_paused_go_on_with_the_same_model(found: Found) -> None:
+    found.check_logprobs("paused")
+    spans = [reply["spans"] for reply in found["paused"]["replies"]]
+    assert [sum(length for _, length in each) for each in spans] == [200] * 16
+    assert sum(len(each) > 1 for each in spans) > 3

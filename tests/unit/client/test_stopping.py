@@ -1,0 +1,49 @@
+"""The signals that stop a command in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from slipstream.client.stopping import stop_signal
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """Signals that nothing else takes do not end this process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_stops_in_order(number: signal.Signals) -> None:
+    stop = asyncio.ensure_future(stop_signal())
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(20):
+        assert await stop == number
+
+
+async def test_a_terminal_that_closes_may_send_its_signal_twice() -> None:
+    stop = asyncio.ensure_future(stop_signal())
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGHUP)
+    async with asyncio.timeout(20):
+        await stop
+    # Its usual effect would end the process at once.
+    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_a_command_behind_nohup_outlives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = asyncio.ensure_future(stop_signal())
+    await asyncio.sleep(0)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    stop.cancel()
