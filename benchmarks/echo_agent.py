@@ -24,6 +24,8 @@ class BareClient:
     async def reply(self, asked: list[dict[str, str]], endpoint: Endpoint) -> str:
         """Returns the text of the reply; RuntimeError for every status but 200."""
         url = urllib.parse.urlsplit(endpoint.base_url)
+        # The gateway closes a connection that nothing used for minutes.
+        self._idle = [pair for pair in self._idle if not pair[0].at_eof()]
         if self._idle:
             reader, writer = self._idle.pop()
         else:
