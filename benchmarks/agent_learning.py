@@ -1,4 +1,4 @@
-"""Lets the tiny model learn the quickstart's task as an environment and as an agent.
+"""Lets the tiny model learn the quickstart's task as an agent, and from faster rollouts.
 
 The agent (echo_agent.py) calls the model through OpenAI's client, and once more over a bare socket,
 which shows what that client costs. Tasks, judge, settings and steps are equal; each repeat has a
@@ -6,7 +6,12 @@ seed of its own. A round of the evaluation samples each of the 26 held-out pairs
 the first step, every 75 steps and after the last step. Faster rollouts lie further ahead of the
 trainer; with `--staleness 0` all kinds train on tokens of the newest version alone.
 
+The other kinds have a model in bfloat16. Their replies come from an engine with drafts, in FP8,
+with both, that gets changed weights alone, or that rests while the learner trains.
+
     python benchmarks/agent_learning.py --repeats 3         # in turns: hours on two cores
+    python benchmarks/agent_learning.py --kinds bf16 drafts fp8 fp8-drafts changes pause \
+        --steps 75 --evaluate-every 25 --out benchmarks/results/faster_rollouts.json
     python benchmarks/agent_learning.py --device cuda --gpus 2 --side-by-side --workers 2 \
         --kinds environment agent --limit-s 400             # six runs at the same time
 
@@ -59,10 +64,21 @@ def agent(name: str) -> tuple[str, ...]:
     return *references, *(f"{section}.timeout_s=120" for section in both)
 
 
-KINDS: dict[str, tuple[str, ...]] = {
+BF16 = ("model.dtype=bfloat16",)
+DRAFTS = ("rollout_server.drafts=shared",)
+FP8 = ("rollout_server.quantization=fp8_per_channel",)
+AGENTS: dict[str, tuple[str, ...]] = {
     "environment": (),
     "agent": agent("EchoAgent"),
     "bare": agent("BareAgent"),
+}
+KINDS = AGENTS | {
+    "bf16": BF16,
+    "drafts": BF16 + DRAFTS,
+    "fp8": BF16 + FP8,
+    "fp8-drafts": BF16 + FP8 + DRAFTS,
+    "changes": (*BF16, "weights.delta=host"),
+    "pause": (*BF16, "controller.turns=pause"),
 }
 
 
@@ -205,7 +221,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--evaluate-every", type=int, default=75, help="steps; 0: first and last")
     parser.add_argument("--staleness", type=int, help="max_staleness (default: the quickstart's)")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(AGENTS))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--gpus", type=int, default=1, help="shared by the runs; with cuda")
     parser.add_argument("--workers", type=int, default=1, help="processes of a run's tasks")

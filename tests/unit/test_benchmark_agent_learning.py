@@ -27,7 +27,7 @@ def asked(**changes: object) -> argparse.Namespace:
         "steps": 12,
         "evaluate_every": 75,
         "staleness": None,
-        "kinds": list(agent_learning.KINDS),
+        "kinds": list(agent_learning.AGENTS),
         "device": "cpu",
         "gpus": 1,
         "workers": 1,
