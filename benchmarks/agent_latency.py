@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import uvloop
 from echo_agent import BareClient
 from measure import Spread, note, progress, settings_of, table, write_result
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, Environment, StepResult
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(arguments, Path(folder)))
+        found = uvloop.run(measure(arguments, Path(folder)))
     header = ["session", "at one time", "median of a call, ms (min-max)", "added", "processor, ms"]
     header.append("added")
     lines = table(header, rows_of(found))

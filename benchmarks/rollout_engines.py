@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import uvloop
 from slipstream.protocol.settings.config import Config
 
 if TYPE_CHECKING:
@@ -350,4 +351,4 @@ def _answer(record: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], Sizes(**json.loads(sys.argv[4]))))
+    uvloop.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], Sizes(**json.loads(sys.argv[4]))))
