@@ -126,6 +126,21 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> Non
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("max_tokens", range(30, 60, 10))
+async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
+    """Its arguments are no JSON then."""
+    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    messages = [{"role": "user", "content": "call 12345678"}]
+    asked = {"model": "claude", "messages": messages, "tools": tools}
+    async with rig.http() as client:
+        short = {**asked, "max_tokens": max_tokens, "stream": True}
+        cut = await client.post("/v1/messages", json=short)
+    assert '"stop_reason":"max_tokens"' in cut.text
+    whole = await rig.anthropic().messages.create(**asked, max_tokens=20_000)
+    assert whole.content[-1].input == {"a": 12345678}
+    assert rig.runs() == [1, 1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
     tools = [{"type": "function", **TOOLS[0]["function"]}]
