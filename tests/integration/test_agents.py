@@ -488,6 +488,16 @@ async def test_other_paths_do_not_exist(rig, method, path) -> None:
     assert "/v1/chat/completions" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("body", ["{", "[1]", "[" * 50_000, '{"messages": ' + '{"a":' * 985])
+async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
+    """It comes from an agent, whose mistakes must not end the server."""
+    async with rig.http() as client:
+        answer = await client.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body must be ")
+
+
 async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:
     models = await rig.openai().models.list()
     assert [model.id for model in models.data] == ["policy"]

@@ -299,7 +299,7 @@ class Recorder:
             if reply is None:
                 return None
             return reply, reply_keys(self._as_messages(opened.path, reply))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             log.info("the reply to call %s cannot be continued: %s", opened.request_id, error)
             return None
 
