@@ -216,7 +216,7 @@ class Recorder:
             log.warning("call %s of an agent: %s", opened.request_id, error)
             parts.put_nowait(error)
         except Exception as error:
-            # Who reads the parts would wait for the last one for ever.
+            # The reader of the parts would wait for the last one for ever.
             log.exception("call %s of an agent", opened.request_id)
             parts.put_nowait(error)
         finally:
