@@ -126,6 +126,21 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> Non
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("max_tokens", range(30, 60, 10))
+async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
+    """Its arguments are no JSON then."""
+    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    messages = [{"role": "user", "content": "call 12345678"}]
+    asked = {"model": "claude", "messages": messages, "tools": tools}
+    async with rig.http() as client:
+        short = {**asked, "max_tokens": max_tokens, "stream": True}
+        cut = await client.post("/v1/messages", json=short)
+    assert '"stop_reason":"max_tokens"' in cut.text
+    whole = await rig.anthropic().messages.create(**asked, max_tokens=20_000)
+    assert whole.content[-1].input == {"a": 12345678}
+    assert rig.runs() == [1, 1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
     tools = [{"type": "function", **TOOLS[0]["function"]}]
@@ -471,6 +486,16 @@ async def test_other_paths_do_not_exist(rig, method, path) -> None:
         answer = await client.request(method, path, json={})
     assert answer.status_code == 404
     assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("body", ["{", "[1]", "[" * 50_000, '{"messages": ' + '{"a":' * 985])
+async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
+    """It comes from an agent, whose mistakes must not end the server."""
+    async with rig.http() as client:
+        answer = await client.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body must be ")
 
 
 async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:

@@ -23,17 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     # The log of gRPC's core is of no use at a terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from slipstream.client.terminal import plain
+    from slipstream.client.terminal import complain
     from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 
     try:
         result = arguments.execute(arguments)
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except (ConfigError, EnvironmentFailed) as error:
-        print(plain(f"slipstream: {error}"), file=sys.stderr)
+        complain(str(error), sys.stderr)
         return 2
     except SlipstreamError as error:
-        print(plain(f"slipstream: {error}"), file=sys.stderr)
+        complain(str(error), sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

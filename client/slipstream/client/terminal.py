@@ -33,6 +33,14 @@ def say(text: str) -> None:
             raise RunFailed(f"stdout cannot be written: {error.strerror}") from error
 
 
+def complain(cause: str, err: TextIO) -> None:
+    """Writes the cause of a failure to `err`; that it cannot be written is no second failure."""
+    try:
+        print(plain(f"slipstream: {cause}"), file=err, flush=True)
+    except OSError:
+        discard(err)
+
+
 def discard(stream: TextIO) -> None:
     """Drops what `stream` holds and will be given: the interpreter flushes again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

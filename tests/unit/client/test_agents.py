@@ -15,6 +15,7 @@ from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
+from slipstream.client.agents.run import AgentRun
 from slipstream.client.builtin.judged import JudgedByStart
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.witness import CallWitness
@@ -493,6 +494,40 @@ async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
 
 async def asked(episode: Episode) -> str:
     return (await episode.command(ping=pb.PingCommand(episode_key=episode.key))).pong.place
+
+
+async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted() -> None:
+    """Linux gives the number again, and the loop may not have heard of the end."""
+
+    class Plain(Agent):
+        def run(self, task, endpoint):
+            return 1.0
+
+    ended = AgentRun(Plain(), "one", Endpoint("http://127.0.0.1:1", "key"))
+    await asyncio.sleep(0)
+    assert ended._thread is not None
+    ended._thread.join()
+    stop, raised = threading.Event(), []
+
+    def other() -> None:
+        try:
+            while not stop.is_set():
+                time.sleep(0.001)
+        except SystemExit as error:
+            raised.append(error)
+
+    others: list[threading.Thread] = []
+    while not any(thread.ident == ended._thread.ident for thread in others):
+        assert len(others) < 50
+        others.append(threading.Thread(target=other))
+        others[-1].start()
+    assert await ended.end(LIMIT_S)
+    time.sleep(0.1)
+    stop.set()
+    for thread in others:
+        thread.join()
+    assert not raised
+    assert ended.result() == 1.0
 
 
 async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> None:

@@ -139,3 +139,15 @@ def test_a_failure_that_no_terminal_shows_is_no_further_failure(tmp_path: Path) 
         display = Display(config_of(tmp_path), out=out, err=err)
         display.fail("one")
         display.tell("two")
+
+
+@pytest.mark.process
+def test_an_error_that_no_terminal_shows_keeps_its_exit_code() -> None:
+    reader, writer = os.openpty()
+    os.close(reader)
+    words = ["-c", "import sys; from slipstream.client import cli; sys.exit(cli.main())"]
+    ended = subprocess.run(
+        [sys.executable, *words, "run", "missing.toml"], stdout=writer, stderr=writer, timeout=60
+    )
+    os.close(writer)
+    assert ended.returncode == 2

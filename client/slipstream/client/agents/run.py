@@ -129,7 +129,10 @@ class AgentRun:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raises EpisodeOver in `thread`; it takes effect when its next line of Python runs."""
-    if thread.ident is not None:
+    """Raises EpisodeOver in `thread`; it takes effect when its next line of Python runs.
+
+    A thread that has ended is left alone: another one may have its number.
+    """
+    if thread.ident is not None and thread.is_alive():
         raised = ctypes.py_object(EpisodeOver)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)

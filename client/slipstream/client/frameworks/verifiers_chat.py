@@ -100,7 +100,7 @@ async def _answered(
     name = asked.function.name
     try:
         arguments = json.loads(asked.function.arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         content: Foreign = f"error: invalid JSON in tool arguments ({error})"
     else:
         if isinstance(arguments, dict):

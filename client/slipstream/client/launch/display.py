@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
-from slipstream.client.terminal import counted, discard, plain
+from slipstream.client.terminal import complain, counted, discard, plain
 from slipstream.protocol.run_folder import (
     CHECKPOINTS,
     CURVES,
@@ -93,11 +93,7 @@ class Display:
     def fail(self, cause: str) -> None:
         """Writes the cause of the run's failure to `err`, in the form of the command's errors."""
         self.spoke_s = time.monotonic()
-        try:
-            self._err.write(plain(f"slipstream: {cause}") + "\n")
-            self._err.flush()
-        except OSError:
-            discard(self._err)
+        complain(cause, self._err)
 
     def summary(self) -> None:
         """Shows the table at the end, from summary.json, and how to resume an unfinished run."""

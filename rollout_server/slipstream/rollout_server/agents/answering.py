@@ -82,17 +82,23 @@ class Answering:
             try:
                 ruled = self._ruled(path, http.body, recorder)
                 previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
+                body = _encoded(ruled.body)
             except RefusedRequest as error:
-                yield _error(path, Refusal(_BAD, error.code, str(error), error.param))
+                yield _refused(path, error)
                 return
             opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
             opened.previous = previous
             if path == RESPONSES_PATH and ruled.body.get("store") is not False:
                 opened.stored_items = items_of(ruled.body)
-            async for part in self._reply(recorder, opened, ruled):
+            async for part in self._reply(recorder, opened, body, ruled.told):
                 yield part
         elif path in (COUNT_PATH, MODELS_PATH):
-            body = self._with_model(http.body) if http.body else b""
+            try:
+                model = {"model": self._model}
+                body = _encoded(_asked(http.body) | model) if http.body else b""
+            except RefusedRequest as error:
+                yield _refused(path, error)
+                return
             exchange = _Exchange(http.method, path, body, asyncio.Event())
             async for part in exchange.run(self._application, copy_context()):
                 yield part
@@ -102,12 +108,11 @@ class Answering:
             yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
 
     async def _reply(
-        self, recorder: Recorder, opened: OpenCall, ruled: Ruled
+        self, recorder: Recorder, opened: OpenCall, body: bytes, told: str
     ) -> AsyncGenerator[HttpPart, None]:
         context = copy_context()
         context.run(self._current.set, (recorder, opened))
-        extra: Headers = ((SAMPLING_HEADER, ruled.told),) if ruled.told else ()
-        body = json.dumps(ruled.body).encode()
+        extra: Headers = ((SAMPLING_HEADER, told),) if told else ()
         exchange = _Exchange("POST", opened.path, body, opened.hung_up, extra)
         try:
             async for part in exchange.run(self._application, context):
@@ -122,12 +127,7 @@ class Answering:
             recorder.close(opened)
 
     def _ruled(self, path: str, body: bytes, recorder: Recorder) -> Ruled:
-        try:
-            asked = json.loads(body)
-        except ValueError as error:
-            raise RefusedRequest(f"the body must be JSON: {error}") from None
-        if not isinstance(asked, dict):
-            raise RefusedRequest(f"the body must be an object, got {type(asked).__name__}")
+        asked = _asked(body)
         auto = _AUTO.get(path, "auto")
         ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
         choice = ruled.body.get("tool_choice")
@@ -139,15 +139,26 @@ class Answering:
             ruled.body["chat_template_kwargs"] = {**values, **asked_values}
         return ruled
 
-    def _with_model(self, body: bytes) -> bytes:
-        try:
-            asked = json.loads(body)
-        except ValueError:
-            return body
-        return json.dumps(asked | {"model": self._model}).encode() if asked else body
-
 
 _NO_TOOLS = ("none", {"type": "none"})
+
+
+def _asked(body: bytes) -> dict[str, Any]:
+    """Returns what a request asks; RefusedRequest for a body that is no JSON object."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(f"the body must be JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise RefusedRequest(f"the body must be an object, got {type(asked).__name__}")
+    return asked
+
+
+def _encoded(asked: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(asked).encode()
+    except RecursionError as error:
+        raise RefusedRequest(f"the body must be JSON: {error}") from None
 
 
 class _Exchange:
@@ -251,6 +262,10 @@ def _scope(method: str, path: str) -> dict[str, Any]:
         "client": None,
         "server": None,
     }
+
+
+def _refused(path: str, error: RefusedRequest) -> HttpPart:
+    return _error(path, Refusal(_BAD, error.code, str(error), error.param))
 
 
 def _error(path: str, refusal: Refusal) -> HttpPart:

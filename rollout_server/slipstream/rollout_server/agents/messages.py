@@ -78,6 +78,6 @@ def _arguments(arguments: object) -> str:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return "\0" + str(arguments)
     return json.dumps(arguments if arguments is not None else {}, sort_keys=True)

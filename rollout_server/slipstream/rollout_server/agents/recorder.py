@@ -36,7 +36,7 @@ AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
 log = logging.getLogger(__name__)
 
 _OK = 200
-_Parts: TypeAlias = "asyncio.Queue[TextPart | GenerationFailed | EngineDied]"
+_Parts: TypeAlias = "asyncio.Queue[TextPart | Exception]"
 
 
 class LimitReached(Exception):
@@ -215,6 +215,10 @@ class Recorder:
         except (GenerationFailed, EngineDied) as error:
             log.warning("call %s of an agent: %s", opened.request_id, error)
             parts.put_nowait(error)
+        except Exception as error:
+            # The reader of the parts would wait for the last one for ever.
+            log.exception("call %s of an agent", opened.request_id)
+            parts.put_nowait(error)
         finally:
             self._num_sampling -= 1
             if not self._num_sampling:
@@ -269,12 +273,12 @@ class Recorder:
         waiting = []
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
-            reply = None
+            found = None
             is_readable = opened.status == _OK and (opened.is_stream or opened.is_whole)
             if opened.turn is not None and is_readable and opened.body:
-                reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
-            if reply is not None and opened.turn is not None:
-                keys = reply_keys(self._as_messages(opened.path, reply))
+                found = self._read_reply(opened)
+            if found is not None and opened.turn is not None:
+                reply, keys = found
                 self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
                 if opened.stored_items is not None:
                     response_id = response_id_of(bytes(opened.body), is_stream=opened.is_stream)
@@ -283,6 +287,21 @@ class Recorder:
             elif not is_over:
                 waiting.append(opened)
         self._unread = waiting
+
+    def _read_reply(self, opened: OpenCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
+        """Returns the reply to a call, and the keys of its messages; None if it has none.
+
+        A call of a tool that the model wrote wrongly, or that was cut off, cannot be sent back as
+        it was sampled: a request behind it begins a branch.
+        """
+        try:
+            reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
+            if reply is None:
+                return None
+            return reply, reply_keys(self._as_messages(opened.path, reply))
+        except (ValueError, RecursionError) as error:
+            log.info("the reply to call %s cannot be continued: %s", opened.request_id, error)
+            return None
 
 
 async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:

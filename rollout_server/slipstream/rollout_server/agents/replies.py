@@ -16,7 +16,10 @@ RESPONSES_PATH = "/v1/responses"
 
 
 def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa: ANN401 - JSON
-    """Returns the reply in the form of its API; None where the answer was cut off or has none."""
+    """Returns the reply in the form of its API; None where the answer was cut off or has none.
+
+    ValueError for a call of a tool whose arguments are no JSON, where the API has them as JSON.
+    """
     events = list(_events(body)) if is_stream else [json.loads(body)]
     match path, is_stream:
         case "/v1/chat/completions", False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import AsyncGenerator
 
 import pytest
 from slipstream.protocol.types import PolicyVersion
@@ -12,7 +13,12 @@ from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
 from slipstream.rollout_server.agents.replies import CHAT_PATH
-from slipstream.rollout_server.engine_interface import GenerationFailed, Sampling, TextOptions
+from slipstream.rollout_server.engine_interface import (
+    GenerationFailed,
+    Sampling,
+    TextOptions,
+    TextPart,
+)
 from support.fakes.fake_engine import FakeEngine
 
 SAMPLING = Sampling(1.0, 1.0, 0, 10, 20, 30, max_total_tokens=45, max_branches=4)
@@ -184,3 +190,21 @@ async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:
     calls.recorder.close(opened)
     assert calls.recorder.is_truncated
     assert calls.recorder.conversations.num_tokens == 43
+
+
+async def test_an_unforeseen_error_of_the_engine_ends_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def broken(*_: object, **__: object) -> AsyncGenerator[TextPart, None]:
+        yield TextPart((), "")
+        raise ZeroDivisionError("one")
+
+    calls = Calls()
+    monkeypatch.setattr(calls.engine, "stream", broken)
+    first = calls.open()
+    await calls.begin(first, "u1")
+    with pytest.raises(ZeroDivisionError, match="one"):
+        async with asyncio.timeout(LIMIT_S):
+            await calls.sample(first)
+    calls.recorder.close(first)
+    await calls.recorder.settled()

@@ -139,7 +139,8 @@ class RunRecorder:
         intervals = [(span.start_s, span.end_s) for span in report.busy_intervals]
         self.facts.busy.generated(intervals)
         if intervals:
-            self.rate.began(time.monotonic() - (time.time() - intervals[0][0]))
+            # By the server's clock, which may be ahead of this one.
+            self.rate.began(time.monotonic() - max(0.0, time.time() - intervals[0][0]))
 
     def look(self, suspended: dict[str, str]) -> None:
         """Recreates removed files; writes the causes of `suspended` environments, by name."""

@@ -156,7 +156,7 @@ class Fleet:
 
     Life of a session: `add` at the server's hello, `receive` for each message, `drains` when the
     server takes no new work, `remove` at the end of its stream. `handlers` must be set before the
-    first `add`. A server that starts again replaces its older session.
+    first `add`. A server that joins again replaces its older session.
     """
 
     def __init__(self, run: Run) -> None:
@@ -217,7 +217,7 @@ class Fleet:
         older = self.sessions.get(session.key.server_id)
         if older is not None:
             older.disconnect()
-            self.remove(older, "it was started again")
+            self.remove(older, "it joined again")
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
         self.epochs.join(session.key)

@@ -57,3 +57,14 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
     recorder.server_report(report)
     assert recorder.rate.at(time.monotonic(), 26_000) == pytest.approx(250.0, rel=0.1)
     recorder.close()
+
+
+def test_a_server_whose_clock_is_ahead_makes_no_rate_without_bounds(tmp_path: Path) -> None:
+    recorder = RunRecorder(
+        tmp_path, config_of(tmp_path), Trackers({}, lambda text: None), None, EventLog()
+    )
+    report = fleet_pb2.ServerReport()
+    report.busy_intervals.add(start_s=time.time() + 60.0, end_s=time.time() + 61.0)
+    recorder.server_report(report)
+    assert recorder.rate.at(time.monotonic() + 2.0, 200) == pytest.approx(100.0, rel=0.1)
+    recorder.close()
