@@ -1,7 +1,7 @@
 """`python -m slipstream.rollout_server`: one rollout server.
 
 Exit codes: 0 the server drained, 1 something broke (the cause is on stderr), 2 a ConfigError (wrong
-settings, or the controller refuses the server), 3 vLLM's engine did not start.
+settings, or the controller refuses the server), 4 vLLM's engine did not start.
 """
 
 from __future__ import annotations
@@ -49,12 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent()
     try:
         check_server_id(options.server_id)
-        config = load_config(options.config)
+        config = read_settings(options.config, options.max_episodes)
         check_model(config)
-        if options.max_episodes is not None:
-            places = {"max_episodes": options.max_episodes}
-            server = config.rollout_server.model_copy(update=places)
-            config = config.model_copy(update={"rollout_server": server})
         uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
@@ -70,6 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
     # vLLM's client logs a traceback when only the end of the interpreter collects it.
     gc.collect()
     return DONE
+
+
+def read_settings(path: Path, max_episodes: int | None) -> Config:
+    """Returns the settings in `path` with `max_episodes`, if given; ConfigError like its setting."""
+    overrides = [] if max_episodes is None else [f"rollout_server.max_episodes={max_episodes}"]
+    return load_config(path, overrides)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
