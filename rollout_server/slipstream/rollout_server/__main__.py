@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -63,8 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return FAILED
-    # vLLM's client logs a traceback when only the end of the interpreter collects it.
-    gc.collect()
     return DONE
 
 
@@ -179,4 +176,4 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.leave(main())

@@ -30,6 +30,25 @@ def test_a_start_in_time_goes_on() -> None:
     assert subprocess.run([sys.executable, "-c", START, "20"], timeout=30).returncode == 0
 
 
+LEAVE = """
+import atexit, sys
+from slipstream.rollout_server.process import leave
+class Late:
+    def __del__(self):
+        print("taken apart")
+sys.late = Late()
+atexit.register(print, "left")
+print("written")
+leave(3)
+"""
+
+
+@pytest.mark.process
+def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
+    run = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=30)
+    assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
+
+
 def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
     settings = RolloutServerSection(threads=3, kv_cache_gib=2)
     variables = engine_environment(settings, on_cpu=True)

@@ -204,6 +204,9 @@ class RunProcesses:
             for child in (*self._children, *trainers)
             if child.name != "controller" and child.is_running
         ]
+        if others:
+            names = ", ".join(child.name for child in others)
+            self._display.tell(f"the results are written; still to end: {names}")
         for child in others:
             # A server that had not joined yet would look for the controller; the rest is done.
             child.signal(signal.SIGTERM)
