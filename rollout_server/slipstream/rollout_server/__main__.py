@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import uvloop
 from slipstream.protocol.access.exposure import narrow_sockets
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
@@ -31,6 +33,7 @@ from slipstream.protocol.types import ServerId
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
+from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
 from slipstream.rollout_server.memory import available_bytes
 
@@ -133,6 +136,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             raise
         except Exception as error:
             raise _NotStarted from error
+    engine_processes, oom_kills = multiprocessing.active_children(), kernel_oom_kills()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,6 +152,10 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
         await server.run(stop)
+    except* EngineDied as died:
+        # Every open request has failed with it.
+        cause = process.describe_kill(engine_processes, oom_kills=oom_kills)
+        raise EngineDied(cause or str(_leaves(died)[0])) from None
     finally:
         await engine.aclose()
 

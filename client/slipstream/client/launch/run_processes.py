@@ -91,6 +91,8 @@ class RunProcesses:
         if kind is asyncio.CancelledError:
             grace_s = HURRIED_GRACE_S
             self._display.warn("the run is ended at once; run the same command again to resume it")
+        elif kind is not None:
+            self._tell_running()
         if self._stopping is not None:
             self._stopping.cancel()
         for task in self._servers.values():
@@ -197,16 +199,18 @@ class RunProcesses:
             return 0
         return 128 + stopping.result()
 
-    async def _let_leave(self) -> None:
+    def _tell_running(self) -> list[Child]:
+        """Returns all processes but the controller that have not ended yet, and names them."""
         trainers = self._trainers.children if self._trainers is not None else []
-        others = [
-            child
-            for child in (*self._children, *trainers)
-            if child.name != "controller" and child.is_running
-        ]
-        if others:
-            names = ", ".join(child.name for child in others)
-            self._display.tell(f"the results are written; still to end: {names}")
+        children = (*self._children, *trainers)
+        running = [child for child in children if child.name != "controller" and child.is_running]
+        if running:
+            names = ", ".join(child.name for child in running)
+            self._display.tell(f"the run is over; still to end: {names}")
+        return running
+
+    async def _let_leave(self) -> None:
+        others = self._tell_running()
         for child in others:
             # A server that had not joined yet would look for the controller; the rest is done.
             child.signal(signal.SIGTERM)
