@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import multiprocessing
 import os
 import secrets
 import signal
@@ -136,7 +135,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             raise
         except Exception as error:
             raise _NotStarted from error
-    engine_processes, oom_kills = multiprocessing.active_children(), kernel_oom_kills()
+    oom_kills = kernel_oom_kills()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -154,8 +153,8 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         await server.run(stop)
     except* EngineDied as died:
         # Every open request has failed with it.
-        cause = process.describe_kill(engine_processes, oom_kills=oom_kills)
-        raise EngineDied(cause or str(_leaves(died)[0])) from None
+        said = str(_leaves(died)[0])
+        raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
     finally:
         await engine.aclose()
 

@@ -6,11 +6,9 @@ import atexit
 import contextlib
 import importlib.metadata
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from slipstream.protocol.descendants import kernel_oom_kills
@@ -18,8 +16,8 @@ from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.machine.process import die_with_parent, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
-# Seconds in which the end of a process shows after its connection has broken.
-_END_LIMIT_S = 1.0
+# Part of vLLM's error for an engine process that is gone.
+_SEE_ABOVE = "See stack trace (above)"
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -86,22 +84,16 @@ def limited_start(limit_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def describe_kill(processes: Sequence[BaseProcess], *, oom_kills: int) -> str:
-    """Returns which of `processes` was killed, or "" if none was; waits a moment for their ends.
+def describe_engine_death(said: str, *, oom_kills: int) -> str:
+    """Returns why the engine died, by `said`, its error, and what the kernel has counted.
 
-    `oom_kills`: `kernel_oom_kills` at their start.
+    `oom_kills`: `kernel_oom_kills` at the engine's start.
     """
-    for process in processes:
-        process.join(_END_LIMIT_S)
-        code = process.exitcode or 0
-        if code == -signal.SIGKILL and kernel_oom_kills() > oom_kills:
-            return (
-                f"vLLM's process {process.name} was killed by SIGKILL: memory was full, so the "
-                "kernel ended a process; give the run more memory"
-            )
-        if code < 0:
-            return f"vLLM's process {process.name} was killed by {signal.Signals(-code).name}"
-    return ""
+    if kernel_oom_kills() > oom_kills:
+        return "memory was full, so the kernel ended a process; give the run more memory"
+    if _SEE_ABOVE in said:
+        return "vLLM's engine process has ended: by the error above in the log, or by a signal"
+    return said
 
 
 def leave(code: int) -> NoReturn:

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
-import time
 
 import pytest
 from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.settings.config import RolloutServerSection
-from slipstream.rollout_server.process import describe_kill, engine_environment
+from slipstream.rollout_server.process import describe_engine_death, engine_environment
+from vllm.v1.engine.exceptions import EngineDeadError
 
 START = """
 import sys, time
@@ -52,22 +51,15 @@ def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart(
     assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
 
 
-@pytest.mark.process
-def test_an_engine_that_was_killed_is_named_with_full_memory() -> None:
-    context = multiprocessing.get_context("spawn")
-    left = context.Process(target=time.sleep, args=(0,))
-    killed = context.Process(target=time.sleep, args=(600,), name="EngineCore")
-    for process in (left, killed):
-        process.start()
-    killed.kill()
-    left.join()
+def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
     now = kernel_oom_kills()
-    assert describe_kill([left], oom_kills=now) == ""
-    said = "vLLM's process EngineCore was killed by SIGKILL"
-    assert describe_kill([left, killed], oom_kills=now) == said
+    gone = str(EngineDeadError())
+    ended = "vLLM's engine process has ended: by the error above in the log, or by a signal"
+    assert describe_engine_death(gone, oom_kills=now) == ended
+    assert describe_engine_death("no answer", oom_kills=now) == "no answer"
     # The kernel seems to have ended a process since the start.
     full = "memory was full, so the kernel ended a process; give the run more memory"
-    assert describe_kill([killed], oom_kills=now - 1) == f"{said}: {full}"
+    assert describe_engine_death(gone, oom_kills=now - 1) == full
 
 
 def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:

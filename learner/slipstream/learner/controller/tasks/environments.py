@@ -53,7 +53,6 @@ class EnvironmentEntry:
     skipped_in_a_row: int = 0
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
-    # What ended workers with several episodes, of whom none is to blame yet.
     told_ends: set[str] = field(default_factory=set)
     # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
@@ -89,12 +88,9 @@ class EnvironmentEntry:
         """Whether a server can run the environment's episodes now."""
         return self.client_episodes is not None or key in self.loaded_on
 
-    def is_news(self, cause: str, *, of_bystander: bool = False) -> bool:
-        """Whether an event should tell this failure: each of the first few causes, once.
-
-        Bystanders are counted apart: of all episodes of a worker only its end is told.
-        """
-        told = self.told_ends if of_bystander else self.told_causes
+    def is_news(self, cause: str, *, of_worker: bool = False) -> bool:
+        """Whether an event should tell a failure or the end of a worker: the first few, once."""
+        told = self.told_ends if of_worker else self.told_causes
         if cause in told or len(told) >= MAX_TOLD_CAUSES:
             return False
         told.add(cause)

@@ -278,15 +278,21 @@ class Intake:
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
         entry = self._environments.entries.get(trajectory.environment)
-        is_bystander = failure.kind is FailureKind.BYSTANDER
-        if entry is not None and entry.is_news(failure.message, of_bystander=is_bystander):
-            text = f"an episode of {trajectory.environment} failed ({failure.kind.name.lower()})"
-            if is_bystander:
-                text = f"episodes of {trajectory.environment} lost their worker and run again"
-            self._run.events.add(f"{text}: {failure.message}", Severity.WARNING)
-        if entry is not None and not is_bystander:
-            # The failure of a bystander may be another episode's fault, which then fails too.
+        if entry is not None and failure.kind is FailureKind.BYSTANDER:
+            if entry.is_news(failure.message, of_worker=True):
+                self._run.events.add(
+                    f"episodes of {entry.spec.name} lost their worker and run again: "
+                    f"{failure.message}",
+                    Severity.WARNING,
+                )
+        elif entry is not None:
             entry.episodes_failed += 1
+            if entry.is_news(failure.message):
+                self._run.events.add(
+                    f"an episode of {trajectory.environment} failed "
+                    f"({failure.kind.name.lower()}): {failure.message}",
+                    Severity.WARNING,
+                )
         self._endings.end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
 
     def _set_aside(self, group: Group, member: int, failure: Failure) -> None:

@@ -108,7 +108,7 @@ def test_each_cause_is_told_once_and_only_the_first_few():
 def test_ends_of_workers_are_told_beside_the_causes_of_failures():
     (entry,) = make_book(1.0).training()
     ends = ["a", "a", "b", "c", "d"]
-    assert [end for end in ends if entry.is_news(end, of_bystander=True)] == ["a", "b", "c"]
+    assert [end for end in ends if entry.is_news(end, of_worker=True)] == ["a", "b", "c"]
     assert entry.is_news("a")
 
 
