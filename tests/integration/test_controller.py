@@ -186,6 +186,30 @@ async def test_failed_episodes_run_again_and_are_counted(tmp_path):
     assert summary["ledger"]["difference"] == 0
 
 
+async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_path):
+    def lost(lease, member, attempt):
+        if attempt:
+            return float(member)
+        return Failure(FailureKind.BYSTANDER, "worker exited with code 1; 4 episodes shared it")
+
+    config = make_config(tmp_path, run__steps=3)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address, judge=lost)
+    logs = []
+
+    async def keep(controller, tasks):
+        logs.append(controller._run.events)
+
+    await play(config, server, trainer=trainer, during=keep)
+    texts = [event.text for event in logs[0].kept()]
+    ends = [text for text in texts if text.startswith("episodes of ")]
+    assert ends == [
+        "episodes of e lost their worker and run again: worker exited with code 1; 4 episodes "
+        "shared it"
+    ]
+    assert not any(text.startswith("an episode of ") for text in texts)
+
+
 async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_path):
     def half(lease, member, attempt):
         if lease.environment == "bad":

@@ -1,14 +1,13 @@
 """`python -m slipstream.rollout_server`: one rollout server.
 
 Exit codes: 0 the server drained, 1 something broke (the cause is on stderr), 2 a ConfigError (wrong
-settings, or the controller refuses the server), 3 vLLM's engine did not start.
+settings, or the controller refuses the server), 4 vLLM's engine did not start.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import uvloop
 from slipstream.protocol.access.exposure import narrow_sockets
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
@@ -32,6 +32,7 @@ from slipstream.protocol.types import ServerId
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
+from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
 from slipstream.rollout_server.memory import available_bytes
 
@@ -49,12 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent()
     try:
         check_server_id(options.server_id)
-        config = load_config(options.config)
+        config = read_settings(options.config, options.max_episodes)
         check_model(config)
-        if options.max_episodes is not None:
-            places = {"max_episodes": options.max_episodes}
-            server = config.rollout_server.model_copy(update=places)
-            config = config.model_copy(update={"rollout_server": server})
         uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
@@ -67,9 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return FAILED
-    # vLLM's client logs a traceback when only the end of the interpreter collects it.
-    gc.collect()
     return DONE
+
+
+def read_settings(path: Path, max_episodes: int | None) -> Config:
+    """Returns the settings in `path`, with `max_episodes` if given; ConfigError like `path`'s."""
+    overrides = [] if max_episodes is None else [f"rollout_server.max_episodes={max_episodes}"]
+    return load_config(path, overrides)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -134,6 +135,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             raise
         except Exception as error:
             raise _NotStarted from error
+    oom_kills = kernel_oom_kills()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -149,6 +151,10 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
         await server.run(stop)
+    except* EngineDied as died:
+        # Every open request has failed with it.
+        said = str(_leaves(died)[0])
+        raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
     finally:
         await engine.aclose()
 
@@ -177,4 +183,4 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.leave(main())

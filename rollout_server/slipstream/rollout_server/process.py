@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.machine.process import die_with_parent, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
+
+# Part of vLLM's error for an engine process that is gone.
+_SEE_ABOVE = "See stack trace (above)"
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -76,6 +82,29 @@ def limited_start(limit_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def describe_engine_death(said: str, *, oom_kills: int) -> str:
+    """Returns why the engine died, by `said`, its error, and what the kernel has counted.
+
+    `oom_kills`: `kernel_oom_kills` at the engine's start.
+    """
+    if kernel_oom_kills() > oom_kills:
+        return "memory was full, so the kernel ended a process; give the run more memory"
+    if _SEE_ABOVE in said:
+        return "vLLM's engine process has ended: by the error above in the log, or by a signal"
+    return said
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with `code` after the functions of atexit.
+
+    To take vLLM's and torch's modules apart costs seconds, in which vLLM's client logs errors.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def bind_children() -> None:

@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.settings.config import RolloutServerSection
-from slipstream.rollout_server.process import engine_environment
+from slipstream.rollout_server.process import describe_engine_death, engine_environment
+from vllm.v1.engine.exceptions import EngineDeadError
 
 START = """
 import sys, time
@@ -28,6 +30,36 @@ def test_a_start_that_takes_too_long_ends_the_process() -> None:
 @pytest.mark.process
 def test_a_start_in_time_goes_on() -> None:
     assert subprocess.run([sys.executable, "-c", START, "20"], timeout=30).returncode == 0
+
+
+LEAVE = """
+import atexit, sys
+from slipstream.rollout_server.process import leave
+class Late:
+    def __del__(self):
+        print("taken apart")
+sys.late = Late()
+atexit.register(print, "left")
+print("written")
+leave(3)
+"""
+
+
+@pytest.mark.process
+def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
+    run = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=30)
+    assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
+
+
+def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
+    now = kernel_oom_kills()
+    gone = str(EngineDeadError())
+    ended = "vLLM's engine process has ended: by the error above in the log, or by a signal"
+    assert describe_engine_death(gone, oom_kills=now) == ended
+    assert describe_engine_death("no answer", oom_kills=now) == "no answer"
+    # The kernel seems to have ended a process since the start.
+    full = "memory was full, so the kernel ended a process; give the run more memory"
+    assert describe_engine_death(gone, oom_kills=now - 1) == full
 
 
 def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.launch.engine_checks import check_cache, check_compiler, describe_engine
+from slipstream.client.launch.engine_checks import check_cache, check_variables, describe_engine
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_engine,
@@ -83,7 +83,7 @@ def _model(config: Config) -> Iterator[Finding]:
 def _engine(config: Config) -> Finding:
     """Reports how an engine would start here; on another machine that may differ."""
     try:
-        check_compiler(config)
+        check_variables(config)
         if (config.model.path / "config.json").is_file():
             check_cache(config)
     except ConfigError as error:

@@ -88,6 +88,8 @@ class Child:
         """Asks the program to end; after `grace_s` kills it, with what is left of its group."""
         if self.is_running:
             self.signal(signal.SIGTERM)
+            # A process that SIGSTOP has stopped takes the request only when it goes on.
+            self.signal(signal.SIGCONT)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.process.wait()

@@ -17,6 +17,8 @@ CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_ov
 # torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
 DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"
 _NOT_SET = ("", "0")
+# vLLM runs models by its older runner where this variable is 0.
+RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 # The compiler with which torch compiles code for CPUs where CXX names no other.
 CPU_COMPILER = "g++"
 
@@ -39,11 +41,12 @@ def check_cache(config: Config) -> None:
         )
 
 
-def check_compiler(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError when the engine is to compile its model and `environ` prevents that."""
-    problem = compiler_problem(config.rollout_server, environ, on_cpu=not uses_gpus())
-    if problem:
-        raise ConfigError(problem)
+def check_variables(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError when `environ` prevents what the settings ask of the engine."""
+    for problem_of in (compiler_problem, runner_problem):
+        problem = problem_of(config.rollout_server, environ, on_cpu=not uses_gpus())
+        if problem:
+            raise ConfigError(problem)
 
 
 def compiler_problem(
@@ -66,6 +69,18 @@ def compiler_problem(
             f"{compiler}: install it, or leave the setting out"
         )
     return ""
+
+
+def runner_problem(
+    server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
+) -> str:
+    """Returns why drafts cannot be made with `environ`, or "" if they can or are off."""
+    if on_cpu or server.drafts != "shared" or environ.get(RUNNER_SWITCH) != "0":
+        return ""
+    return (
+        f'rollout_server.drafts is "shared", which on GPUs needs the runner that '
+        f'{RUNNER_SWITCH}=0 switches off: unset it, or set rollout_server.drafts = "off"'
+    )
 
 
 def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:

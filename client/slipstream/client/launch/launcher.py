@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client.launch.children import first_failed, show_lines, start_child
 from slipstream.client.launch.dry_run import describe_dry_run, describe_server
-from slipstream.client.launch.engine_checks import check_cache, check_compiler
+from slipstream.client.launch.engine_checks import check_cache, check_variables
 from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.launch.preflight import (
     check_choosers,
@@ -64,7 +64,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
     check_trackers(config.tracking)
     check_cache(config)
-    check_compiler(config)
+    check_variables(config)
     await check_engine(config)
     await check_passed_settings(config)
     # Settings come first: a port or a folder in use now may be free when they are right.
@@ -160,7 +160,7 @@ async def run_rollout_server(
     credentials = check_settings(config, queue_ends=("rollout_server",))
     check_installed("vllm", *_queue_packages(config))
     check_cache(config)
-    check_compiler(config)
+    check_variables(config)
     await check_engine(config)
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError("queue.redis_url is required when the services are started separately")

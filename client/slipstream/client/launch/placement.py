@@ -46,8 +46,11 @@ class Placement:
     def max_episodes(self, config: Config, number: int) -> int:
         """Returns the most episodes at one time on rollout server `number`."""
         server = config.rollout_server
-        shares = bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
-        return (server.shared_max_episodes if shares else None) or server.max_episodes
+        return (server.shared_max_episodes if self.shares(number) else None) or server.max_episodes
+
+    def shares(self, number: int) -> bool:
+        """Whether rollout server `number` uses a GPU of the learner."""
+        return bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
 
     @property
     def server_gpus(self) -> Counter[str]:
@@ -197,13 +200,23 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
-    """Returns one line for each GPU that learner and rollout servers share."""
-    share = config.rollout_server.gpu_memory_utilization
-    return [
+    """Returns one line for each GPU that learner and rollout servers share, and their episodes."""
+    server = config.rollout_server
+    share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
+    lines = [
         f"the learner and {engines} rollout server{'s' if engines > 1 else ''} share GPU {gpu}; "
         f"rollout_server.gpu_memory_utilization is {share:g}"
         for gpu, engines in placement.shared.items()
     ]
+    if episodes is not None:
+        sharing = [number for number, _ in enumerate(placement.servers) if placement.shares(number)]
+        who = (
+            f"rollout server {', '.join(map(str, sharing))}"
+            if sharing
+            else "no rollout server here"
+        )
+        lines.append(f"rollout_server.shared_max_episodes = {episodes} applies to {who}")
+    return lines
 
 
 def _listed(

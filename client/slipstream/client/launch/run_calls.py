@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 
 import grpc.aio
+from slipstream.client.launch.children import Child
 from slipstream.client.launch.trainer_ranks import Milestones
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 STOP_LIMIT_S = 30.0
 ANSWER_LIMIT_S = 5.0
+# Seconds between two questions to the controller whether the run is still stopping.
+LOOK_S = 2.0
 
 
 class RunCalls:
@@ -71,3 +76,19 @@ class RunCalls:
                 )
                 return status
         return None
+
+
+async def end_in_order(
+    ends: asyncio.Future[Child | None],
+    calls: RunCalls,
+    *,
+    grace_s: float,
+    look_s: float = LOOK_S,
+) -> None:
+    """Gives the ranks of this node `grace_s` to end, and more while the run is stopping.
+
+    A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
+    """
+    until_s = time.monotonic() + grace_s
+    while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
+        await asyncio.wait((ends,), timeout=look_s)

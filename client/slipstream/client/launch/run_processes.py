@@ -19,7 +19,7 @@ from slipstream.client.launch.children import Child, start_child, with_full_disk
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
 from slipstream.client.launch.restarts import RestartPolicy
-from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls
+from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls, end_in_order
 from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.launch.waits import tell_waits
 from slipstream.client.run_folder import node_folder, write_config
@@ -38,7 +38,7 @@ ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
 # Seconds of grace after a second signal: the next start resumes from the disk.
 HURRIED_GRACE_S = 1.0
-# Seconds between two questions to the controller whether the run is still stopping.
+# Seconds between two questions to the controller whether the trainer has loaded.
 LOOK_S = 2.0
 # Seconds that the last events may need to arrive after the controller has ended.
 EVENTS_LIMIT_S = 5.0
@@ -91,6 +91,8 @@ class RunProcesses:
         if kind is asyncio.CancelledError:
             grace_s = HURRIED_GRACE_S
             self._display.warn("the run is ended at once; run the same command again to resume it")
+        elif kind is not None:
+            self._tell_running()
         if self._stopping is not None:
             self._stopping.cancel()
         for task in self._servers.values():
@@ -197,13 +199,18 @@ class RunProcesses:
             return 0
         return 128 + stopping.result()
 
-    async def _let_leave(self) -> None:
+    def _tell_running(self) -> list[Child]:
+        """Returns all processes but the controller that have not ended yet, and names them."""
         trainers = self._trainers.children if self._trainers is not None else []
-        others = [
-            child
-            for child in (*self._children, *trainers)
-            if child.name != "controller" and child.is_running
-        ]
+        children = (*self._children, *trainers)
+        running = [child for child in children if child.name != "controller" and child.is_running]
+        if running:
+            names = ", ".join(child.name for child in running)
+            self._display.tell(f"the run is over; still to end: {names}")
+        return running
+
+    async def _let_leave(self) -> None:
+        others = self._tell_running()
         for child in others:
             # A server that had not joined yet would look for the controller; the rest is done.
             child.signal(signal.SIGTERM)
@@ -290,7 +297,7 @@ class RunProcesses:
         ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
         if not ends.done():
-            await end_in_order(ends, self._calls)
+            await end_in_order(ends, self._calls, grace_s=GRACE_S)
         stop.cancel()
         ends.cancel()
         await asyncio.gather(ends, return_exceptions=True)
@@ -308,16 +315,19 @@ class RunProcesses:
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
         """Asks the controller to end the run; ends the controller when it gives no answer."""
+        controller = await self._controller if self._controller is not None else None
+        if controller is not None:
+            # Somebody may have stopped the process by SIGSTOP: it could neither answer nor end.
+            controller.signal(signal.SIGCONT)
         problem = await self._calls.stop(reason, failed=failed)
         if not problem:
             return
-        controller = await self._controller if self._controller is not None else None
         if controller is None or not controller.is_running or self._display.is_over:
             return
         ending = "it is ended, and the same command resumes the run"
         self._display.warn(f"the controller does not answer, {problem}; {ending}")
         self._unanswered = status_pb2.StopRunRequest(reason=reason, failed=failed)
-        await controller.stop(GRACE_S)
+        await controller.stop(HURRIED_GRACE_S)
 
     async def _show_events(self) -> None:
         async with self._calls.channel() as channel:
@@ -331,19 +341,3 @@ class RunProcesses:
                         self._display.show(event)
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.5)
-
-
-async def end_in_order(
-    ends: asyncio.Future[Child | None],
-    calls: RunCalls,
-    *,
-    grace_s: float = GRACE_S,
-    look_s: float = LOOK_S,
-) -> None:
-    """Gives the ranks of this node `grace_s` to end, and more while the run is stopping.
-
-    A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
-    """
-    until_s = time.monotonic() + grace_s
-    while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
-        await asyncio.wait((ends,), timeout=look_s)

@@ -119,6 +119,20 @@ async def test_nobody_failed_when_all_ended_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    # Linux ends a stopped process that has no handler.
+    text = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    text += "print('waits', flush=True)\ntime.sleep(600)\n"
+    child = await start_script(tmp_path, "stopped", text)
+    while "waits" not in child.log_path.read_text():
+        await asyncio.sleep(0.01)
+    child.signal(signal.SIGSTOP)
+    async with asyncio.timeout(20):
+        await child.stop(600.0)
+    assert child.process.returncode == 7
+
+
+@pytest.mark.process
 async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import time\nprint('busy', flush=True)\ntime.sleep(60)\n")
     log = tmp_path / "log"

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 import pytest
-from slipstream.client.launch.engine_checks import compiler_problem, describe_engine
+from slipstream.client.launch import engine_checks
+from slipstream.client.launch.engine_checks import (
+    check_variables,
+    compiler_problem,
+    describe_engine,
+    runner_problem,
+)
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import RolloutServerSection
+from support.fakes.small_configs import config_of
 
 COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "sh"}
 NO_COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "no-such-compiler"}
@@ -59,3 +70,36 @@ def test_graphs_that_the_environment_switches_off_are_refused(
 
 def test_a_gpu_needs_no_compiler_for_cpus() -> None:
     assert compiler_problem(server(None), NO_COMPILER, on_cpu=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("drafts", "value", "on_cpu", "is_refused"),
+    [
+        ("shared", "0", False, True),
+        ("shared", "1", False, False),
+        ("shared", None, False, False),
+        ("shared", "0", True, False),
+        ("ngram", "0", False, False),
+        ("off", "0", False, False),
+    ],
+)
+def test_drafts_on_gpus_are_refused_without_the_runner_that_makes_them(
+    drafts: Literal["off", "ngram", "shared"], value: str | None, on_cpu: bool, is_refused: bool
+) -> None:
+    environ = {} if value is None else {"VLLM_USE_V2_MODEL_RUNNER": value}
+    problem = runner_problem(RolloutServerSection(drafts=drafts), environ, on_cpu=on_cpu)
+    assert ("VLLM_USE_V2_MODEL_RUNNER=0 switches off: unset it" in problem) == is_refused
+    assert bool(problem) == is_refused
+
+
+def test_variables_that_prevent_drafts_stop_a_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: True)
+    settings = config_of(tmp_path)
+    config = settings.model_copy(
+        update={"rollout_server": RolloutServerSection(drafts="shared", enforce_eager=True)}
+    )
+    check_variables(config, {})
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_variables(config, {"VLLM_USE_V2_MODEL_RUNNER": "0"})

@@ -77,6 +77,11 @@ def test_a_server_beside_the_learner_has_its_own_number_of_episodes() -> None:
     got = placed("0 1", {"devices": [0]}, server)
     config = config_of({"devices": [0]}, server)
     assert [got.max_episodes(config, number) for number in range(2)] == [64, 16]
+    applies = "rollout_server.shared_max_episodes = 16 applies to "
+    assert describe_sharing(config, got)[-1] == applies + "rollout server 1"
+    assert describe_sharing(config, placed("0 1 2", server=server | {"devices": [1, 2]})) == [
+        applies + "no rollout server here"
+    ]
     plain = config_of(server={"max_episodes": 64})
     assert got.max_episodes(plain, 1) == Placement().max_episodes(plain, 0) == 64
 

@@ -15,8 +15,8 @@ import pytest
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.run_calls import RunCalls
-from slipstream.client.launch.run_processes import RunProcesses, end_in_order
+from slipstream.client.launch.run_calls import RunCalls, end_in_order
+from slipstream.client.launch.run_processes import RunProcesses
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
@@ -96,6 +96,26 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     out = capsys.readouterr().out
     ended = "! the controller does not answer, DEADLINE_EXCEEDED; it is ended"
     assert f"{ended}, and the same command resumes the run\n" in out
+
+
+@pytest.mark.process
+async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = deaf_config(tmp_path)
+    log = tmp_path / "test" / "logs" / "controller.log"
+    async with asyncio.timeout(25), RunProcesses(config, OPEN, Placement()) as processes:
+        processes.start_controller(num_servers=0)
+        running = asyncio.ensure_future(processes.wait())
+        while not (log.exists() and " listens" in log.read_text()):
+            await asyncio.sleep(0.01)
+        for child in processes._children:
+            child.signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await running == 128 + signal.SIGINT
+    out = capsys.readouterr().out
+    assert "stopping: the user sent SIGINT" in out
+    assert "does not answer" not in out
 
 
 @pytest.mark.process

@@ -53,6 +53,7 @@ class EnvironmentEntry:
     skipped_in_a_row: int = 0
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
+    told_ends: set[str] = field(default_factory=set)
     # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
@@ -87,11 +88,12 @@ class EnvironmentEntry:
         """Whether a server can run the environment's episodes now."""
         return self.client_episodes is not None or key in self.loaded_on
 
-    def is_news(self, cause: str) -> bool:
-        """Whether an event should tell this failure: each of the first few causes, once."""
-        if cause in self.told_causes or len(self.told_causes) >= MAX_TOLD_CAUSES:
+    def is_news(self, cause: str, *, of_worker: bool = False) -> bool:
+        """Whether an event should tell a failure or the end of a worker: the first few, once."""
+        told = self.told_ends if of_worker else self.told_causes
+        if cause in told or len(told) >= MAX_TOLD_CAUSES:
             return False
-        self.told_causes.add(cause)
+        told.add(cause)
         return True
 
     def is_new_set_aside(self, task_index: int, cause: str) -> bool:

@@ -278,8 +278,14 @@ class Intake:
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
         entry = self._environments.entries.get(trajectory.environment)
-        # The failure of a bystander is another episode's fault, which fails with its own cause.
-        if entry is not None and failure.kind is not FailureKind.BYSTANDER:
+        if entry is not None and failure.kind is FailureKind.BYSTANDER:
+            if entry.is_news(failure.message, of_worker=True):
+                self._run.events.add(
+                    f"episodes of {entry.spec.name} lost their worker and run again: "
+                    f"{failure.message}",
+                    Severity.WARNING,
+                )
+        elif entry is not None:
             entry.episodes_failed += 1
             if entry.is_news(failure.message):
                 self._run.events.add(

@@ -105,6 +105,13 @@ def test_each_cause_is_told_once_and_only_the_first_few():
     assert [cause for cause in causes if entry.is_news(cause)] == ["a", "b", "c"]
 
 
+def test_ends_of_workers_are_told_beside_the_causes_of_failures():
+    (entry,) = make_book(1.0).training()
+    ends = ["a", "a", "b", "c", "d"]
+    assert [end for end in ends if entry.is_news(end, of_worker=True)] == ["a", "b", "c"]
+    assert entry.is_news("a")
+
+
 def test_an_evaluation_tells_its_newest_round_only():
     book = make_book(1.0)
     spec = environment_pb2.EnvironmentSpec(
