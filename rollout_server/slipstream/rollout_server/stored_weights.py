@@ -159,8 +159,8 @@ class _Buckets:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._bytes
-        self._map.close()
+        # Closing it would be an error while the traceback of one still holds a view.
+        del self._bytes, self._map
 
     def put(self, place: int, data: memoryview, changed: int) -> None:
         """Takes a whole bucket, or its payload of `changed` elements."""

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.storage import Storage
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
 from slipstream.v1 import weights_pb2
 from support.rigs.stored_versions import (
+    BUCKETS,
     Content,
     StoredVersions,
     changed_content,
@@ -139,6 +141,23 @@ def test_a_damaged_link_is_named_and_leaves_no_version(
     assert fetched.num_links == 2
     assert fetched.path.read_bytes() == all_bytes(content)
     assert old is not content
+
+
+def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(
+    tmp_path: Path,
+) -> None:
+    root = str(tmp_path / "storage")
+    versions = StoredVersions(root)
+    (first, _), *_ = three_versions(versions)
+    server = opened(root, tmp_path / "a")
+    server.fetch(first, NEVER)
+    changed = versions.chain[1].delta.changed
+    # One more or less, so that it is as long.
+    near = [[*changed[:1], changed[1] + more, *changed[2:]] for more in (1, -1)]
+    as_long = [c for c in near if on_the_wire(BUCKETS, c) == on_the_wire(BUCKETS, changed)]
+    changed[:] = as_long[0]
+    with pytest.raises(WeightSyncError, match="bucket 1: a payload should have"):
+        server.fetch(versions.manifest("run/wrong"), NEVER)
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
