@@ -6,7 +6,7 @@ A trainer's rank writes versions of a shape, a server's own code fetches them, a
 loads them, in turns: all of a version, as its first one is loaded, and what it changes. On a CPU
 vLLM keeps plain matrices, as it does on a GPU, since no changes can be put into packed ones. Where
 others share the machine, the processor's time of an idle engine is what can be compared. Prints one
-table and writes benchmarks/results/storage_pause.json. Takes 10 GB of memory for 0.6B.
+table and writes benchmarks/results/storage_pause.json. Takes 11 GB of memory for 0.6B.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class StoredEngine:
         self._served = content_name(loaded.bucket_digests) if loaded.takes_deltas else b""
 
 
-async def started(arguments: argparse.Namespace, folder: Path, *, stage: bool) -> VllmEngine:
+async def started(arguments: argparse.Namespace, folder: Path) -> VllmEngine:
     """Starts an engine of the shape, with whatever weights."""
     settings = {
         "run": {"name": "r", "dir": str(folder), "steps": 1},
@@ -113,7 +113,6 @@ async def started(arguments: argparse.Namespace, folder: Path, *, stage: bool) -
             "max_episode_tokens": REPLY_TOKENS + 64,
             "ignore_eos": True,
         },
-        "weights": {"stage_on_server": stage},
         "rollout_server": {
             "max_episodes": 8,
             "threads": arguments.threads,
@@ -135,22 +134,24 @@ async def started(arguments: argparse.Namespace, folder: Path, *, stage: bool) -
     return await VllmEngine.start(config, seed=1)
 
 
-async def measured(arguments: argparse.Namespace, folder: Path, *, stage: bool) -> list[Row]:
-    """Returns a row for each version that one engine loaded, idle and then with requests."""
-    weights = Weights(arguments.shape)
-    store, rows = Store(weights, folder / f"stage-{stage}"), list[Row]()
-    engine = await started(arguments, folder, stage=stage)
+async def measured(arguments: argparse.Namespace, folder: Path) -> list[Row]:
+    """Returns a row for each version that the engine loaded, idle and then with requests."""
+    weights = Weights(arguments.shape, arguments.layers)
+    store, rows = Store(weights, folder), list[Row]()
+    engine = await started(arguments, folder)
     sampling = Sampling(1.0, 1.0, 0, REPLY_TOKENS, 1, REPLY_TOKENS + 64, ignore_eos=True)
     running: list[asyncio.Task[Any]] = []
     try:
         far = StoredEngine(engine, store)
         progress(f"first: {await far.load(whole=True)}")
-        for requests in (0, arguments.requests):
+        for requests in sorted({0, arguments.requests}):
             running = [
                 asyncio.create_task(engine.generate(f"r{n}", [5 + n] * 16, sampling, REPLY_TOKENS))
                 for n in range(requests)
             ]
-            for number in range(2 * arguments.rounds):
+            for number in range(4 * arguments.rounds):
+                # The setting `weights.stage_on_server`, without another start.
+                engine._updates._stage = number % 4 >= 2
                 weights.change(arguments.share)
                 rows.append(await far.load(changes=bool(number % 2)))
                 progress(str(rows[-1]))
@@ -168,29 +169,27 @@ def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=0, help="instead of the shape's own")
     parser.add_argument("--share", type=float, default=0.01, help="of the elements that change")
     parser.add_argument("--rounds", type=int, default=4, help="versions of each kind")
-    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=4, help="0: idle alone")
     parser.add_argument("--between-s", type=float, default=2.0, help="that requests run between")
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found: list[Row] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        make_shape(Path(name) / "model", arguments.shape)
-        for stage in (False, True):
-            rows = asyncio.run(measured(arguments, Path(name), stage=stage))
-            found += [{"stage_on_server": stage, **row} for row in rows]
+        make_shape(Path(name) / "model", arguments.shape, layers=arguments.layers)
+        found = asyncio.run(measured(arguments, Path(name)))
     lines = table(
         [
-            *("engine", "stage_on_server", "a version", "stands still, s"),
+            *("engine", "read before the pause", "a version", "stands still, s"),
             *("its processor's time, s", "workers load, s"),
         ],
         [
             [
                 "busy" if busy else "idle",
-                str(stage).lower(),
+                "yes" if stage else "no",
                 what,
                 *(Spread.of([row[f"{part}_s"] for row in rows]).text(2) for part in PARTS),
             ]
@@ -211,7 +210,7 @@ PARTS = ("still", "processor", "load")
 
 def of_kind(row: Row, what: str, *, busy: bool, stage: bool) -> bool:
     """Returns whether a row belongs to this line of the table."""
-    return (row["what"], row["is_busy"], row["stage_on_server"]) == (what, busy, stage)
+    return (row["what"], row["is_busy"], row["staged"]) == (what, busy, stage)
 
 
 if __name__ == "__main__":
