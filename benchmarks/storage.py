@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,8 +53,10 @@ class Clock:
 class Weights:
     """Random bfloat16 weights in their buckets, of which a share changes."""
 
-    def __init__(self, shape: str) -> None:
-        tensors = SHAPES[shape].tensors()
+    def __init__(self, shape: str, layers: int = 0) -> None:
+        """`layers` replaces the shape's own number unless 0."""
+        chosen = SHAPES[shape]
+        tensors = (replace(chosen, layers=layers) if layers else chosen).tensors()
         self.specs = [TensorSpec(name, "bfloat16", size) for name, size in tensors]
         self.buckets = plan_buckets(self.specs, BUCKET_BYTES)
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable
 
 from slipstream.protocol.errors import WeightSyncError
+from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
 from slipstream.v1 import fleet_pb2
 
 log = logging.getLogger(__name__)
 
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class FetchOrders:
@@ -40,6 +42,8 @@ class FetchOrders:
         self._abandoned = threading.Event()
         # The publish whose version lies in the file.
         self._ready: tuple[str, Fetched] | None = None
+        # The name of what the engine serves, if it takes changes of that; b"" during an update.
+        self._served = b""
 
     def start(self, order: fleet_pb2.PreparePublish) -> None:
         """Begins to fetch a version; abandons the fetch before it."""
@@ -48,30 +52,47 @@ class FetchOrders:
         self._group.create_task(self._fetch(order, self._abandoned))
 
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
-        """Returns an order with what only this server knows: the layout, and the file."""
-        if message.WhichOneof("message") != "receive" or self._ready is None:
+        """Returns an order with what only this server knows: layout, file, and changes in it.
+
+        A probe that failed is noted as an update that failed.
+        """
+        kind = message.WhichOneof("message")
+        if kind == "probe_verdict" and not message.probe_verdict.passed:
+            self._forget()
+        if kind != "receive" or self._ready is None:
             return message
         order, (publish_id, fetched) = message.receive.order, self._ready
         if order.communicator.transport == "storage" and order.publish_id == publish_id:
             message.receive.layout.CopyFrom(fetched.layout)
             order.communicator.path = str(fetched.path.resolve())
+            if fetched.delta is not None:
+                order.delta.CopyFrom(fetched.delta)
+        self._served = b""
         return message
 
     def note(self, report: fleet_pb2.PublishReport) -> None:
-        """Forgets the fetched version if the engine could not load it."""
-        if self._stored is not None and report.phase == FAILED:
-            self._stored.forget()
+        """Notes what the engine serves; forgets the fetched version if it could not load that."""
+        if report.phase == FAILED:
+            self._forget()
+        elif report.phase == SERVING and report.stages.takes_deltas:
+            self._served = content_name(report.bucket_digests)
 
     def close(self) -> None:
         """Abandons the fetch under way."""
         self._abandoned.set()
+
+    def _forget(self) -> None:
+        self._served = b""
+        if self._stored is not None:
+            self._stored.forget()
 
     async def _fetch(self, order: fleet_pb2.PreparePublish, abandoned: threading.Event) -> None:
         report = fleet_pb2.PublishReport(publish_id=order.publish_id)
         try:
             if self._stored is None:
                 raise WeightSyncError('rollout_server.weights_from is not "storage" here')
-            fetched = await asyncio.to_thread(self._stored.fetch, order.stored, abandoned)
+            arguments = order.stored, abandoned, self._served
+            fetched = await asyncio.to_thread(self._stored.fetch, *arguments)
         except WeightSyncError as error:
             report.phase, report.message = FAILED, str(error)
         else:
@@ -83,7 +104,8 @@ class FetchOrders:
             report.stages.fetched_bytes = fetched.num_bytes
             report.stages.fetched_links = fetched.num_links
             log.info(
-                "fetched version %d in %.1f s: %d bytes, %d links",
+                "fetched version %d in %.1f s: %d bytes, %d links; the engine takes %s",
                 *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),
+                "all of it" if fetched.delta is None else "what changed",
             )
         self._report(report)

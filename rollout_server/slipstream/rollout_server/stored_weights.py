@@ -1,8 +1,8 @@
 """A server's own copy of the newest version that it fetched from storage.
 
-Consumes: manifests and objects. Produces: one file with all buckets, whose digests are
-checked. Waits for: the storage. Unblocked by: its answer, `weights.storage_deadline_s`, or
-`abandoned`.
+Consumes: manifests and objects. Produces: one file with all buckets, whose digests are checked, and
+one with what changed in them. Waits for: the storage. Unblocked by: its answer,
+`weights.storage_deadline_s`, or `abandoned`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from google.protobuf.message import DecodeError
 from slipstream.protocol.errors import ProtocolError, WeightSyncError
 from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
-from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
+from slipstream.protocol.weights.deltas import (
+    Elements,
+    Places,
+    content_name,
+    on_the_wire,
+    put_payload,
+)
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.storage import Storage, Until
+from slipstream.rollout_server.joined_changes import JoinedChanges
 from slipstream.v1 import weights_pb2
 
 log = logging.getLogger(__name__)
@@ -35,10 +42,14 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version that lies in the file at `path`, and what fetching it took."""
+    """A version that lies in the file at `path`, and what fetching it took.
+
+    `delta`: the file has only what the version changes of its base; None: it has all.
+    """
 
     layout: weights_pb2.WeightLayout
     path: Path
+    delta: weights_pb2.Delta | None
     num_links: int
     num_bytes: int
     seconds: float
@@ -56,7 +67,7 @@ class StoredWeights:
         assert weights.storage_url is not None
         self._storage = Storage(weights.storage_url)
         self._limit_s = weights.storage_deadline_s
-        self._path = folder / "weights"
+        self._path, self._changes_path = folder / "weights", folder / "changes"
         self._lock = threading.Lock()
         # The name of what the file holds; b"" for no version.
         self._held = b""
@@ -65,9 +76,13 @@ class StoredWeights:
         """Takes the file for worthless: the next fetch begins with a whole version."""
         self._held = b""
 
-    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> Fetched:
+    def fetch(
+        self, stored: weights_pb2.StoredWeights, abandoned: threading.Event, base: bytes = b""
+    ) -> Fetched:
         """Returns when the file holds the version of this manifest.
 
+        `base`: the name of what the engine holds, if it takes changes of that. It gets them where
+        the file held the same and the chain goes on from there; otherwise it gets the whole file.
         Raises WeightSyncError when the storage lacks something, has other bytes than the manifest
         says, or is late, and when the disk is full.
         """
@@ -78,17 +93,22 @@ class StoredWeights:
             manifest = self._manifest(stored, until)
             buckets = layout_from_pb(manifest.layout)
             links = _lacking(manifest.links, self._held)
-            num_bytes = stored.num_bytes
+            num_bytes, delta = stored.num_bytes, None
+            follows = bool(base and links) and base == self._held and not _is_whole(links)
+            changes = JoinedChanges(buckets) if follows else None
             try:
                 with _Buckets(self._path, buckets, anew=_is_whole(links)) as file:
                     for link in links:
-                        num_bytes += self._apply(link, file, until)
+                        num_bytes += self._apply(link, file, changes, until)
+                    if changes is not None:
+                        delta = changes.write(self._changes_path, base, file.elements)
             except (OSError, ValueError) as error:
                 # A file that was cut cannot be mapped: a ValueError.
                 self._held = b""
                 raise WeightSyncError(f"fetched weights in {self._path}: {error}") from error
         seconds = time.monotonic() - started_s
-        return Fetched(manifest.layout, self._path, len(links), num_bytes, seconds)
+        path = self._path if delta is None else self._changes_path
+        return Fetched(manifest.layout, path, delta, len(links), num_bytes, seconds)
 
     def _manifest(
         self, stored: weights_pb2.StoredWeights, until: Until
@@ -112,7 +132,13 @@ class StoredWeights:
             )
         return data
 
-    def _apply(self, link: weights_pb2.StoredLink, file: _Buckets, until: Until) -> int:
+    def _apply(
+        self,
+        link: weights_pb2.StoredLink,
+        file: _Buckets,
+        changes: JoinedChanges | None,
+        until: Until,
+    ) -> int:
         """Brings the file one link further and proves its buckets; returns the bytes fetched."""
         self._held = b""
         changed = list(link.delta.changed) if link.HasField("delta") else None
@@ -124,7 +150,9 @@ class StoredWeights:
             for place in stored.buckets:
                 size = wires[place].num_bytes
                 part, data = data[:size], data[size:]
-                file.put(place, part, 0 if changed is None else changed[place])
+                places = file.put(place, part, 0 if changed is None else changed[place])
+                if changes is not None:
+                    changes.add(place, places)
                 missing.discard(place)
                 if file.digest(place) != link.bucket_digests[place]:
                     raise WeightSyncError(f"bucket {place} of {stored.key} came out wrong")
@@ -159,19 +187,23 @@ class _Buckets:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._bytes
-        self._map.close()
+        # Closing it would be an error while the traceback of one still holds a view.
+        del self._bytes, self._map
 
-    def put(self, place: int, data: memoryview, changed: int) -> None:
-        """Takes a whole bucket, or its payload of `changed` elements."""
-        bucket, here = self.buckets[place], self._at(place)
+    def put(self, place: int, data: memoryview, changed: int) -> Places | None:
+        """Takes a whole bucket, or its payload of `changed` elements, whose places it returns."""
+        bucket = self.buckets[place]
         if len(data) == bucket.num_bytes:
-            here[:] = np.frombuffer(data, dtype=np.uint8)
-            return
+            self._at(place)[:] = np.frombuffer(data, dtype=np.uint8)
+            return None
         try:
-            put_payload(here.view(np.uint16), data, bucket, changed)
+            return put_payload(self.elements(place), data, bucket, changed)
         except ProtocolError as error:
             raise WeightSyncError(f"bucket {place}: {error}") from error
+
+    def elements(self, place: int) -> Elements:
+        """Returns a view of a bucket's elements in the file."""
+        return self._at(place).view(np.uint16)
 
     def digest(self, place: int) -> bytes:
         """Returns the digest of a bucket as it lies in the file."""

@@ -61,6 +61,8 @@ class FakeEngine:
         self.fail_with: str | None = None
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
+        self.digests: tuple[bytes, ...] = DIGESTS
+        self.takes_deltas = False
         # While it is not set, `prepare` waits for the other members.
         self.others_came = asyncio.Event()
         self.others_came.set()
@@ -180,7 +182,13 @@ class FakeEngine:
         if self.weights_error is not None:
             raise WeightSyncError(self.weights_error)
         return LoadedWeights(
-            DIGESTS, by_plan=True, pause_s=0.0625, receive_s=0.25, load_s=0.5, wire_s=0.125
+            self.digests,
+            by_plan=True,
+            pause_s=0.0625,
+            receive_s=0.25,
+            load_s=0.5,
+            wire_s=0.125,
+            takes_deltas=self.takes_deltas,
         )
 
     async def resume(self, version: PolicyVersion) -> None:

@@ -252,9 +252,9 @@ class Rig:
         return float(np.mean(own)), float(np.mean(other))
 
 
-async def main() -> None:
-    """Loader, plan, plan, loader again, a failure, and a publish while requests run."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parsed(description: str | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="dense")
     parser.add_argument("--transport", choices=("gloo", "nccl"), default="gloo")
@@ -267,13 +267,23 @@ async def main() -> None:
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+async def started(rig: Rig) -> None:
+    """Returns when the engine has started with a random model."""
     torch.set_num_threads(1 if process.is_cpu_build() else 8)
-    rig = Rig(options.folder, options)
-    options.folder.mkdir(parents=True, exist_ok=True)
+    rig.folder.mkdir(parents=True, exist_ok=True)
     rig.make_model()
     torch.set_num_threads(1)
     await rig.start()
+
+
+async def main() -> None:
+    """Loader, plan, plan, loader again, a failure, and a publish while requests run."""
+    options = parsed(__doc__)
+    rig = Rig(options.folder, options)
+    await started(rig)
     try:
         await story(rig, options.bucket_mib)
     finally:

@@ -1,4 +1,4 @@
-"""Runs `receiver_rig.py` and judges what it saw."""
+"""Runs `receiver_rig.py`, or a rig like it, and judges what the first saw."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RIG = Path(__file__).with_name("receiver_rig.py")
+RIGS = Path(__file__).parent
 FOLDERS = ("protos", "client", "rollout_server", "learner", "tests", "deploy")
 
 
-def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+def run_rig(
+    folder: Path, *arguments: str, limit_s: float, program: str = "receiver_rig.py"
+) -> dict[str, list[dict[str, Any]]]:
     """The lines of its report by their kind; fails with its output when it fails."""
-    root = RIG.parents[3]
+    root = RIGS.parents[2]
     # Packages may lie in a folder that is only named there.
     paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(RIG), str(folder), *arguments],
+        [sys.executable, str(RIGS / program), str(folder), *arguments],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,

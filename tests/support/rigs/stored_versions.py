@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,18 +52,25 @@ def changed_content(content: Content, *, share: float, seed: int) -> Content:
     return new
 
 
-def digests_of(content: Content) -> list[bytes]:
+def digests_of(content: Content, buckets: Sequence[Bucket] = BUCKETS) -> list[bytes]:
     return [
         bucket_digest(bucket_tensor_digests(bucket, data.tobytes()))
-        for bucket, data in zip(BUCKETS, content, strict=True)
+        for bucket, data in zip(buckets, content, strict=True)
     ]
 
 
 class StoredVersions:
-    """Writes versions by two senders; `manifest_of` names each as the controller would."""
+    """Writes versions by two senders; `manifest` names each as the controller would."""
 
-    def __init__(self, url: str, *, buckets: tuple[Bucket, ...] = BUCKETS) -> None:
+    def __init__(
+        self,
+        url: str,
+        specs: Sequence[TensorSpec] = TENSORS,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.storage = Storage(url)
+        self.buckets = buckets = plan_buckets(specs, bucket_bytes)
+        self.layout = layout_to_pb(specs, bucket_bytes)
         self.writers = [
             RankObjects(buckets, sender, self.storage, object_bytes=150_000, pin=False)
             for sender in (0, 1)
@@ -71,9 +78,9 @@ class StoredVersions:
         self.chain: list[weights_pb2.StoredLink] = []
 
     def write(self, step: int, content: Content, *, whole: bool) -> weights_pb2.StoredWeights:
-        links, digests = [], digests_of(content)
+        links, digests = [], digests_of(content, self.buckets)
         for writer in self.writers:
-            for place, (bucket, data) in enumerate(zip(BUCKETS, content, strict=True)):
+            for place, (bucket, data) in enumerate(zip(self.buckets, content, strict=True)):
                 writer.take(place, bucket, torch.from_numpy(data))()
             links.append(writer.write(f"run/v{step}", digests, whole=whole, until=soon()))
         link = weights_pb2.StoredLink(
@@ -88,12 +95,8 @@ class StoredVersions:
         return self.manifest(f"run/v{step}/manifest")
 
     def manifest(self, key: str) -> weights_pb2.StoredWeights:
-        layout = layout_to_pb(TENSORS, BUCKET_BYTES)
-        data = weights_pb2.StoredManifest(layout=layout, links=self.chain).SerializeToString()
+        manifest = weights_pb2.StoredManifest(layout=self.layout, links=self.chain)
+        data = manifest.SerializeToString()
         self.storage.write(key, memoryview(data), soon())
         digest = hashlib.blake2b(data, digest_size=32).digest()
         return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=digest)
-
-
-def bytes_of(path: Path) -> bytes:
-    return path.read_bytes()

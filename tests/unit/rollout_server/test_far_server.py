@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,12 @@ from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS
-from support.rigs.stored_versions import StoredVersions, changed_content, first_content
+from support.rigs.stored_versions import (
+    StoredVersions,
+    changed_content,
+    digests_of,
+    first_content,
+)
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -34,7 +40,9 @@ def order_of(publish_id: str, step: int) -> weights_pb2.PublishOrder:
     )
 
 
-async def serve_stored(connection, step: int, manifest: weights_pb2.StoredWeights) -> None:
+async def serve_stored(
+    connection, step: int, manifest: weights_pb2.StoredWeights, digests: Sequence[bytes] = DIGESTS
+) -> None:
     """A whole publish through storage, as the controller makes it."""
     publish_id, version = f"s{step}", version_to_pb(PolicyVersion(0, step))
     connection.send(
@@ -44,7 +52,7 @@ async def serve_stored(connection, step: int, manifest: weights_pb2.StoredWeight
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order_of(publish_id, step)))
     connection.send(
         commit=fleet_pb2.CommitPublish(
-            publish_id=publish_id, version=version, bucket_digests=DIGESTS
+            publish_id=publish_id, version=version, bucket_digests=digests
         )
     )
     await connection.publish_phase(publish_id, SERVING)
@@ -68,6 +76,30 @@ async def test_a_server_fetches_and_serves_one_version_after_the_other(
         order, layout = server.engine.orders[-1]
         assert order.communicator.path == str(file.resolve())
         assert len(layout.tensors) == 4
+
+
+async def test_an_engine_that_takes_changes_is_given_them_unless_its_probe_failed(
+    start_server, config: Config, tmp_path: Path
+) -> None:
+    versions, content = StoredVersions(str(tmp_path / "storage")), first_content()
+    async with start_server(config) as server:
+        connection = await server.join(step=None)
+        server.engine.takes_deltas = True
+        for step in range(4):
+            if step:
+                content = changed_content(content, share=0.01, seed=step)
+            digests = digests_of(content)
+            server.engine.digests = tuple(digests)
+            await serve_stored(
+                connection, step, versions.write(step, content, whole=not step), digests
+            )
+            if step == 2:
+                verdict = fleet_pb2.ProbeVerdict(publish_id="s2", passed=False, message="wrong")
+                connection.send(probe_verdict=verdict)
+        orders = [order for order, _ in server.engine.orders]
+        assert [order.HasField("delta") for order in orders] == [False, True, True, False]
+        files = [Path(order.communicator.path).name for order in orders]
+        assert files == ["weights", "changes", "changes", "weights"]
 
 
 async def test_a_server_serves_its_groups_while_it_fetches(

@@ -8,14 +8,22 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 from slipstream.protocol.settings.config import WeightsSection
+from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.fetch_orders import FetchOrders
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
-from support.rigs.stored_versions import StoredVersions, first_content
+from support.rigs.stored_versions import (
+    StoredVersions,
+    changed_content,
+    digests_of,
+    first_content,
+)
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class SlowStorage(StoredWeights):
@@ -26,24 +34,52 @@ class SlowStorage(StoredWeights):
         self.gate = threading.Event()
         self.num_abandoned = 0
 
-    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> Fetched:
+    def fetch(
+        self, stored: weights_pb2.StoredWeights, abandoned: threading.Event, base: bytes = b""
+    ) -> Fetched:
         while not self.gate.wait(0.01):
             if abandoned.is_set():
                 self.num_abandoned += 1
                 break
-        return super().fetch(stored, abandoned)
+        return super().fetch(stored, abandoned, base)
 
 
 class Rig:
     def __init__(self, tmp_path: Path, tasks: asyncio.TaskGroup) -> None:
-        url = str(tmp_path / "storage")
-        self.manifest = StoredVersions(url).write(0, first_content(), whole=True)
+        url, self.content = str(tmp_path / "storage"), first_content()
+        self.versions = StoredVersions(url)
+        self.manifest = self.versions.write(0, self.content, whole=True)
         self.stored = SlowStorage(url, tmp_path / "a")
         self.reports: list[fleet_pb2.PublishReport] = []
         self.orders = FetchOrders(self.stored, self.reports.append, tasks)
 
     def start(self, publish_id: str) -> None:
         self.orders.start(fleet_pb2.PreparePublish(publish_id=publish_id, stored=self.manifest))
+
+    def write_changes(self) -> None:
+        """The next version, which changes a hundredth of the one before."""
+        step = len(self.versions.chain)
+        self.content = changed_content(self.content, share=0.01, seed=step)
+        self.manifest = self.versions.write(step, self.content, whole=False)
+
+    async def order_after(self, publish_id: str) -> weights_pb2.PublishOrder:
+        """Has a version fetched; returns the order to load it as workers get it."""
+        number = len(self.reports)
+        self.start(publish_id)
+        await self.until_reported(number + 1)
+        assert self.reports[-1].phase == READY, self.reports[-1].message
+        return self.completed(publish_id).order
+
+    def served(self, publish_id: str, *, takes_deltas: bool = True) -> None:
+        """The engine serves what it was told to load."""
+        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=SERVING)
+        report.bucket_digests.extend(digests_of(self.content))
+        report.stages.takes_deltas = takes_deltas
+        self.orders.note(report)
+
+    def judged(self, publish_id: str, *, passed: bool) -> None:
+        verdict = fleet_pb2.ProbeVerdict(publish_id=publish_id, passed=passed)
+        self.orders.completed(fleet_pb2.ControllerMessage(probe_verdict=verdict))
 
     async def until_reported(self, number: int) -> None:
         while len(self.reports) < number:
@@ -113,6 +149,66 @@ async def test_what_the_engine_could_not_load_is_fetched_again(tmp_path: Path) -
         scene.start("s3")
         await scene.until_reported(3)
         assert [r.stages.fetched_links for r in scene.reports] == [1, 0, 1]
+
+
+async def test_an_engine_that_takes_changes_gets_what_changed_since_the_version_it_serves(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        assert not (await scene.order_after("s1")).HasField("delta")
+        scene.served("s1")
+        for publish_id in ("s2", "s3"):
+            base = content_name(digests_of(scene.content))
+            scene.write_changes()
+            order = await scene.order_after(publish_id)
+            assert order.delta.base == base
+            assert Path(order.communicator.path).name == "changes"
+            scene.served(publish_id)
+            scene.judged(publish_id, passed=True)
+
+
+async def test_an_engine_that_takes_no_changes_gets_the_whole_version(tmp_path: Path) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        await scene.order_after("s1")
+        scene.served("s1", takes_deltas=False)
+        scene.write_changes()
+        order = await scene.order_after("s2")
+        assert not order.HasField("delta")
+        assert Path(order.communicator.path).name == "weights"
+
+
+async def test_a_version_that_was_fetched_and_not_served_is_no_base(tmp_path: Path) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        await scene.order_after("s1")
+        scene.served("s1")
+        scene.write_changes()
+        # Its order to load was taken: what the engine has is not known before it serves.
+        assert (await scene.order_after("s2")).HasField("delta")
+        scene.write_changes()
+        assert not (await scene.order_after("s3")).HasField("delta")
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+async def test_weights_that_were_wrong_are_no_base_and_all_is_fetched_again(
+    tmp_path: Path, is_judged: bool
+) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        await scene.order_after("s1")
+        scene.served("s1")
+        scene.write_changes()
+        await scene.order_after("s2")
+        if is_judged:
+            scene.served("s2")
+            scene.judged("s2", passed=False)
+        else:
+            scene.orders.note(fleet_pb2.PublishReport(publish_id="s2", phase=FAILED))
+        order = await scene.order_after("s3")
+        assert not order.HasField("delta")
+        assert scene.reports[-1].stages.fetched_links == 2
 
 
 async def test_a_server_of_the_trainer_fetches_nothing() -> None:

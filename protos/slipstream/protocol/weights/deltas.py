@@ -30,6 +30,8 @@ BLOCK_ELEMENTS = 256
 _COUNT_BYTES = 2
 
 Elements = npt.NDArray[np.uint16]
+# Numbers of elements in their bucket.
+Places = npt.NDArray[np.int64]
 
 
 def num_blocks(bucket: Bucket) -> int:
@@ -61,10 +63,11 @@ def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Buck
 
 def put_payload(
     elements: Elements, payload: bytes | memoryview, bucket: Bucket, changed: int
-) -> None:
+) -> Places:
     """Writes the changed elements of a payload to their places in `elements`, in main memory.
 
-    Raises ProtocolError, and writes nothing, when the payload is not one of this bucket.
+    Returns these places. Raises ProtocolError, and writes nothing, when the payload is not one of
+    this bucket.
     """
     first, second, end = payload_parts(bucket, changed)
     if len(payload) != end:
@@ -78,6 +81,15 @@ def put_payload(
     if changed and int(places.max()) >= len(elements):
         raise ProtocolError(f"a payload names element {places.max()} of {len(elements)}")
     elements[places] = raw[first:second].view("<u2")
+    return places
+
+
+def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
+    """Returns the payload of the elements at these places, which ascend."""
+    per_block = np.bincount(places // BLOCK_ELEMENTS, minlength=num_blocks(bucket))
+    within = (places % BLOCK_ELEMENTS).astype(np.uint8)
+    parts = per_block.astype("<u2").tobytes(), elements[places].tobytes(), within.tobytes()
+    return b"".join(parts).ljust(payload_parts(bucket, len(places))[2], b"\0")
 
 
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:

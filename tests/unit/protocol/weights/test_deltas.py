@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import (
     content_name,
     num_blocks,
     on_the_wire,
+    payload_of,
     payload_parts,
+    put_payload,
     travels_whole,
 )
 from support.references import plain_deltas
@@ -28,6 +31,12 @@ def test_the_size_of_a_payload_follows_from_the_number_of_changes(changed: int) 
     payload = plain_deltas.encode(old, bytes(new))
     assert payload_parts(BUCKET, changed)[2] == len(payload)
     assert plain_deltas.decode(old, payload) == new
+    # Ours write and read the same.
+    before, after = np.frombuffer(bytearray(old), np.uint16), np.frombuffer(new, np.uint16)
+    places = np.flatnonzero(before != after)
+    assert payload_of(after, places, BUCKET) == payload
+    assert put_payload(before, payload, BUCKET, changed).tolist() == places.tolist()
+    assert before.tobytes() == new
 
 
 def test_elements_lie_in_blocks_of_256() -> None:
