@@ -46,6 +46,7 @@ OWNERS = {
         # How vLLM holds an adapter: part of the receiver, and of the engine's arguments.
         "slipstream.rollout_server.weights.adapter_slot",
         "slipstream.rollout_server.inference.chunking_scheduler",
+        "slipstream.rollout_server.inference.chunks",
         "slipstream.rollout_server.inference.pausing_scheduler",
         "slipstream.rollout_server.inference.engine_pause",
         "slipstream.rollout_server.inference.steady_decoding",

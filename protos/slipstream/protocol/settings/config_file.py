@@ -18,14 +18,10 @@ from slipstream.protocol.routed_experts import routing_bytes_per_token
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
 from slipstream.protocol.settings.model_files import missing_files
-from slipstream.protocol.settings.model_sizes import (
-    ModelSizes,
-    read_model_sizes,
-    read_model_table,
-)
+from slipstream.protocol.settings.model_rules import layout_problems, model_problems
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.protocol.settings.model_tensors import tensor_problems
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
-from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
 from slipstream.protocol.settings.vision_rules import vision_problems

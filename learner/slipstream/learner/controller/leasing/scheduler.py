@@ -25,8 +25,8 @@ from slipstream.learner.controller.leasing.lease_pass import (
 )
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol import reservation
 from slipstream.protocol.settings.config_file import largest_trajectory_bytes

@@ -25,8 +25,9 @@ from slipstream.learner.controller.publishing.publish_failures import (
 )
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.protocol.weights.deltas import content_name

@@ -18,13 +18,14 @@ from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.publishing.readiness import Readiness
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, JoinedOrder, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import (
     JOINING,
     STALE,
     ServerEvent,
     ServerKey,
 )
+from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import num_tensors

@@ -23,13 +23,14 @@ from slipstream.learner.controller.publishing.publish_failures import (
     consequence,
 )
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import (
     JOINING,
     STALE,
     ServerEvent,
     ServerKey,
 )
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2

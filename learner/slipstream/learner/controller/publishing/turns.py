@@ -16,8 +16,9 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.publishing.turn_rule import TurnRule
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import LOADING, SERVING, ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 

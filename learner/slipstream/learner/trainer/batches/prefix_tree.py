@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.learner.trainer.batches.packing import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 _MANY = 2**63
 

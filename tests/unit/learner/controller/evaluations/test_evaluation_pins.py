@@ -12,7 +12,8 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
-from slipstream.learner.controller.servers.fleet import FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import FleetHandlers
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake

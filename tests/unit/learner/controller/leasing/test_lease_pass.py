@@ -13,7 +13,7 @@ from slipstream.learner.controller.leasing.lease_pass import Grant
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol import reservation, staleness
 from slipstream.protocol.types import PolicyVersion
 from support.fakes.fake_trajectories import GOOD
