@@ -24,6 +24,7 @@ from slipstream.protocol.settings.model_tensors import tensor_problems
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
+from slipstream.protocol.settings.table_rules import trajectory_problems
 from slipstream.protocol.settings.vision_rules import vision_problems
 from slipstream.protocol.settings.whole_settings import check_whole
 
@@ -201,12 +202,11 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
             f"experts, {config.model.path} holds a dense model"
         )
     per_token = _routing_bytes(sizes)
-    try:
-        config.check_trajectory_bytes(config.trajectory_bytes(routing_bytes_per_token=per_token))
-    except ValueError as error:
+    num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
+    for problem in trajectory_problems(config, num_bytes):
         raise ConfigError(
-            f"{error}; algorithm.router_replay adds {per_token} bytes for each token"
-        ) from error
+            f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
+        )
 
 
 def _check_drafts(config: Config, sizes: ModelSizes) -> None:

@@ -207,7 +207,7 @@ class Scheduler:
 
     def room(self, session: ServerSession) -> int:
         """Number of episodes that a server can take on now."""
-        return session.hello.max_episodes - self._book.open_episodes(session.key)
+        return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
 
     def may_send(self, episodes: int) -> bool:
         """Whether the queue has room for `episodes` more, besides all promised episodes."""

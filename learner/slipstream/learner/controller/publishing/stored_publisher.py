@@ -15,6 +15,7 @@ from collections import Counter
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.phases import READY
 from slipstream.learner.controller.publishing.publish_failures import (
     MAX_RETRY_S,
     FailRun,
@@ -35,7 +36,6 @@ from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
-READY = fleet_pb2.PUBLISH_PHASE_READY
 # Longest time between two looks for servers that are due.
 _LOOK_S = 0.25
 
