@@ -57,6 +57,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.drafting_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
+        "slipstream.rollout_server.inference.engine_requests",
         "slipstream.rollout_server.inference.passed_table",
         "slipstream.rollout_server.inference.prompts",
         "slipstream.rollout_server.inference.token_counter",
@@ -74,6 +75,7 @@ OWNERS = {
         "slipstream.rollout_server.weights.weight_receiver",
         # Parts of the receiver: what a model's plan is made of, and which of vLLM's layers do more
         # than hold their weights.
+        "slipstream.rollout_server.weights.loader_update",
         "slipstream.rollout_server.weights.plan_recording",
         "slipstream.rollout_server.weights.vllm_layers",
         # Which layers vLLM quantises, and how.

@@ -32,7 +32,7 @@ from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.session import (
     SESSION_WAITS,

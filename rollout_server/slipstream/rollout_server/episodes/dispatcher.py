@@ -30,7 +30,8 @@ from slipstream.protocol.types import (
     Trajectory,
 )
 from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices, EpisodeTask
+from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices
+from slipstream.rollout_server.episodes.episode_task import EpisodeTask
 from slipstream.v1 import fleet_pb2
 
 log = logging.getLogger(__name__)
