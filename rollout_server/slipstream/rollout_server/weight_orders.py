@@ -68,7 +68,10 @@ class WeightOrders:
         verdict_limit_s: float = VERDICT_LIMIT_S,
         probe_limit_s: float = PROBE_LIMIT_S,
     ) -> None:
-        """Takes a paused engine; `probe_limit_s` is its limit, the other one the controller's."""
+        """Takes a paused engine, which must score a probe within `probe_limit_s`.
+
+        `verdict_limit_s`: limit of the controller's verdict on a probe.
+        """
         self._verdict_limit_s, self._probe_limit_s = verdict_limit_s, probe_limit_s
         self._engine, self._dispatcher = engine, dispatcher
         self._report, self._rested = report, rested
@@ -154,7 +157,7 @@ class WeightOrders:
                 await self._wake()
 
     async def _wake(self) -> None:
-        """Resumes an engine that rests, if its weights may be used; new ones have resumed it."""
+        """Resumes an engine that rests, unless a publish has, or its weights may not be used."""
         may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
         if self._rests and may_sample and self.version is not None:
             self._rests = False

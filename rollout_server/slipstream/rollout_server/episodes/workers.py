@@ -39,7 +39,7 @@ class EnvironmentWorker:
 
         An agent must also make its first call, which is not answered.
 
-        `suspects` is told which tasks were lost with the worker, and which have passed.
+        `suspects` notes the tasks that were lost with the worker, and those that have passed.
         """
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects
@@ -65,7 +65,7 @@ class EnvironmentWorker:
         *,
         closed: Callable[[bool], None] = lambda _: None,
     ) -> StreamSession:
-        """Opens a session; `closed` is told whether the episode was judged and did no harm."""
+        """Opens a session; `closed` gets True if the episode was judged and its worker lives on."""
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
@@ -208,7 +208,7 @@ class EnvironmentWorker:
             answer = await self.table.call(ping, timeout_s=self._gateway.waits.ping_s)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
-                # The worker ended meanwhile, perhaps because another episode found this one hang.
+                # The worker ended meanwhile: another episode may have found that this one hangs.
                 return self._hang if self._hang and key == self._culprit else error
         else:
             return _at(late, answer.pong.place)

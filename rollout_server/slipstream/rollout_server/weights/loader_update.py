@@ -80,7 +80,7 @@ class LoaderUpdate:
         if on_cpu:
             vllm_layers.repack_experts(self._model)
 
-    def result(self, shares: list[str], *, has_plan: bool) -> LoadResult:
+    def result(self, shares: list[tuple[str, str]], *, has_plan: bool) -> LoadResult:
         """Returns the digests and the times up to now."""
         return LoadResult(
             digests=[digest.hex() for digest in self._digests],

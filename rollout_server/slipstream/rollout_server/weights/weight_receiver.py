@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -296,7 +296,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._is_whole = False
         (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
 
-    def _conclude(self, check: Fp8Check, parameters: dict[str, torch.Tensor]) -> None:
+    def _conclude(self, check: Fp8Check, parameters: Mapping[str, torch.Tensor]) -> None:
         """Keeps the plan for later updates if it does what the loader did."""
         assert self._plan is not None
         self._replay = plan_recording.proved_replay(self._plan, check, parameters, self.model)

@@ -58,7 +58,7 @@ class Publish:
 
     @property
     def communicator_id(self) -> str:
-        """The communicator of this publish; a later publish may have another one."""
+        """Id of the publish's communicator; the next publish may use another communicator."""
         return self.order.communicator.communicator_id
 
 

@@ -72,7 +72,7 @@ class Publisher:
         return is_regular or is_abandoned or self._progress.all_steps_done
 
     def trainer_joined(self, num_senders: int) -> None:
-        """Takes over from the earlier trainer; the new one sends from `num_senders` ranks."""
+        """Abandons the earlier trainer's publish; `num_senders` ranks of the new trainer send."""
         self.trainer_lost()
         self._membership.num_senders = num_senders
 
@@ -84,7 +84,7 @@ class Publisher:
         self._holders = set()
 
     def pin(self, session: ServerSession) -> bool:
-        """Lets a server keep its version; False if it already has an order for another one."""
+        """Lets a server keep its version; False if a publish to it is under way."""
         if self._current is not None and session in self._current.receivers:
             return False
         self.pinned.add(session.key)
@@ -99,8 +99,8 @@ class Publisher:
     ) -> weights_pb2.PublishOrder | None:
         """Asks the due servers if they are ready; returns the trainer's order, or None.
 
-        If `trainer` names its digests, the publish begins with the order: before the trainer is
-        told to send, the servers are told to receive, and which digests to expect.
+        If `trainer` names its digests, the publish begins with the order: the servers get theirs,
+        with the digests, before the trainer sends.
         """
         if self._current is not None:
             # The trainer asks for an order, so it never got the last one.

@@ -24,7 +24,7 @@ from slipstream.v1 import fleet_pb2
 
 
 class EngineTurns:
-    """The engines that rest; those on other devices than the learner's never do.
+    """The engines that rest: only engines on devices of the learner ever do.
 
     await turns.begin()                       # before the trainer gets a batch
     turns.end(keep=["server-0"])              # when it asks again; those kept get weights now
