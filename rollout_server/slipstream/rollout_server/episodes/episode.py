@@ -71,7 +71,7 @@ class Episode:
     """One attempt: `run` it once; `cancel` ends it early, from another task."""
 
     def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
-        self._task = task
+        self._task, self._lease = task, task.lease
         self._services = services
         self._recording = Recording()
         self._cancelled = False
@@ -91,11 +91,11 @@ class Episode:
         try:
             session = await self._ask(
                 self._services.environments.open(
-                    self._task.environment,
+                    self._lease.environment,
                     self._task.key,
-                    self._task.task_index,
+                    self._lease.task_index,
                     self._task.attempt,
-                    self._task.timeout_s,
+                    self._lease.timeout_s,
                 )
             )
             status = await self._converse(session)
@@ -135,32 +135,32 @@ class Episode:
             await self._services.engine.cancel(self._task.key)
 
     async def _converse(self, session: EnvironmentSession) -> Status:
-        task, services = self._task, self._services
-        opening = await self._ask(session.reset(task.task_index, task.seed))
+        lease, services = self._lease, self._services
+        opening = await self._ask(session.reset(lease.task_index, lease.seed))
         if opening.is_agent:
             return await self._serve_agent(session, opening.max_reply_tokens)
         talk = EnvironmentTalk(
             session,
             self._recording,
-            task.sampling,
+            lease.sampling,
             renderer=services.renderer,
             agents=services.agents,
             ask=self._ask,
             generate=self._generate,
             give=self._give,
         )
-        return await talk.run(opening, TemplateInputs(opening.tools, task.template_values))
+        return await talk.run(opening, TemplateInputs(opening.tools, lease.template_values))
 
     async def _serve_agent(self, session: EnvironmentSession, max_reply_tokens: int) -> Status:
         """Answers the agent's calls until it returns; its conversations are recorded at the end."""
-        task, recording = self._task, self._recording
+        task, lease, recording = self._task, self._lease, self._recording
         api = await self._ask(self._services.agents.api())
-        engine, values = self._services.engine, read_values(task.template_values)
-        most = min(max_reply_tokens or math.inf, task.sampling.max_reply_tokens)
+        engine, values = self._services.engine, read_values(lease.template_values)
+        most = min(max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
         recorder = Recorder(
             engine,
             task.key,
-            dataclasses.replace(task.sampling, max_reply_tokens=int(most)),
+            dataclasses.replace(lease.sampling, max_reply_tokens=int(most)),
             as_messages=api.as_messages,
             sampled=self._services.ledger.sampled,
             template_values=values,
@@ -170,13 +170,13 @@ class Episode:
             judge = Recorder(
                 engine,
                 f"judge/{task.key}",
-                judge_sampling(task.sampling),
+                judge_sampling(lease.sampling),
                 as_messages=api.as_messages,
                 sampled=recording.judged,
                 template_values=values,
                 is_judge=True,
             )
-        talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=task.timeout_s)
+        talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=lease.timeout_s)
         shares: dict[str, float] = {}
         rewards: dict[str, float] = {}
         try:
@@ -212,7 +212,7 @@ class Episode:
             generation = await engine.generate(
                 self._task.key,
                 recording.conversation,
-                self._task.sampling,
+                self._lease.sampling,
                 max_tokens,
                 experts_from=recording.num_routed,
                 images=recording.conversation_images,

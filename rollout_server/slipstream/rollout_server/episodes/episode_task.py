@@ -7,41 +7,31 @@ from dataclasses import dataclass
 import numpy as np
 from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.types import Failure, GroupId, Purpose, ServerId, Status, Trajectory
-from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.protocol.types import Failure, Purpose, Status, Trajectory
+from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """One attempt at one member of a group: its identity and its task."""
+    """One attempt at one member of a leased group."""
 
-    run_id: str
-    group_id: GroupId
+    identity: Identity
+    lease: Lease
     member: int
     attempt: int
-    server_id: ServerId
-    server_epoch: int
-    environment: str
-    task_index: int
-    seed: int
-    purpose: Purpose
-    sampling: Sampling
-    # Seconds within which the environment must answer one call.
-    timeout_s: float
-    # The environment's values for the chat template, a JSON object; "": none.
-    template_values: str = ""
 
     @property
     def key(self) -> str:
         """The episode's name at its environment, unique in the run."""
-        return f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}"
+        epoch = self.identity.server_epoch
+        return f"{self.lease.group_id}.{self.member}.{self.attempt}.{epoch:x}"
 
     def is_trained(self, status: Status) -> bool:
         """Whether an episode that ends with `status` is trained on."""
         has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
-        return self.purpose is Purpose.TRAINING and has_reward
+        return self.lease.purpose is Purpose.TRAINING and has_reward
 
 
 def trajectory_of(
@@ -54,6 +44,7 @@ def trajectory_of(
     num_experts: int,
 ) -> Trajectory:
     """Closes the recording and returns the trajectory with the texts that `renderer` reads."""
+    identity, lease = task.identity, task.lease
     recording.close()
     prompt = recording.token_ids[: recording.prompt_tokens]
     if recording.num_turns > 1:
@@ -62,16 +53,16 @@ def trajectory_of(
         reply_text = recording.last_text or renderer.decode(recording.last_reply)
     is_trained = task.is_trained(status)
     return Trajectory(
-        run_id=task.run_id,
-        group_id=task.group_id,
+        run_id=identity.run_id,
+        group_id=lease.group_id,
         member=task.member,
         attempt=task.attempt,
-        server_id=task.server_id,
-        server_epoch=task.server_epoch,
-        environment=task.environment,
-        task_index=task.task_index,
-        seed=task.seed,
-        purpose=task.purpose,
+        server_id=identity.server_id,
+        server_epoch=identity.server_epoch,
+        environment=lease.environment,
+        task_index=lease.task_index,
+        seed=lease.seed,
+        purpose=lease.purpose,
         status=status,
         failure=failure,
         token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
@@ -92,7 +83,7 @@ def trajectory_of(
         reference=recording.reference if is_trained else None,
         images=tuple(recording.images),
         image_places=tuple(recording.image_places),
-        adapter=task.sampling.adapter,
+        adapter=lease.sampling.adapter,
     )
 
 
