@@ -167,7 +167,7 @@ async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     sys.path.insert(0, str(HERE.parent / "tests"))
     from slipstream.protocol.types import ServerId
     from slipstream.rollout_server.episodes.renderer import Renderer
-    from slipstream.rollout_server.episodes.workers import WorkerGateway
+    from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
     from support.fakes.agent_rig import agent_config, scripted_engine
     from support.fakes.chat_models import make_chat_model

@@ -27,7 +27,8 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials

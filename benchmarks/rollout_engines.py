@@ -22,11 +22,7 @@ import uvloop
 from slipstream.protocol.settings.config import Config
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.engine_interface import (
-        Engine,
-        Generation,
-        LoadedWeights,
-    )
+    from slipstream.rollout_server.engine_interface import Engine, Generation, LoadedWeights
     from slipstream.rollout_server.inference.engine import VllmEngine
 
 REPLY = "RESULT "
@@ -98,7 +94,7 @@ class Served:
         """Starts the server beside the caller."""
         from slipstream.protocol.types import ServerId
         from slipstream.rollout_server.episodes.renderer import Renderer
-        from slipstream.rollout_server.episodes.workers import WorkerGateway
+        from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
         from slipstream.rollout_server.service import RolloutServer
 
         self._engine = engine

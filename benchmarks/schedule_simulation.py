@@ -24,8 +24,8 @@ from slipstream.learner.controller.leasing.groups import Fate
 from slipstream.learner.controller.leasing.lease_pass import Grant, NewLeases, rooms
 from slipstream.learner.controller.leasing.lease_waits import LeaseWait
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.protocol.types import (
     GroupId,

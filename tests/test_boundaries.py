@@ -46,6 +46,7 @@ OWNERS = {
         # How vLLM holds an adapter: part of the receiver, and of the engine's arguments.
         "slipstream.rollout_server.weights.adapter_slot",
         "slipstream.rollout_server.inference.chunking_scheduler",
+        "slipstream.rollout_server.inference.chunks",
         "slipstream.rollout_server.inference.pausing_scheduler",
         "slipstream.rollout_server.inference.engine_pause",
         "slipstream.rollout_server.inference.steady_decoding",
@@ -56,6 +57,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.drafting_worker",
         "slipstream.rollout_server.inference.engine",
         "slipstream.rollout_server.inference.engine_arguments",
+        "slipstream.rollout_server.inference.engine_requests",
         "slipstream.rollout_server.inference.passed_table",
         "slipstream.rollout_server.inference.prompts",
         "slipstream.rollout_server.inference.token_counter",
@@ -73,6 +75,7 @@ OWNERS = {
         "slipstream.rollout_server.weights.weight_receiver",
         # Parts of the receiver: what a model's plan is made of, and which of vLLM's layers do more
         # than hold their weights.
+        "slipstream.rollout_server.weights.loader_update",
         "slipstream.rollout_server.weights.plan_recording",
         "slipstream.rollout_server.weights.vllm_layers",
         # Which layers vLLM quantises, and how.

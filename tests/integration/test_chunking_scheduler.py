@@ -713,11 +713,11 @@ def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_block
 
 
 def test_what_comes_beside_tokens_is_joined_too() -> None:
-    from slipstream.rollout_server.inference.chunking_scheduler import _Chunk
+    from slipstream.rollout_server.inference.chunks import Chunk
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats
 
-    chunk = _Chunk(client_index=0, limit=16, with_logprobs=False)
+    chunk = Chunk(client_index=0, limit=16, with_logprobs=False)
     events = [EngineCoreEvent(EngineCoreEventType.QUEUED, float(n)) for n in range(3)]
     stats = PrefillStats(num_prompt_tokens=7)
     for n in range(3):

@@ -132,6 +132,10 @@ class Rig:
         )
         await self.engine.prepare_weights(order, LAYOUT, 1)
 
+    async def update(self, step: int) -> None:
+        await self.prepare(step)
+        await self.engine.receive_weights(f"p{step}")
+
     async def until_noted(self, call: str) -> None:
         async with asyncio.timeout(20):
             while call not in self.llm.noted:
@@ -157,8 +161,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_the_first_update_ends_no_pause_of_its_own() -> None:
     rig = Rig()
-    await rig.prepare(1)
-    await rig.engine.receive_weights("p1")
+    await rig.update(1)
     assert rig.llm.noted == ["pause", "receive"]
     await rig.engine.resume(PolicyVersion(0, 1))
     assert rig.llm.noted[2:] == ["version 0:1", "resume"]
@@ -184,8 +187,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
 
 
 async def test_a_probe_is_held_back_too(rig: Rig) -> None:
-    await rig.prepare(2)
-    await rig.engine.receive_weights("p2")
+    await rig.update(2)
     probing = asyncio.create_task(rig.engine.teacher_forced_logprobs([[1, 2]]))
     rig.requests.append(probing)
     await rig.ask("other")
@@ -199,8 +201,7 @@ async def test_requests_that_run_go_on_only_when_the_update_was_judged(
     rig: Rig,
 ) -> None:
     await rig.ask("running")
-    await rig.prepare(2)
-    await rig.engine.receive_weights("p2")
+    await rig.update(2)
     assert rig.llm.noted == ["request running", "pause", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
@@ -247,8 +248,7 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
 async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(
     rig: Rig,
 ) -> None:
-    await rig.prepare(2)
-    await rig.engine.receive_weights("p2")
+    await rig.update(2)
     await rig.ask("held")
     await rig.engine.cancel("held")
     async with asyncio.timeout(10):
@@ -288,15 +288,13 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     await rig.ask("running")
     await rig.engine.rest(give_back=True)
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
-    await rig.prepare(2)
-    await rig.engine.receive_weights("p2")
+    await rig.update(2)
     # Cached keys and values take their memory when the learner has sent its weights.
     assert rig.llm.noted[2:] == ["wake weights", "pause", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[5:] == ["version 0:2", "wake the rest"]
     # Now all memory is there.
-    await rig.prepare(3)
-    await rig.engine.receive_weights("p3")
+    await rig.update(3)
     await rig.engine.resume(PolicyVersion(0, 3))
     assert rig.llm.noted[7:] == ["pause", "receive", "version 0:3", "resume"]
 
@@ -305,8 +303,7 @@ async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_r
     rig: Rig,
 ) -> None:
     await rig.engine.rest(give_back=True)
-    await rig.prepare(2)
-    await rig.engine.receive_weights("p2")
+    await rig.update(2)
     await rig.ask("early")
     noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "receive"]
     assert rig.llm.noted == noted

@@ -8,9 +8,9 @@ import pytest
 from make_tiny_vision_model import FAMILIES, make_model
 from slipstream.protocol.settings.model_fields import has_tied_output
 from slipstream.protocol.settings.model_files import read_header
+from slipstream.protocol.settings.model_rules import ARCHITECTURES
 from slipstream.protocol.settings.model_sizes import read_model_table
 from slipstream.protocol.settings.model_tensors import needed_tensors, tensor_problems
-from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
 from support.fakes.parity_models import make_models
 
 

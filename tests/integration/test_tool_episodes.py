@@ -27,7 +27,7 @@ from slipstream.protocol.types import (  # noqa: E402
 )
 from slipstream.rollout_server.engine_interface import GenerationFailed  # noqa: E402
 from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
-from slipstream.rollout_server.episodes.workers import WorkerGateway  # noqa: E402
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway  # noqa: E402
 from slipstream.rollout_server.service import RolloutServer  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
 from support.fakes import example_tools  # noqa: E402

@@ -67,7 +67,7 @@ class RunFailed(SlipstreamError):
 class UntrainableBatch(RunFailed):
     """The data of a batch cannot be trained; the weights are as they were before its mini-batch.
 
-    `trajectory_ids` are those at fault; empty: nobody can tell them from the others.
+    `trajectory_ids` are those at fault; empty: no party can tell them from the others.
     """
 
     def __init__(self, message: str, trajectory_ids: Sequence[str] = ()) -> None:

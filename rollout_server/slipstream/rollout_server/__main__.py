@@ -100,7 +100,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 async def _serve(config: Config, options: argparse.Namespace) -> None:
     from slipstream.protocol.vision.placed import image_tokens
     from slipstream.rollout_server.episodes.renderer import Renderer
-    from slipstream.rollout_server.episodes.workers import WorkerGateway
+    from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer, wait_for_controller
 
     check_storage(config.weights.storage_url)

@@ -49,7 +49,7 @@ class ChatMessage(NamedTuple):
         return len(self.content) + sum(len(part) for part in self.parts if isinstance(part, str))
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message in OpenAI's form, without what it does not have."""
+        """Returns the message in OpenAI's form, without empty fields."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
             message["content"] = [

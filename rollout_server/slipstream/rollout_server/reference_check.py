@@ -29,7 +29,7 @@ _SHOWN = 40
 
 
 async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
-    """Returns when the server can answer for the reference; ConfigError names what it lacks."""
+    """Returns if the server can answer for the reference; ConfigError says what is missing."""
     import openai
 
     quick = settings.model_copy(update={"max_retries": 1})

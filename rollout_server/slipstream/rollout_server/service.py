@@ -29,10 +29,10 @@ from slipstream.protocol.settings.config_file import vocabulary_size
 from slipstream.protocol.types import ServerId
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
-from slipstream.rollout_server.episodes.dispatcher import Identity
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.session import (
     SESSION_WAITS,

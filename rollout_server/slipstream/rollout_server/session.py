@@ -25,10 +25,11 @@ from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
-from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity, Lease
+from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
+from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.fetch_orders import FetchOrders
 from slipstream.rollout_server.process import is_cpu_build

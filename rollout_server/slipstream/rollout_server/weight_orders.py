@@ -18,8 +18,10 @@ import numpy as np
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.types import PolicyVersion
+from slipstream.rollout_server.abandonable import Abandonable
 from slipstream.rollout_server.engine_interface import Engine, EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
+from slipstream.rollout_server.pause_clock import PauseClock
 from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -66,7 +68,10 @@ class WeightOrders:
         verdict_limit_s: float = VERDICT_LIMIT_S,
         probe_limit_s: float = PROBE_LIMIT_S,
     ) -> None:
-        """Takes a paused engine; `probe_limit_s` is its limit, the other one the controller's."""
+        """Takes a paused engine, which must score a probe within `probe_limit_s`.
+
+        `verdict_limit_s`: limit of the controller's verdict on a probe.
+        """
         self._verdict_limit_s, self._probe_limit_s = verdict_limit_s, probe_limit_s
         self._engine, self._dispatcher = engine, dispatcher
         self._report, self._rested = report, rested
@@ -77,10 +82,9 @@ class WeightOrders:
         # Publish ids of orders that may still wait in the queue: aborts, unprobed commit.
         self._aborted = deque[str](maxlen=_MAX_ABORTED)
         self._committed = ""
-        # Set by an abort: ends `_prepare`, which waits for the other members of its publish.
-        self._abandoned: asyncio.Future[None] | None = None
-        self._paused_s = 0.0
-        self._paused_at_s: float | None = None
+        # An abort ends it: it waits for the other members of its publish.
+        self._preparing = Abandonable()
+        self._pauses = PauseClock()
         # Whether the engine rests: neither `wake` nor new weights came since the order to rest.
         self._rests = False
 
@@ -92,8 +96,7 @@ class WeightOrders:
     @property
     def paused_s(self) -> float:
         """Seconds during which generation was paused for new weights."""
-        running = 0.0 if self._paused_at_s is None else time.monotonic() - self._paused_at_s
-        return self._paused_s + running
+        return self._pauses.total_s
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
         """Queues an order; `run` carries it out after those before it."""
@@ -101,7 +104,7 @@ class WeightOrders:
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
             if self._publish is not None and self._publish.publish_id == order.abort.publish_id:
-                self._abandon_preparing()
+                self._preparing.abandon()
         elif kind == "commit" and not order.commit.HasField("probe"):
             self._committed = order.commit.publish_id
         self._orders.put_nowait(order)
@@ -112,7 +115,7 @@ class WeightOrders:
         A draining server carries them out: the other members of a publish wait for it.
         """
         if not carry_out:
-            self._abandon_preparing()
+            self._preparing.abandon()
         while not (carry_out or self._orders.empty()):
             self._orders.get_nowait()
         self._orders.put_nowait(None)
@@ -136,7 +139,8 @@ class WeightOrders:
     async def _carry_out(self, order: fleet_pb2.ControllerMessage) -> None:
         match order.WhichOneof("message"):
             case "prepare":
-                self._answer(order.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
+                ready, publish_id = fleet_pb2.PUBLISH_PHASE_READY, order.prepare.publish_id
+                self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=ready))
             case "receive":
                 await self._receive(order.receive)
             case "commit":
@@ -153,7 +157,7 @@ class WeightOrders:
                 await self._wake()
 
     async def _wake(self) -> None:
-        """Resumes an engine that rests, if its weights may be used; new ones have resumed it."""
+        """Resumes an engine that rests, unless a publish has, or its weights may not be used."""
         may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
         if self._rests and may_sample and self.version is not None:
             self._rests = False
@@ -172,12 +176,16 @@ class WeightOrders:
             return
         publish.move(PublishEvent.LOADED)
         publish.digests = list(loaded.bucket_digests)
-        publish.stages = loaded.stages(prepared_s - begun_s, self._paused_at_s)
+        publish.stages = loaded.stages(prepared_s - begun_s, self._pauses.begun_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
-        self._answer(
-            publish.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED, bucket_digests=publish.digests
+        self._report(
+            fleet_pb2.PublishReport(
+                publish_id=publish.publish_id,
+                phase=fleet_pb2.PUBLISH_PHASE_LOADED,
+                bucket_digests=publish.digests,
+            )
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
@@ -187,24 +195,9 @@ class WeightOrders:
         """
         if order.order.publish_id in self._aborted:
             raise WeightSyncError("the publish was abandoned")
-        abandoned = self._abandoned = asyncio.get_running_loop().create_future()
-        preparing = asyncio.create_task(
-            self._engine.prepare_weights(order.order, order.layout, order.first_rank)
-        )
-        try:
-            await asyncio.wait((preparing, abandoned), return_when=asyncio.FIRST_COMPLETED)
-            if not preparing.done():
-                raise WeightSyncError("the publish was abandoned")
-            preparing.result()
-        finally:
-            self._abandoned = None
-            if not preparing.done():
-                preparing.cancel()
-                await asyncio.wait((preparing,))
-
-    def _abandon_preparing(self) -> None:
-        if self._abandoned is not None and not self._abandoned.done():
-            self._abandoned.set_result(None)
+        preparing = self._engine.prepare_weights(order.order, order.layout, order.first_rank)
+        if not await self._preparing.run(preparing):
+            raise WeightSyncError("the publish was abandoned")
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
         publish, publish_id = self._publish, order.publish_id
@@ -238,13 +231,15 @@ class WeightOrders:
                 self._fail(publish_id, f"the probe failed: {error}")
                 await self._reject(str(error))
                 return
-        self._answer(
-            publish_id,
-            fleet_pb2.PUBLISH_PHASE_SERVING,
-            bucket_digests=publish.digests,
-            probe_logprobs=logprobs,
-            paused_s=paused_s,
-            stages=publish.stages,
+        self._report(
+            fleet_pb2.PublishReport(
+                publish_id=publish_id,
+                phase=fleet_pb2.PUBLISH_PHASE_SERVING,
+                bucket_digests=publish.digests,
+                probe_logprobs=logprobs,
+                paused_s=paused_s,
+                stages=publish.stages,
+            )
         )
 
     async def _abort(self, order: fleet_pb2.AbortPublish) -> None:
@@ -283,8 +278,9 @@ class WeightOrders:
         self._dispatcher.settle(passed=False)
 
     def _note_pause(self) -> None:
-        if self._paused_at_s is None and self.version is not None:
-            self._paused_at_s = time.monotonic()
+        # Before the first version there is nothing to pause.
+        if self.version is not None:
+            self._pauses.begin()
 
     async def _pause(self) -> None:
         self._note_pause()
@@ -296,11 +292,7 @@ class WeightOrders:
         await self._engine.resume(version)
         now_s = time.monotonic()
         stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
-        paused_s = 0.0
-        if self._paused_at_s is not None:
-            paused_s = now_s - self._paused_at_s
-            self._paused_s, self._paused_at_s = self._paused_s + paused_s, None
-        return paused_s
+        return self._pauses.end(now_s)
 
     async def _discard(self, publish_id: str, message: str) -> None:
         """Pauses the engine, which then accepts requests but runs none, and reports the failure."""
@@ -323,27 +315,5 @@ class WeightOrders:
         if self._publish is None or self._publish.publish_id != publish_id:
             self._publish = _Publish(publish_id)
         self._publish.move(PublishEvent.FAILED)
-        self._answer(publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message=message)
-
-    def _answer(
-        self,
-        publish_id: str,
-        phase: fleet_pb2.PublishPhase,
-        *,
-        bucket_digests: list[bytes] | None = None,
-        probe_logprobs: bytes = b"",
-        message: str = "",
-        paused_s: float = 0.0,
-        stages: fleet_pb2.PublishStages | None = None,
-    ) -> None:
-        self._report(
-            fleet_pb2.PublishReport(
-                publish_id=publish_id,
-                phase=fleet_pb2.PublishPhase.Name(phase),
-                bucket_digests=bucket_digests or [],
-                probe_logprobs=probe_logprobs,
-                message=message,
-                paused_s=paused_s,
-                stages=stages,
-            )
-        )
+        failed = fleet_pb2.PUBLISH_PHASE_FAILED
+        self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=failed, message=message))

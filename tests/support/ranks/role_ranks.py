@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import Config, LearnerSection, ParallelSection
 from slipstream.protocol.settings.config_file import parse_config

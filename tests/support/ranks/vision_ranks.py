@@ -77,7 +77,7 @@ def config_of(folder: Path, layout: str):
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.algorithms.loss import TokenLoss
     from slipstream.learner.trainer.batches.images import PlacedImage
-    from slipstream.learner.trainer.batches.packing import TrainingSequence
+    from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
     from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
     from slipstream.learner.trainer.model.shares import masked_outputs, rank_micro_batches
     from slipstream.learner.trainer.opening import open_policy

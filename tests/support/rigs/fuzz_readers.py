@@ -42,7 +42,7 @@ from slipstream.protocol.settings.config import SamplingSection
 from slipstream.protocol.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
-from slipstream.rollout_server.episodes.dispatcher import Lease
+from slipstream.rollout_server.episodes.lease import Lease
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,

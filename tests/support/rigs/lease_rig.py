@@ -14,7 +14,8 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2

@@ -10,13 +10,9 @@ from typing import Any
 import numpy as np
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import (
-    Fleet,
-    FleetHandlers,
-    JoinedOrder,
-    ServerSession,
-)
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion, ServerId

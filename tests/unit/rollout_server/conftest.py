@@ -13,7 +13,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import ServerId
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
 from slipstream.rollout_server.session import SESSION_WAITS, SessionWaits
 from slipstream.v1 import environment_pb2 as env_pb

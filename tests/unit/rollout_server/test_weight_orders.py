@@ -12,8 +12,9 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.types import LogprobArray, PolicyVersion, ServerId
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.rollout_server.episodes.dispatcher import Dispatcher, Identity
+from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.episode import EpisodeServices
+from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.publish_phases import Phase
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2

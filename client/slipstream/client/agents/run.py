@@ -52,7 +52,7 @@ class AgentRun:
         )
 
     def result(self) -> object:
-        """Returns what `run` returned, or raises what it raised; only after its end."""
+        """Returns the result of `run`, or raises its error; only after its end."""
         if self.task.cancelled():
             raise asyncio.CancelledError
         outcome = self.task.result()

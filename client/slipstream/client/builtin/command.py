@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 class Command(AgentEnvironment[Row]):
-    """Runs a program for each task, in a folder of its own, and scores what it did.
+    """Runs a program for each task, in a folder of its own, and scores the result.
 
     A task is an object; a task that is a text is an object with the field `task`. In `command`,
     `files`, `variables` and `score_command` the text {NAME} stands for the task's field NAME, and

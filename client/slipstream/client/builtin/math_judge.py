@@ -1,4 +1,4 @@
-"""Compares two answers as mathematics in another process, so that a hard one holds up nobody.
+"""Compares two answers as mathematics in another process, so that a hard one delays no other.
 
 Waits for: the other process. Unblocked by: its answer, or the limit, at which it is killed; the
 next comparison then starts another one. One comparison runs at a time.

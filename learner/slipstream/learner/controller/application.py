@@ -24,15 +24,11 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
 from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.restoration import (
-    RestoredParts,
-    begin,
-    journal_servers,
-    restore,
-)
+from slipstream.learner.controller.restoration import RestoredParts, begin, journal_servers, restore
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetService
 from slipstream.learner.controller.services.joining import FleetServicer

@@ -147,7 +147,7 @@ class RunProgress:
         self._signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:
-        """Makes version `last_step` the last one; the run then ends as after its last step."""
+        """Makes `last_step` the last version; the run then ends as after its last step."""
         self.last_step, self.solved = last_step, cause
         self._events.add(cause)
         self._signal.notify()

@@ -41,7 +41,7 @@ class Results:
         self._publisher, self._scheduler = publisher, scheduler
 
     def stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> bool:
-        """Writes the row of a step; returns whether it is a new one, not one trained again."""
+        """Writes the row of a step; returns False for a step that is trained again."""
         books = self._books
         journal_servers(books.journal, books.ledger)
         batch, now = trained.batch, time.time()
@@ -58,7 +58,7 @@ class Results:
                 "leased_groups": float(len(books.leases.training_groups())),
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
-                "filtered_groups": float(self._intake.filtered_groups[batch.step]),
+                "filtered_groups": float(self._intake.group_filter.by_step[batch.step]),
                 "set_aside_batches": float(self._former.num_set_aside),
                 "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
                 **books.environments.gauges(),
@@ -90,7 +90,7 @@ class Results:
         progress.end()
         self._recorder.summary(
             ledger=books.ledger.snapshot(),
-            filtered_groups=self._intake.filtered_groups.total(),
+            filtered_groups=self._intake.group_filter.by_step.total(),
             set_aside_batches=self._former.num_set_aside,
             evaluations=evaluations,
             publish=self._publisher.totals.summary(),

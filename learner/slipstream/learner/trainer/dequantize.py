@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from slipstream.learner.trainer.weights.export import HfFolderWriter
+from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.exit_codes import USAGE_ERROR
 from slipstream.protocol.settings.model_files import read_header

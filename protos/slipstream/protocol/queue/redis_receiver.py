@@ -1,6 +1,6 @@
 """The controller's end of the Redis queue.
 
-Consumes: entries of the stream, its own pending ones first. Produces: `get`.
+Consumes: entries of the stream, first those that are pending for this receiver. Produces: `get`.
 Waits for: new entries. Unblocked by: a `put` of any sender; acknowledgements wake `_forget`.
 
 Once a second it reads the rest of the stream and the counters in one transaction. The bytes of the

@@ -18,16 +18,13 @@ from slipstream.protocol.routed_experts import routing_bytes_per_token
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
 from slipstream.protocol.settings.model_files import missing_files
-from slipstream.protocol.settings.model_sizes import (
-    ModelSizes,
-    read_model_sizes,
-    read_model_table,
-)
+from slipstream.protocol.settings.model_rules import layout_problems, model_problems
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.protocol.settings.model_tensors import tensor_problems
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
-from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
+from slipstream.protocol.settings.table_rules import trajectory_problems
 from slipstream.protocol.settings.vision_rules import vision_problems
 from slipstream.protocol.settings.whole_settings import check_whole
 
@@ -205,12 +202,11 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
             f"experts, {config.model.path} holds a dense model"
         )
     per_token = _routing_bytes(sizes)
-    try:
-        config.check_trajectory_bytes(config.trajectory_bytes(routing_bytes_per_token=per_token))
-    except ValueError as error:
+    num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
+    for problem in trajectory_problems(config, num_bytes):
         raise ConfigError(
-            f"{error}; algorithm.router_replay adds {per_token} bytes for each token"
-        ) from error
+            f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
+        )
 
 
 def _check_drafts(config: Config, sizes: ModelSizes) -> None:

@@ -10,12 +10,8 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings import model_files
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_fields import field_problems
-from slipstream.protocol.settings.model_sizes import (
-    ModelSizes,
-    read_model_sizes,
-    read_model_table,
-)
-from slipstream.protocol.settings.parallel_rules import layout_problems, model_problems
+from slipstream.protocol.settings.model_rules import layout_problems, model_problems
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.protocol.settings.role_sections import (
     ReferenceSection,
     RoleSection,

@@ -181,7 +181,7 @@ class _Exchange:
     async def run(
         self, application: Application, context: Context
     ) -> AsyncGenerator[HttpPart, None]:
-        """Runs the application; what it sends while a part is read goes into the next part."""
+        """Runs the application; all that it sends while a part is read becomes the next part."""
         loop = asyncio.get_running_loop()
         call: Any = application(self._scope, self._receive, self._send)
         work: asyncio.Task[None] = loop.create_task(call, context=context)

@@ -126,7 +126,7 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     for attach in (attach_chat, attach_responses, attach_messages, attach_models):
         attach(app)
     init_exception_handler(app)
-    # vLLM writes a traceback for a request that it refuses; an agent is told by its answer.
+    # vLLM logs a traceback for each request that it refuses; the agent has the cause in its answer.
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     client: Any = RecordingClient(parts)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))

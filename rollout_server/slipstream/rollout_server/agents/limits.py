@@ -35,7 +35,7 @@ class Refusal:
     status: int
     code: str
     message: str
-    # The field of the request that is at fault; None where no single one is.
+    # The field of the request that is at fault; None: no single field is.
     param: str | None = None
 
 
@@ -57,7 +57,7 @@ class Use:
     branches: int = 0
 
 
-# The call must wait for another one, which may leave room.
+# The call must wait: another call may leave room.
 WAIT = None
 
 

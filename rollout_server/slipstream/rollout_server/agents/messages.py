@@ -1,4 +1,4 @@
-"""Chat messages in a form that can be compared: what a client sent against what it was sent."""
+"""Chat messages in a form that can be compared: those a client sends with those it was sent."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class HttpCall:
 
 @dataclass(frozen=True)
 class HttpPart:
-    """A part of the answer; `status` and `headers` are in the first one alone."""
+    """A part of the answer; only the first part has `status` and `headers`."""
 
     body: bytes
     is_last: bool
@@ -53,7 +53,7 @@ class OpenCall:
     stored_items: list[Any] | None = None
     call: Call | None = None
     room: Room | None = None
-    # Samples the reply, whether somebody reads it or not.
+    # Samples the reply, also when the client has stopped to read.
     sampling: asyncio.Task[None] | None = None
     turn: Turn | None = None
     refusal: Refusal | None = None

@@ -173,7 +173,7 @@ class PromptRenderer:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises errors of messages as vLLM's, which an agent is told."""
+    """Raises errors of messages as vLLM's errors, which reach the agent."""
     try:
         yield
     except ValueError as error:

@@ -108,7 +108,7 @@ class Recorder:
             self._hang_up(opened)
 
     def hang_up(self, number: int) -> None:
-        """Ends a call whose client is gone, if it is open; what it has sampled is recorded."""
+        """Ends a call whose client is gone, if it is open; the sampled tokens are recorded."""
         opened = self._open.get(number)
         if opened is not None:
             self._hang_up(opened)
@@ -181,7 +181,7 @@ class Recorder:
         """Samples the reply to a call that has begun, and returns its parts.
 
         GenerationFailed comes when the engine could not serve it. The reply is sampled and recorded
-        even if nobody reads it, until the call is closed.
+        even if the client does not read it, until the call is closed.
         """
         assert opened.room is not None, "a call begins before it is sampled"
         parts: _Parts = asyncio.Queue()

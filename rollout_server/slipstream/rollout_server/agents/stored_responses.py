@@ -13,7 +13,7 @@ PREVIOUS = "previous_response_id"
 
 @dataclass(frozen=True)
 class _Stored:
-    """The items up to the end of a response, its own ones included, and its turn."""
+    """The items up to and with those of a response, and its turn."""
 
     items: list[Any]
     turn: Turn

@@ -15,87 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.protocol.codec import encode_trajectory
-from slipstream.protocol.errors import ProtocolError, TrajectoryQueueFull
+from slipstream.protocol.errors import TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
-from slipstream.protocol.settings.config import SamplingSection
-from slipstream.protocol.template_values import read_values
-from slipstream.protocol.types import (
-    MAX_EXCUSED_ATTEMPTS,
-    FailureKind,
-    GroupId,
-    Purpose,
-    ServerId,
-    Status,
-    Trajectory,
-)
-from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices, EpisodeTask
+from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, FailureKind, GroupId, Status, Trajectory
+from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices
+from slipstream.rollout_server.episodes.episode_task import EpisodeTask
+from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.v1 import fleet_pb2
 
 log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
-_PURPOSES = frozenset(purpose.value for purpose in Purpose)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The sender of deliveries: one epoch of one server of one run."""
-
-    run_id: str
-    server_id: ServerId
-    server_epoch: int
-    # The key that seals the deliveries.
-    delivery_key: bytes
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Permission to run members of a group, in attempts `first_attempt` .. `max_attempts` - 1."""
-
-    group_id: GroupId
-    environment: str
-    task_index: int
-    seed: int
-    members: tuple[int, ...]
-    purpose: Purpose
-    sampling: Sampling
-    first_attempt: int
-    max_attempts: int
-    # Seconds within which the environment must answer one call.
-    timeout_s: float
-    # The environment's values for the chat template, a JSON object; "": none.
-    template_values: str = ""
-
-    @classmethod
-    def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
-        """The lease of a message; `defaults` apply if the message has no sampling settings.
-
-        ProtocolError for an unknown purpose, or values that no chat template takes.
-        """
-        if message.purpose not in _PURPOSES:
-            raise ProtocolError(
-                f"Lease.purpose must be one of {sorted(_PURPOSES)}, got {message.purpose}"
-            )
-        try:
-            read_values(message.chat_template_kwargs_json)
-        except ValueError as error:
-            raise ProtocolError(f"Lease.{error}") from None
-        given = message.sampling if message.HasField("sampling") else defaults.to_pb()
-        return cls(
-            group_id=GroupId(message.group_id),
-            environment=message.environment,
-            task_index=message.task_index,
-            seed=message.seed,
-            members=tuple(message.members),
-            purpose=Purpose(message.purpose),
-            sampling=Sampling.from_pb(given),
-            first_attempt=message.first_attempt,
-            max_attempts=message.max_attempts,
-            timeout_s=message.timeout_s,
-            template_values=message.chat_template_kwargs_json,
-        )
 
 
 @dataclass(eq=False)
@@ -248,7 +179,7 @@ class Dispatcher:
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
         """Runs one attempt; returns None when a cancel or a drain came before it began."""
-        ledger, lease = self._services.ledger, group.lease
+        ledger = self._services.ledger
         ledger.waiting_episodes += 1
         try:
             await self._slots.acquire()
@@ -258,21 +189,7 @@ class Dispatcher:
             if group.cancelled.is_set() or self._draining:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
-            task = EpisodeTask(
-                run_id=self._identity.run_id,
-                group_id=lease.group_id,
-                member=member,
-                attempt=attempt,
-                server_id=self._identity.server_id,
-                server_epoch=self._identity.server_epoch,
-                environment=lease.environment,
-                task_index=lease.task_index,
-                seed=lease.seed,
-                purpose=lease.purpose,
-                sampling=lease.sampling,
-                timeout_s=lease.timeout_s,
-                template_values=lease.template_values,
-            )
+            task = EpisodeTask(self._identity, group.lease, member, attempt)
             episode = Episode(task, self._services)
             group.episodes.add(episode)
             try:

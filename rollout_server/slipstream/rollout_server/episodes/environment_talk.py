@@ -69,7 +69,7 @@ class EnvironmentTalk:
         generate: Callable[[int], Awaitable[Generation]],
         give: Give,
     ) -> None:
-        """`generate` samples a reply of at most so many tokens and records it."""
+        """`generate` samples a reply of at most the given number of tokens and records it."""
         self._session = session
         self._recording = recording
         self._sampling = sampling

@@ -18,7 +18,8 @@ from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
 from slipstream.rollout_server.episodes.lone_workers import LoneWorkers
 from slipstream.rollout_server.episodes.suspects import Suspects
-from slipstream.rollout_server.episodes.workers import EnvironmentWorker, WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 log = logging.getLogger(__name__)

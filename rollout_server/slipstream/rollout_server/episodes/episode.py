@@ -16,20 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from slipstream.protocol.codec import merge_spans
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.routed_experts import RoutedExperts
 from slipstream.protocol.template_values import read_values
-from slipstream.protocol.types import (
-    Failure,
-    FailureKind,
-    GroupId,
-    Purpose,
-    ServerId,
-    Status,
-    Trajectory,
-    VersionSpan,
-)
+from slipstream.protocol.types import Failure, FailureKind, Status, Trajectory, VersionSpan
 from slipstream.rollout_server.agents.limits import judge_sampling
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.agents.recorder import Recorder
@@ -39,12 +28,12 @@ from slipstream.rollout_server.engine_interface import (
     FinishReason,
     Generation,
     GenerationFailed,
-    Sampling,
 )
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import EnvironmentSession
 from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
 from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.episode_task import EpisodeTask, trajectory_of
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
@@ -52,32 +41,6 @@ from slipstream.rollout_server.reference_server import ReferenceFailed, Referenc
 from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class EpisodeTask:
-    """One attempt at one member of a group: its identity and its task."""
-
-    run_id: str
-    group_id: GroupId
-    member: int
-    attempt: int
-    server_id: ServerId
-    server_epoch: int
-    environment: str
-    task_index: int
-    seed: int
-    purpose: Purpose
-    sampling: Sampling
-    # Seconds within which the environment must answer one call.
-    timeout_s: float
-    # The environment's values for the chat template, a JSON object; "": none.
-    template_values: str = ""
-
-    @property
-    def key(self) -> str:
-        """The episode's name at its environment, unique in the run."""
-        return f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}"
 
 
 # Seconds between two attempts after an infrastructure failure, so that a lost client or controller
@@ -95,7 +58,7 @@ class EpisodeServices:
     renderer: Renderer
     ledger: EpochCounters
     agents: Agents
-    # Answers for the reference model; None: no server does.
+    # The server of the reference model; None: the run has none.
     reference: ReferenceServer | None = None
     retry_s: float = RETRY_S
 
@@ -108,7 +71,7 @@ class Episode:
     """One attempt: `run` it once; `cancel` ends it early, from another task."""
 
     def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
-        self._task = task
+        self._task, self._lease = task, task.lease
         self._services = services
         self._recording = Recording()
         self._cancelled = False
@@ -117,7 +80,7 @@ class Episode:
         self._generating = False
 
     async def run(self) -> Trajectory:
-        """Runs to the end and returns its trajectory, which also says how it failed.
+        """Runs to the end and returns the trajectory, which also says how the episode failed.
 
         Only EngineDied is raised: it ends the server.
         """
@@ -128,11 +91,11 @@ class Episode:
         try:
             session = await self._ask(
                 self._services.environments.open(
-                    self._task.environment,
+                    self._lease.environment,
                     self._task.key,
-                    self._task.task_index,
+                    self._lease.task_index,
                     self._task.attempt,
-                    self._task.timeout_s,
+                    self._lease.timeout_s,
                 )
             )
             status = await self._converse(session)
@@ -153,7 +116,15 @@ class Episode:
             if session is not None:
                 session.close()
             ledger.ended(self._recording.num_sampled)
-        return self._trajectory(status, failure)
+        services = self._services
+        return trajectory_of(
+            self._task,
+            self._recording,
+            status,
+            failure,
+            renderer=services.renderer,
+            num_experts=services.engine.num_experts,
+        )
 
     async def cancel(self) -> None:
         """Makes `run` return soon, with the tokens sampled so far, unless it has ended already."""
@@ -164,32 +135,32 @@ class Episode:
             await self._services.engine.cancel(self._task.key)
 
     async def _converse(self, session: EnvironmentSession) -> Status:
-        task, services = self._task, self._services
-        opening = await self._ask(session.reset(task.task_index, task.seed))
+        lease, services = self._lease, self._services
+        opening = await self._ask(session.reset(lease.task_index, lease.seed))
         if opening.is_agent:
             return await self._serve_agent(session, opening.max_reply_tokens)
         talk = EnvironmentTalk(
             session,
             self._recording,
-            task.sampling,
+            lease.sampling,
             renderer=services.renderer,
             agents=services.agents,
             ask=self._ask,
             generate=self._generate,
             give=self._give,
         )
-        return await talk.run(opening, TemplateInputs(opening.tools, task.template_values))
+        return await talk.run(opening, TemplateInputs(opening.tools, lease.template_values))
 
     async def _serve_agent(self, session: EnvironmentSession, max_reply_tokens: int) -> Status:
         """Answers the agent's calls until it returns; its conversations are recorded at the end."""
-        task, recording = self._task, self._recording
+        task, lease, recording = self._task, self._lease, self._recording
         api = await self._ask(self._services.agents.api())
-        engine, values = self._services.engine, read_values(task.template_values)
-        most = min(max_reply_tokens or math.inf, task.sampling.max_reply_tokens)
+        engine, values = self._services.engine, read_values(lease.template_values)
+        most = min(max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
         recorder = Recorder(
             engine,
             task.key,
-            dataclasses.replace(task.sampling, max_reply_tokens=int(most)),
+            dataclasses.replace(lease.sampling, max_reply_tokens=int(most)),
             as_messages=api.as_messages,
             sampled=self._services.ledger.sampled,
             template_values=values,
@@ -199,13 +170,13 @@ class Episode:
             judge = Recorder(
                 engine,
                 f"judge/{task.key}",
-                judge_sampling(task.sampling),
+                judge_sampling(lease.sampling),
                 as_messages=api.as_messages,
                 sampled=recording.judged,
                 template_values=values,
                 is_judge=True,
             )
-        talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=task.timeout_s)
+        talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=lease.timeout_s)
         shares: dict[str, float] = {}
         rewards: dict[str, float] = {}
         try:
@@ -225,7 +196,7 @@ class Episode:
 
     async def _ask_reference(self, status: Status) -> None:
         server, recording = self._services.reference, self._recording
-        if server is not None and self._is_trained(status):
+        if server is not None and self._task.is_trained(status):
             recording.close()
             before_s = recording.environment_s
             recording.reference = await self._ask(server.logprobs(recording.sequences()))
@@ -241,7 +212,7 @@ class Episode:
             generation = await engine.generate(
                 self._task.key,
                 recording.conversation,
-                self._task.sampling,
+                self._lease.sampling,
                 max_tokens,
                 experts_from=recording.num_routed,
                 images=recording.conversation_images,
@@ -258,10 +229,10 @@ class Episode:
         return generation
 
     def _give(self, tokens: Sequence[int], *, is_cut: bool) -> Generation:
-        """Records a reply of the environment's own.
+        """Records a reply that the environment gave.
 
-        Its log-probabilities are 0: what gave it would give it again. Its version is that of the
-        engine, which has not seen it.
+        Its log-probabilities are 0, since the environment would give the same reply again. Its
+        version is that of the engine, which has not sampled it.
         """
         version = self._services.engine.version
         if version is None:
@@ -292,59 +263,3 @@ class Episode:
         finally:
             self._waiting = None
             self._recording.environment_s += time.monotonic() - started_s
-
-    def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
-        task, recording, renderer = self._task, self._recording, self._services.renderer
-        recording.close()
-        prompt = recording.token_ids[: recording.prompt_tokens]
-        if recording.num_turns > 1:
-            reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
-        else:
-            reply_text = recording.last_text or renderer.decode(recording.last_reply)
-        return Trajectory(
-            run_id=task.run_id,
-            group_id=task.group_id,
-            member=task.member,
-            attempt=task.attempt,
-            server_id=task.server_id,
-            server_epoch=task.server_epoch,
-            environment=task.environment,
-            task_index=task.task_index,
-            seed=task.seed,
-            purpose=task.purpose,
-            status=status,
-            failure=failure,
-            token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
-            run_lengths=tuple(recording.run_lengths),
-            behavior_logprobs=recording.behavior_logprobs,
-            version_spans=merge_spans(recording.spans),
-            reward=recording.reward if failure is None else 0.0,
-            metrics=recording.short_metrics,
-            num_turns=recording.num_turns,
-            generation_s=recording.generation_s,
-            environment_s=recording.environment_s,
-            prompt_text=recording.clip(renderer.decode_prompt(prompt)),
-            reply_text=recording.clip(reply_text),
-            routed_experts=self._routed_experts(status),
-            branches=recording.branches,
-            is_given=recording.is_given,
-            reference=recording.reference if self._is_trained(status) else None,
-            images=tuple(recording.images),
-            image_places=tuple(recording.image_places),
-            adapter=task.sampling.adapter,
-        )
-
-    def _is_trained(self, status: Status) -> bool:
-        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
-        return self._task.purpose is Purpose.TRAINING and has_reward
-
-    def _routed_experts(self, status: Status) -> RoutedExperts | None:
-        """Returns the experts if training may replay them: they take more bytes than all else."""
-        recording = self._recording
-        if not recording.expert_ids or not self._is_trained(status):
-            return None
-        return RoutedExperts.of_parts(
-            recording.expert_ids,
-            self._services.engine.num_experts,
-            num_tokens=len(recording.token_ids),
-        )

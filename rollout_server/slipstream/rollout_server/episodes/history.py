@@ -61,7 +61,7 @@ class History:
         return not has_results or self._renderer.has_place_for_results(self.inputs)
 
     def reply(self, text: str) -> list[int]:
-        """Returns the tokens of a reply with this text, with the one that ends it."""
+        """Returns the tokens of a reply with this text, with the token that ends a reply."""
         return self._renderer.reply(text, self._messages, self.inputs)
 
     def continuation(self, last_token: int) -> list[int]:

@@ -128,7 +128,7 @@ class Recording:
         self.metrics[JUDGE_TOKENS] = self.metrics.get(JUDGE_TOKENS, 0.0) + num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
-        """Returns how many tokens the conversation may still take, or another one if `is_new`."""
+        """Returns how many tokens the conversation may still take; `is_new`: a new conversation."""
         if is_new and max(len(self.branches), 1) >= sampling.max_branches:
             return 0
         used = 0 if is_new else len(self.token_ids) - self.start

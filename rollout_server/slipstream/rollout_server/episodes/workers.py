@@ -1,137 +1,24 @@
-"""The environment worker processes of this server, and the local service to which they attach.
+"""One environment worker process, from its start to its exit.
 
-Consumes: environment specs. Produces: call tables of workers that have loaded one.
-Waits for: a worker to attach, to load, to exit. Unblocked by: the worker, or the limit of the wait.
+Consumes: an environment's spec. Produces: sessions of its episodes. Waits for: the worker to
+attach, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import grpc
-import grpc.aio
-from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
-from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.other_python import worker_program
 from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession, check_tools
 from slipstream.rollout_server.episodes.suspects import Suspects
-from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
-from slipstream.rollout_server.episodes.worker_process import (
-    NO_LIMITS,
-    WORKER_WAITS,
-    WorkerLimits,
-    WorkerProcess,
-    WorkerWaits,
-)
-from slipstream.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
+from slipstream.rollout_server.episodes.worker_process import WorkerProcess
+from slipstream.v1 import environment_pb2, trajectory_pb2
 
-_MAX_QUEUED_COMMANDS = 65_536
 _STOP_LIMIT_S = 2.0
-
-
-class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
-    """The service to which workers attach: a unix socket in a folder of mode 0700, with tokens."""
-
-    def __init__(
-        self,
-        log_dir: Path,
-        *,
-        server: str = "rollout-server",
-        program: Callable[[str], Sequence[str]] = worker_program,
-        log_bytes: int,
-        limits: WorkerLimits = NO_LIMITS,
-        waits: WorkerWaits = WORKER_WAITS,
-        takes_tools: bool = True,
-    ) -> None:
-        """`server`: id of this server. One that starts again after a kill removes its old socket.
-
-        `log_bytes`: limit of the output kept of one worker; `limits` and `waits` hold for each.
-        `takes_tools`: environments may name tools.
-        """
-        self.limits, self.waits, self.takes_tools = limits, waits, takes_tools
-        self.log_dir, self.server = log_dir, server
-        self._socket_note = log_dir / f"{server}.sockets"
-        self.program = program
-        self._log_bytes = log_bytes
-        self.logs: WorkerLogs
-        self._folder = Path()
-        # Workers that were started and have not attached yet, by token.
-        self._expected: dict[str, EnvironmentWorker] = {}
-
-    @property
-    def address(self) -> str:
-        """The address to which workers attach."""
-        return f"unix:{self._folder / 'workers.sock'}"
-
-    async def __aenter__(self) -> Self:
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.logs = WorkerLogs(self.log_dir, self._log_bytes)
-        self._folder = make_socket_folder(self._socket_note)
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self._server.add_insecure_port(self.address)
-        await self._server.start()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._server.stop(grace=0)
-        await asyncio.to_thread(self.logs.close)
-        remove_socket_folder(self._socket_note)
-
-    def expect(self, worker: EnvironmentWorker) -> str:
-        """Returns the token with which this worker will attach."""
-        token = secrets.token_urlsafe(32)
-        self._expected[token] = worker
-        return token
-
-    def forget(self, worker: EnvironmentWorker) -> None:
-        """Revokes the token of a worker that is gone."""
-        self._expected = {t: w for t, w in self._expected.items() if w is not worker}
-
-    async def Attach(  # noqa: N802 - the name of the service's method
-        self,
-        requests: AsyncIterator[environment_pb2.WorkerMessage],
-        context: grpc.aio.ServicerContext[
-            environment_pb2.WorkerMessage, environment_pb2.WorkerCommand
-        ],
-    ) -> None:
-        """Serves one worker, from its hello to its end."""
-        shown = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-        worker = self._expected.pop(str(shown).removeprefix("Bearer "), None)
-        if worker is None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown worker")
-        hello = await anext(requests)
-        if hello.WhichOneof("message") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello")
-        commands: asyncio.Queue[environment_pb2.WorkerCommand] = asyncio.Queue(_MAX_QUEUED_COMMANDS)
-
-        async def write() -> None:
-            while True:
-                await context.write(await commands.get())
-
-        async with asyncio.TaskGroup() as group:
-            writer = group.create_task(write())
-            table = CallTable(commands.put_nowait)
-            worker.attached(table)
-            try:
-                async for message in requests:
-                    table.answered(message)
-            finally:
-                worker.detached()
-                writer.cancel()
 
 
 class EnvironmentWorker:
@@ -152,13 +39,12 @@ class EnvironmentWorker:
 
         An agent must also make its first call, which is not answered.
 
-        `suspects` is told which tasks were lost with the worker, and which have passed.
+        `suspects` notes the tasks that were lost with the worker, and those that have passed.
         """
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects
         self._try_reset = try_reset
-        self._attached: asyncio.Future[CallTable] = asyncio.get_running_loop().create_future()
-        self._left, self._gone = asyncio.Event(), asyncio.Event()
+        self._stream, self._gone = WorkerStream(), asyncio.Event()
         self._process: WorkerProcess
         # Open episodes by key, and the task of each.
         self.episodes: dict[str, int] = {}
@@ -169,16 +55,7 @@ class EnvironmentWorker:
     @property
     def table(self) -> CallTable:
         """The calls to this worker; only after it has attached."""
-        return self._attached.result()
-
-    def attached(self, table: CallTable) -> None:
-        """Takes the calls on the worker's stream from the gateway."""
-        if not self._attached.done():
-            self._attached.set_result(table)
-
-    def detached(self) -> None:
-        """Notes that the worker's stream is over."""
-        self._left.set()
+        return self._stream.table.result()
 
     def open(
         self,
@@ -188,7 +65,7 @@ class EnvironmentWorker:
         *,
         closed: Callable[[bool], None] = lambda _: None,
     ) -> StreamSession:
-        """Opens a session; `closed` is told whether the episode was judged and did no harm."""
+        """Opens a session; `closed` gets True if the episode was judged and its worker lives on."""
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
@@ -214,8 +91,8 @@ class EnvironmentWorker:
         try:
             self._process = await self._start(index)
         except OSError as error:
-            # Environments may use up the processes that the machine can have, for one.
-            self._gateway.forget(self)
+            # Environments may have used up the processes that the machine can have.
+            self._gateway.forget(self._stream)
             cause = f"no worker could be started: {error.strerror}"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         try:
@@ -230,21 +107,22 @@ class EnvironmentWorker:
                     for watch in watches:
                         watch.cancel()
         finally:
-            self._gateway.forget(self)
-            if self._attached.done() and self._attached.exception() is None:
+            self._gateway.forget(self._stream)
+            attached = self._stream.table
+            if attached.done() and attached.exception() is None:
                 unloaded = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
                 self.table.end(unloaded, "the environment was unloaded")
             await self._process.close()
 
     async def _start(self, index: int) -> WorkerProcess:
-        token = self._gateway.expect(self)
+        self._gateway.expect(self._stream)
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
         # The servers of one machine write into the same folder.
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
         command = [*self._gateway.program(self._spec.python), "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
             return await WorkerProcess.start(
-                command, limits=self._gateway.limits, token=token, log=log
+                command, limits=self._gateway.limits, token=self._stream.token, log=log
             )
 
     async def _serve(self, loaded: Callable[[int], None]) -> EnvironmentFailed:
@@ -253,7 +131,7 @@ class EnvironmentWorker:
         try:
             async with asyncio.timeout(limit_s):
                 # A wait that ends at its limit would cancel the future.
-                table = await asyncio.shield(self._attached)
+                table = await asyncio.shield(self._stream.table)
             answer = await table.call(load, timeout_s=max(self._spec.timeout_s, limit_s))
             if self._try_reset:
                 await self._reset_once()
@@ -297,10 +175,10 @@ class EnvironmentWorker:
 
     async def _watch_exit(self) -> None:
         ended = await self._process.wait()
-        if not self._attached.done():
+        if not self._stream.table.done():
             cause = f"{ended} before it attached: see its log" if self._spec.python else ended
             failed = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
-            self._attached.set_exception(failed)
+            self._stream.table.set_exception(failed)
         elif self.table.is_open:
             calls = self._process.calls()
             place = f" ({calls.place})" if calls.current in self.episodes else ""
@@ -318,7 +196,7 @@ class EnvironmentWorker:
         self.table.end(kind, cause)
 
     async def _watch_stream(self) -> None:
-        await self._left.wait()
+        await self._stream.over.wait()
         # The worker is about to exit; its code says more than the end of its stream.
         await asyncio.sleep(_STOP_LIMIT_S)
         self._process.end()
@@ -330,7 +208,7 @@ class EnvironmentWorker:
             answer = await self.table.call(ping, timeout_s=self._gateway.waits.ping_s)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
-                # The worker ended meanwhile, perhaps because another episode found this one hang.
+                # The worker ended meanwhile: another episode may have found that this one hangs.
                 return self._hang if self._hang and key == self._culprit else error
         else:
             return _at(late, answer.pong.place)

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from slipstream.protocol.errors import ConfigError
+from slipstream.rollout_server.inference.chunks import CHUNK_TOKENS, Chunk, check_outputs
 from slipstream.rollout_server.inference.drafting_scheduler import DraftingScheduler
 from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
 from slipstream.rollout_server.inference.steady_decoding import (
@@ -37,34 +35,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-CHUNK_TOKENS = 16
 # Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
 CPU_WORKER = "slipstream.rollout_server.inference.cpu_worker.RoutingWorker"
-
-# The fields of an output, by how the outputs of several steps become one. A vLLM with other fields
-# is refused.
-_FIELDS = {
-    # Added up.
-    *("new_token_ids", "new_logprobs", "routed_experts", "events"),
-    # Taken from the first step.
-    *("prefill_stats", "new_prompt_logprobs_tensors"),
-    # Taken from the last step.
-    *("request_id", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"),
-    *("kv_transfer_params", "ec_transfer_params"),
-    # Never set: fields of pooling, images, counts of drafts, scoring and sampling masks.
-    *("pooling_output", "mm_cache_miss_hashes", "new_sampling_mask", "spec_decode_metrics"),
-    "prompt_token_id_logprobs",
-}
-
-
-def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError when `fields` of vLLM's outputs are not those that can be joined here."""
-    if set(fields) != _FIELDS:
-        names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
-        raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -78,59 +53,6 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
     # Plus vLLM's null block.
     return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """The sampled outputs of a request that are not handed out yet."""
-
-    client_index: int
-    limit: int
-    with_logprobs: bool
-    # None: vLLM handles every step of this request.
-    steady: SteadyRequest | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    routed_experts: list[np.ndarray] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-    prefill_stats: Any = None
-    prompt_logprobs: Any = None
-
-    def keep(self, output: EngineCoreOutput) -> None:
-        """Takes the fields other than tokens: first-step fields, events and recorded experts."""
-        if output.routed_experts is not None:
-            self.routed_experts.append(output.routed_experts)
-        if output.events:
-            self.events += output.events
-        if output.prefill_stats is not None:
-            self.prefill_stats = output.prefill_stats
-        if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors
-
-    def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Moves everything that is held into `output`, and returns it."""
-        if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
-            raise RuntimeError(
-                f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
-            )
-        output.new_token_ids = self.token_ids
-        if self.with_logprobs and self.token_ids:
-            output.new_logprobs = LogprobsLists(
-                np.asarray(self.token_ids, dtype=np.int32)[:, None],
-                np.asarray(self.logprobs, dtype=np.float32)[:, None],
-                # The rank of the sampled token, which no caller asks for.
-                np.zeros(len(self.token_ids), dtype=np.int32),
-            )
-        if self.routed_experts:
-            output.routed_experts = np.concatenate(self.routed_experts)
-        output.events = self.events or None
-        output.prefill_stats = self.prefill_stats
-        output.new_prompt_logprobs_tensors = self.prompt_logprobs
-        self.token_ids, self.logprobs = [], []
-        self.routed_experts, self.events = [], []
-        self.prefill_stats = self.prompt_logprobs = None
-        self.limit = CHUNK_TOKENS
-        return output
 
 
 class _Chunking(DraftingScheduler):
@@ -152,7 +74,7 @@ class _Chunking(DraftingScheduler):
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
         if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
             self.aux_output_connector = AuxOutputSchedulerConnector()
-        self._chunks: dict[str, _Chunk] = {}
+        self._chunks: dict[str, Chunk] = {}
         # Requests without a chunk, whose log-probabilities vLLM itself must extract.
         self._streamed: set[str] = set()
         self._num_added = 0
@@ -183,7 +105,7 @@ class _Chunking(DraftingScheduler):
         steady = None
         if self._decodes_plainly and SteadyRequest.fits(request, parameters):
             steady = SteadyRequest(request, parameters, self.max_model_len)
-        chunk = _Chunk(request.client_index, limit, wants_logprobs, steady)
+        chunk = Chunk(request.client_index, limit, wants_logprobs, steady)
         self._chunks[request.request_id] = chunk
 
     def finish_requests(
@@ -231,7 +153,7 @@ class _Chunking(DraftingScheduler):
             model_runner_output.logprobs = None
         values = None if logprobs is None else logprobs.logprobs[:, 0].tolist()
         starts = None if logprobs is None else logprobs.cu_num_generated_tokens
-        full: list[tuple[_Chunk, EngineCoreOutput]] = []
+        full: list[tuple[Chunk, EngineCoreOutput]] = []
         if starts is None and not model_runner_output.num_nans_in_logits:
             num_scheduled = scheduler_output.num_scheduled_tokens
             others, full = self._decode(num_scheduled, model_runner_output, values)
@@ -259,13 +181,13 @@ class _Chunking(DraftingScheduler):
         num_scheduled: dict[str, int],
         model_runner_output: ModelRunnerOutput,
         logprobs: list[float] | None,
-    ) -> tuple[dict[str, int], list[tuple[_Chunk, EngineCoreOutput]]]:
+    ) -> tuple[dict[str, int], list[tuple[Chunk, EngineCoreOutput]]]:
         """Adds the tokens of requests in the middle of a reply to their chunks.
 
         Returns the number of scheduled tokens of all other requests, and the chunks that are full.
         """
         others: dict[str, int] = {}
-        full: list[tuple[_Chunk, EngineCoreOutput]] = []
+        full: list[tuple[Chunk, EngineCoreOutput]] = []
         chunks, ahead = self._chunks, self._plans_ahead
         manager, block_size = self.kv_cache_manager, self.hash_block_size
         rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
@@ -328,7 +250,7 @@ class _Chunking(DraftingScheduler):
             outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs(outputs=[]))
             outputs.outputs.append(chunk.pour(EngineCoreOutput(request_id, [])))
 
-    def _held(self) -> Iterator[tuple[str, _Chunk]]:
+    def _held(self) -> Iterator[tuple[str, Chunk]]:
         return ((name, chunk) for name, chunk in self._chunks.items() if chunk.token_ids)
 
     def _forget(self, request_id: str) -> None:

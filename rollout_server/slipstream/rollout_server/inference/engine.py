@@ -7,11 +7,10 @@ Waits for: the engine process. Unblocked by: its answers, a cancelled request, o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import psutil
 from slipstream.protocol.settings.config import Config
@@ -29,14 +28,12 @@ from slipstream.rollout_server.engine_interface import (
 )
 from slipstream.rollout_server.inference.engine_arguments import engine_config
 from slipstream.rollout_server.inference.engine_pause import ANSWER_LIMIT_S, EnginePause
+from slipstream.rollout_server.inference.engine_requests import EngineRequests
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
-from slipstream.rollout_server.inference.prompts import Prompts
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
-from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.inference.vllm_requests import (
     ReplyRecord,
     VllmParts,
-    as_ours,
     parameters,
     scores_of,
     scoring_parameters,
@@ -47,18 +44,18 @@ from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls
 from slipstream.v1 import weights_pb2
-from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
 
 
 class VllmEngine:
-    """See `generation.Engine`; vLLM forks, so call `start` before any gRPC channel is opened."""
+    """See `Engine` for the methods.
+
+    vLLM forks, so call `start` before any gRPC channel is opened.
+    """
 
     def __init__(
         self,
@@ -74,17 +71,12 @@ class VllmEngine:
     ) -> None:
         self._llm, self._processes, self._adapters = llm, processes, adapters
         self._silence_limit_s = silence_limit_s
-        self._counter = TokenCounter.among(llm.logger_manager.stat_loggers)
-        self._clock = UseClock()
         self._pauses = EnginePause(
             llm, line, answer_limit_s=answer_limit_s, recompute_context=recompute_context
         )
         self._workers = workers = WorkerCalls(llm, line)
         self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
-        self._prompts = Prompts(llm.model_config.model)
-        self._returned_tokens = self._judged_tokens = 0
-        # Open requests; True marks one to be cancelled, also before the engine knows it.
-        self._open: dict[str, bool] = {}
+        self._requests = EngineRequests(llm, self._pauses)
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
@@ -150,16 +142,7 @@ class VllmEngine:
 
     def use(self) -> EngineUse:
         """See `Engine`."""
-        return EngineUse(
-            generated_tokens=self._counter.generated_tokens,
-            returned_tokens=self._returned_tokens,
-            open_requests=len(self._open),
-            busy_s=self._clock.busy_s,
-            busy_intervals=self._clock.take_intervals(),
-            judged_tokens=self._judged_tokens,
-            drafted_tokens=self._counter.drafted_tokens,
-            accepted_tokens=self._counter.accepted_tokens,
-        )
+        return self._requests.use()
 
     async def generate(
         self,
@@ -172,16 +155,17 @@ class VllmEngine:
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
         """See `Engine`."""
+        requests = self._requests
         asked = parameters(sampling, max_tokens, experts_from=experts_from)
-        async with self._admitted(request_id) as is_wanted:
+        async with requests.admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
             adapter = self._adapters.request(sampling.adapter)
-            added = self._add(request_id, prompt_token_ids, asked, adapter, images)
-            output = await self._next(request_id, await added)
+            collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
+            output = await requests.next(request_id, collector)
         record = ReplyRecord()
         record.take(output)
-        return self._returned(record, output, asked)
+        return requests.returned(record, output, asked)
 
     async def stream(
         self,
@@ -197,13 +181,13 @@ class VllmEngine:
         """See `Engine`."""
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
         asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
-        record = ReplyRecord()
+        record, requests = ReplyRecord(), self._requests
         with_logprobs = options.num_logprobs is not None
-        async with self._admitted(request_id) as is_wanted:
+        async with requests.admitted(request_id) as is_wanted:
             if is_wanted:
                 adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
-                collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
-                while not (output := await self._next(request_id, collector)).finished:
+                collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
+                while not (output := await requests.next(request_id, collector)).finished:
                     yield record.part(output, with_logprobs=with_logprobs)
         if not is_wanted:
             yield TextPart((), "", generation=Generation.unbegun())
@@ -213,17 +197,12 @@ class VllmEngine:
             tokenizer = self._llm.renderer.get_tokenizer()
             text = whole_text(tokenizer, prompt_token_ids, output, options)
             last = dataclasses.replace(last, text=text)
-        end = self._returned(record, output, asked)
-        if options.by_start:
-            self._judged_tokens += len(end.token_ids)
+        end = requests.returned(record, output, asked, is_judged=options.by_start)
         yield dataclasses.replace(last, generation=end)
 
     async def cancel(self, request_id: str) -> None:
         """See `Engine`."""
-        if request_id in self._open:
-            self._open[request_id] = True
-            self._pauses.release(request_id)
-            await self._llm.abort(request_id)
+        await self._requests.cancel(request_id)
 
     async def pause(self) -> None:
         """See `Engine`."""
@@ -243,11 +222,13 @@ class VllmEngine:
         """See `Engine`."""
         self._adapters.check(layout)
         await self._pauses.wake_weights()
-        await self._updates.prepare(order, layout, first_rank, is_busy=bool(self._open))
+        await self._updates.prepare(
+            order, layout, first_rank, is_busy=bool(self._requests.num_open)
+        )
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """See `Engine`."""
-        if self._open:
+        if self._requests.num_open:
             return await self._updates.receive(publish_id)
         # Nothing runs, and requests are held until `resume`: the update needs no pause.
         self._pauses.hold_requests()
@@ -257,16 +238,24 @@ class VllmEngine:
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
         """See `Engine`."""
-        asked, names = scoring_parameters(), [*adapters, *[""] * len(sequences)]
+        # Sequences behind the last named adapter are scored without one.
+        names = [*adapters, *[""] * len(sequences)]
         await self._pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
-                self._request(f"{PROBE_PREFIX}{n}", sequence, asked, adapter)
+                self._score(f"{PROBE_PREFIX}{n}", sequence, adapter)
                 for n, (sequence, adapter) in enumerate(zip(sequences, names, strict=False))
             ),
             return_exceptions=True,
         )
         return scores_of(outputs, sequences)
+
+    async def _score(
+        self, request_id: str, token_ids: Sequence[int], adapter: str
+    ) -> RequestOutput:
+        asked, chosen = scoring_parameters(), self._adapters.request(adapter)
+        collector = await self._requests.add(request_id, token_ids, asked, chosen)
+        return await self._requests.next(request_id, collector)
 
     async def watch(self) -> None:
         """See `Engine`."""
@@ -274,8 +263,8 @@ class VllmEngine:
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
             self._pauses.check()
-            waiting = 0 if self._pauses.is_paused else len(self._open)
-            watchdog.check(heard_s=self._counter.heard_s, num_requests=waiting)
+            waiting = 0 if self._pauses.is_paused else self._requests.num_open
+            watchdog.check(heard_s=self._requests.counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
@@ -293,58 +282,3 @@ class VllmEngine:
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
-
-    @contextlib.asynccontextmanager
-    async def _admitted(self, request_id: str) -> AsyncIterator[bool]:
-        """Holds a request open; False: it was cancelled before the engine knew it."""
-        self._open[request_id] = False
-        self._clock.enter()
-        try:
-            await self._pauses.let_in(request_id)
-            yield not self._open[request_id]
-        finally:
-            del self._open[request_id]
-            self._clock.leave()
-
-    async def _request(
-        self, request_id: str, token_ids: Sequence[int], asked: SamplingParams, adapter: str
-    ) -> RequestOutput:
-        chosen = self._adapters.request(adapter)
-        return await self._next(request_id, await self._add(request_id, token_ids, asked, chosen))
-
-    async def _add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        asked: SamplingParams,
-        adapter: LoRARequest | None,
-        images: Sequence[PlacedImage] = (),
-    ) -> RequestOutputCollector:
-        with as_ours():
-            collector = await self._llm.add_request(
-                request_id,
-                await self._prompts.prompt(prompt_token_ids, images, self._pauses),
-                asked,
-                lora_request=adapter,
-            )
-            if self._open.get(request_id):
-                await self._llm.abort(request_id)
-            return collector
-
-    async def _next(self, request_id: str, collector: RequestOutputCollector) -> RequestOutput:
-        with as_ours():
-            try:
-                return await collector.get()
-            except asyncio.CancelledError:
-                await self._llm.abort(request_id)
-                raise
-
-    def _returned(
-        self, record: ReplyRecord, last: RequestOutput, asked: SamplingParams
-    ) -> Generation:
-        num_tokens = len(record.token_ids)
-        self._returned_tokens += num_tokens
-        if asked.stop:
-            # Tokens that vLLM dropped behind a stop text were counted.
-            self._counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
-        return record.generation(last)

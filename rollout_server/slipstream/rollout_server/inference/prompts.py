@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-# Images whose pixels are kept: the members of a group have the same ones.
+# Images whose pixels are kept: the members of a group have the same images.
 _KEPT_IMAGES = 32
 
 

@@ -101,7 +101,7 @@ class SteadyRequest:
         )
 
     def is_between(self, token_ids: list[int]) -> bool:
-        """Whether the tokens of a step are a single one that neither starts nor ends the reply."""
+        """Whether a step sampled a single token, which neither starts nor ends the reply."""
         request = self._request
         return (
             len(token_ids) == 1

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
-    """Whether the next step computes a prompt in any case, so that `waiting` ones may join it.
+    """Whether the next step computes a prompt in any case, so that others may join it.
 
     This is so while a long prompt is computed in several steps, or when a waiting prompt is to be
     scored: such prompts are probes of new weights.

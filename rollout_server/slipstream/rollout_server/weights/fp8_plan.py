@@ -199,7 +199,7 @@ class Fp8Check(PlanCheck):
 def _landings(
     linears: Mapping[str, Fp8Linear], parts: Mapping[str, Sequence[_Part]]
 ) -> dict[str, _Landing]:
-    """Gives each matrix a landing that no other one has while it arrives."""
+    """Gives each matrix a landing that no other matrix has while it arrives."""
     spans = {name: (of[0].copy.bucket, of[-1].copy.bucket) for name, of in parts.items()}
     sizes: list[int] = []
     busy: list[int] = []

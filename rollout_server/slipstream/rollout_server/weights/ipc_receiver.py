@@ -52,7 +52,7 @@ class IpcReceiver:
             self._link.opened()
             # The link and the buffers stay open.
             stack.pop_all()
-        # Held while a thread copies a bucket into its own memory: another one may call `close`.
+        # Held while a thread copies a bucket into its own memory: another thread may call `close`.
         self._copying = threading.Lock()
         # The number of buckets that were read since the communicator was made.
         self._number = 0

@@ -91,7 +91,7 @@ def repack_experts(model: torch.nn.Module) -> None:
 
 
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
-    """Hands `tensors` to the loader of `model`; returns what it says that it loaded.
+    """Hands `tensors` to the loader of `model`; returns the names that the loader returns.
 
     The loader of gpt-oss copies sinks, and the experts of a layer together, into parameters without
     their own loaders. During a reload these have no memory: the copy is lost without an error, and

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,11 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.rollout_server.weights import plan_recording, vllm_layers
 from slipstream.rollout_server.weights.adapter_slot import Arriving
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
-from slipstream.rollout_server.weights.copy_plan import cut
 from slipstream.rollout_server.weights.copying import Copying
 from slipstream.rollout_server.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
 from slipstream.rollout_server.weights.joining import TRANSPORTS, Joining
 from slipstream.rollout_server.weights.live_base import LiveBase
+from slipstream.rollout_server.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.weights.staging import Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
@@ -74,6 +74,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _stages = False
     _staging: Staging | None = None
     _copying: Copying | None = None
+    # The newest update through vLLM's loader.
+    _loading: LoaderUpdate | None = None
     _plan: Fp8Plan | None = None
     _replay: Fp8Replay | None = None
     # The base of deltas; None where only whole updates can be received.
@@ -97,12 +99,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         order = weights_pb2.PublishOrder.FromString(init_info.order)
         if order.communicator.transport not in TRANSPORTS:
             raise WeightSyncError(f"transport {order.communicator.transport!r} is not known here")
-        membership = Seat(
+        seat = Seat(
             communicator=order.communicator,
             rank=init_info.first_rank + self.parallel_config.rank,
             join_deadline_s=order.join_deadline_s,
         )
-        self._joining = Joining(membership, self.device)
+        self._joining = Joining(seat, self.device)
 
     def learn(self, layout: bytes) -> None:
         """Takes the `WeightLayout` of the updates that follow; records a plan for new weights.
@@ -119,8 +121,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
             self._plan = self._replay = self._live = None
-            parts = (self.model, self._buckets, self.device, self.vllm_config)
-            self._plan = plan_recording.recorded_plan(*parts)
+            self._plan = plan_recording.recorded_plan(
+                self.model, self._buckets, self.device, self.vllm_config
+            )
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
@@ -218,13 +221,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
-        self._started_s = time.perf_counter()
         self._is_whole = False
-        self._parameters = dict(self.model.named_parameters())
-        reload.initialize_layerwise_reload(self.model)
-        # Parameters that layers compute from others after loading, such as scales, are never sent.
-        awaited = self._parameters.keys() & dict(self.model.named_parameters()).keys()
-        self._missing = set(map(vllm_layers.loaded_name, awaited))
+        self._loading = LoaderUpdate(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives and loads all buckets; after an error the model needs a whole new update."""
@@ -237,50 +235,28 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives all buckets, each within its deadline, and hands their tensors to the model."""
+        """Receives all buckets through vLLM's loader."""
         if update_info.abandon:
             raise WeightSyncError("the update was abandoned")
         receiver, incoming = self._receiver, self._incoming
         if receiver is None or incoming is None or not incoming.own_buffers:
             raise WeightSyncError("no update was announced")
-        self._check = None if self._plan is None else Fp8Check(self._plan, self._parameters)
-        self._receive_s, waiting_s = 0.0, time.perf_counter()
-        for place, buffer in enumerate(receiver.receive(incoming)):
-            self._receive_s += time.perf_counter() - waiting_s
-            if place >= len(self._weights):
-                self._take(place, buffer)
-            else:
-                # The layerwise reload keeps references into the buffer until a layer is complete.
-                loaded = vllm_layers.load_tensors(self.model, cut(buffer, incoming.buckets[place]))
-                # Some models do not say what they loaded.
-                named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
-                self._missing -= self._missing if named is None else named
-                if self._check is not None:
-                    self._check.add(place, buffer)
-            waiting_s = time.perf_counter()
-        self._digests = receiver.digests()
-        self._wire_s = receiver.take_wire().seconds
-        if self._missing:
-            names = ", ".join(sorted(self._missing)[:3])
-            raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
+        assert self._loading is not None
+        num_weights = len(self._weights)
+        self._loading.receive(
+            receiver, incoming, self._plan, num_weights=num_weights, keep_adapters=self._take
+        )
 
     def finish_weight_update(self) -> None:
         """Finalises the layers; later updates use the plan if it agrees with the result."""
-        reload.finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            vllm_layers.repack_experts(self.model)
-        if self._check is not None:
-            self._conclude(self._check)
+        loading = self._loading
+        assert loading is not None
+        loading.finish(on_cpu=self.device.type == "cpu")
+        if loading.check is not None:
+            self._conclude(loading.check, loading.parameters)
         self._settle()
-        self.result = LoadResult(
-            digests=[digest.hex() for digest in self._digests],
-            shares=[] if self._live is None else self._live.read_unchanged(),
-            by_plan=False,
-            has_plan=self._replay is not None,
-            receive_s=self._receive_s,
-            load_s=time.perf_counter() - self._started_s - self._receive_s,
-            wire_s=self._wire_s,
-        )
+        shares = [] if self._live is None else self._live.read_unchanged()
+        self.result = loading.result(shares, has_plan=self._replay is not None)
 
     def put_adapters_on(self) -> None:
         """Ends an update: hands the engine the adapters that arrived with it."""
@@ -320,15 +296,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._is_whole = False
         (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
 
-    def _conclude(self, check: Fp8Check) -> None:
+    def _conclude(self, check: Fp8Check, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keeps the plan for later updates if it does what the loader did."""
         assert self._plan is not None
-        parts = (self._plan, check, self._parameters, self.model)
-        self._replay = plan_recording.proved_replay(*parts)
+        self._replay = plan_recording.proved_replay(self._plan, check, parameters, self.model)
         if self._replay is None:
             self._plan = None
         else:
             self._live = plan_recording.live_base(self._plan, self._replay, self.device)
-        self._check = None
 
     def _settle(self) -> None:
         """Completes the new weights, also where a layer keeps a second form of them."""

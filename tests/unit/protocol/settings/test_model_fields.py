@@ -17,7 +17,7 @@ from slipstream.protocol.settings.model_fields import (
     field_problems,
     unknown_fields,
 )
-from slipstream.protocol.settings.parallel_rules import ARCHITECTURES
+from slipstream.protocol.settings.model_rules import ARCHITECTURES
 from slipstream.protocol.settings.rope_fields import ALTERNATING
 from support.fakes.model_folders import write_loadable_files
 

@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 from slipstream.protocol.settings.config import LearnerSection
+from slipstream.protocol.settings.model_rules import layout_problems, model_problems
 from slipstream.protocol.settings.model_sizes import ModelSizes
-from slipstream.protocol.settings.parallel_rules import (
-    layout_problems,
-    model_problems,
-    table_problems,
-    world_problems,
-)
+from slipstream.protocol.settings.parallel_rules import table_problems, world_problems
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],

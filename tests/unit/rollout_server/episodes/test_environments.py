@@ -16,13 +16,13 @@ import pytest
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.rollout_server.chat import ChatMessage
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.episodes.worker_process import (
     NO_LIMITS,
     WORKER_WAITS,
     WorkerLimits,
     WorkerWaits,
 )
-from slipstream.rollout_server.episodes.workers import WorkerGateway
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
@@ -351,7 +351,7 @@ HOSTING = """
 import asyncio, sys
 from pathlib import Path
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.workers import WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.v1 import environment_pb2, fleet_pb2
 
 class NoClients:

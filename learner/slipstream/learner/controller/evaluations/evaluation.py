@@ -24,7 +24,7 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.settings.measurement_sections import EvaluationSection
 from slipstream.protocol.types import GroupId, PolicyVersion

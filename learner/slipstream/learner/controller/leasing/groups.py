@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.learner.controller.records.history import OpenGroup
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.types import GroupId, Purpose, Trajectory
@@ -25,6 +26,7 @@ class Group:
     deadline_step: int
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
+    # The last attempt that ended, by member.
     attempts: dict[int, int] = field(default_factory=dict)
     # First attempt of the present lease; first attempt that no closed lease has begun.
     first_attempt: int = 0
@@ -97,6 +99,10 @@ class Group:
         if fault:
             raise ProtocolError(f"rollout server {self.holder.server_id} reports {fault}")
 
+    def note_attempt(self, member: int, attempt: int) -> None:
+        """Notes that an attempt of a member ended."""
+        self.attempts[member] = max(self.attempts.get(member, -1), attempt)
+
     def allow(self, epoch: int, first: int, count: int) -> None:
         """Allows the server of `epoch` the `count` attempts that begin with `first`."""
         before = self.allowed.get(epoch)
@@ -113,13 +119,37 @@ class Group:
         return [self.finished[member] for member in sorted(self.finished)]
 
 
-@dataclass(eq=False)
-class ClosingLease:
-    """A lease whose group has left the book while its server still runs `members`."""
+class GroupIds:
+    """Ids of new groups. Evaluations are not restored: their ids hold the number of the start."""
 
-    environment: str
-    holder: ServerKey
-    members: set[int]
+    def __init__(self, next_number: int = 0, starts: int = 1) -> None:
+        self._next_number, self._starts = next_number, starts
+        self._next_evaluation = 0
+
+    def next(self, purpose: Purpose) -> GroupId:
+        """Returns an id that no group of the run has had."""
+        if purpose is Purpose.TRAINING:
+            self._next_number += 1
+            return GroupId(f"g{self._next_number - 1:06d}")
+        self._next_evaluation += 1
+        return GroupId(f"e{self._starts}-{self._next_evaluation - 1:06d}")
+
+
+def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
+    """Returns the group of an earlier start's record; it waits for a server."""
+    allowed = range(record.num_leases * attempts_per_lease)
+    return Group(
+        group_id=record.group_id,
+        environment=record.environment,
+        task_index=record.task_index,
+        seed=record.seed,
+        purpose=Purpose.TRAINING,
+        size=size,
+        deadline_step=record.deadline_step,
+        holder=None,
+        attempts=dict(record.attempts),
+        allowed=dict.fromkeys(record.epochs, allowed),
+    )
 
 
 class Fate(Enum):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_waits import LeaseWait
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.learner.controller.tasks.own_choice import ChoiceFailed
 

@@ -8,7 +8,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 
 
 class LeaseWait(IntEnum):
-    """What the next lease lacks; where servers have several reasons, the largest is told."""
+    """What the next lease lacks; where it lacks several things, the largest number counts."""
 
     NOTHING = 0
     SERVER = 1

@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from slipstream.learner.controller.leasing.groups import ClosingLease, Fate, Group
+from slipstream.learner.controller.leasing.closing_leases import ClosingLeases
+from slipstream.learner.controller.leasing.groups import Fate, Group, GroupIds, reopened
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol import staleness
-from slipstream.protocol.types import (
-    GroupId,
-    Purpose,
-    Trajectory,
-    TrajectoryName,
-)
+from slipstream.protocol.types import GroupId, Purpose, Trajectory, TrajectoryName
 
 
 class LeaseBook:
@@ -48,34 +44,15 @@ class LeaseBook:
         self.groups: dict[GroupId, Group] = {}
         # Number of the groups to train on by their deadlines.
         self._deadlines: Counter[int] = Counter()
-        # Leases that keep their slots and bytes until their server has ended every member.
-        self.closing: dict[GroupId, ClosingLease] = {}
-        self._next_number = 0
-        # Number of controller starts. Evaluations are not restored; their ids contain this number.
-        self._starts = 1
-        self._next_evaluation = 0
+        self.closing = ClosingLeases()
+        self._ids = GroupIds()
 
     def restore(self, history: RunHistory) -> None:
         """Continues where the journal ends; open groups wait for a server."""
         self.step = history.next_step
-        self._next_number = history.next_group
-        self._starts = history.starts
+        self._ids = GroupIds(history.next_group, history.starts)
         for open_group in history.open_groups.values():
-            allowed = range(open_group.num_leases * self._attempts_per_lease)
-            self._keep(
-                Group(
-                    group_id=open_group.group_id,
-                    environment=open_group.environment,
-                    task_index=open_group.task_index,
-                    seed=open_group.seed,
-                    purpose=Purpose.TRAINING,
-                    size=self.group_size,
-                    deadline_step=open_group.deadline_step,
-                    holder=None,
-                    attempts=dict(open_group.attempts),
-                    allowed=dict.fromkeys(open_group.epochs, allowed),
-                )
-            )
+            self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
 
     def training_groups(self) -> list[Group]:
         """The groups that count for the staleness invariant."""
@@ -89,18 +66,13 @@ class LeaseBook:
         """Groups to train on that lost their server before all members were back."""
         return [g for g in self.training_groups() if g.holder is None and not g.is_complete]
 
-    def open_episodes(self, holder: ServerKey) -> int:
-        """Number of members that a server still runs or will run, closing leases included."""
-        ending = sum(len(c.members) for c in self.closing.values() if c.holder == holder)
-        return ending + sum(group.num_running for group in self.held_by(holder))
-
     def episodes_by_holder(self) -> Counter[ServerKey]:
-        """The open episodes of each server."""
+        """Number of members that each server still runs or will run, closing leases included."""
         episodes: Counter[ServerKey] = Counter()
         for group in self.groups.values():
             if group.holder is not None:
                 episodes[group.holder] += group.num_running
-        for lease in self.closing.values():
+        for lease in self.closing.leases.values():
             episodes[lease.holder] += len(lease.members)
         return episodes
 
@@ -113,7 +85,7 @@ class LeaseBook:
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing
-        for lease in self.closing.values():
+        for lease in self.closing.leases.values():
             episodes[lease.environment] += len(lease.members)
         return episodes
 
@@ -166,7 +138,7 @@ class LeaseBook:
 
         They keep their finished members and wait for another server.
         """
-        self.closing = {g: lease for g, lease in self.closing.items() if lease.holder != holder}
+        self.closing.server_lost(holder)
         lost = [group for group in self.held_by(holder) if not group.is_complete]
         for group in lost:
             group.holder = None
@@ -176,17 +148,17 @@ class LeaseBook:
     def add(self, trajectory: Trajectory) -> Fate:
         """Files a trajectory and returns its fate."""
         if not trajectory.will_retry:
-            self._end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
+            self.closing.end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
         if group is None or trajectory.member >= group.size or trajectory.member in group.finished:
             return Fate.SUPERSEDED
         member = trajectory.member
-        group.attempts[member] = max(group.attempts.get(member, -1), trajectory.attempt)
+        group.note_attempt(member, trajectory.attempt)
         may_end = group.may_end(trajectory.server_epoch, trajectory.attempt)
         if trajectory.has_reward:
             if member in group.running and not may_end:
                 # Late, from a lease that is over: the present holder still runs the member.
-                self._keep_room(group, {member})
+                self.closing.keep(group, {member})
             group.finished[member] = trajectory
             self._hand_back(group)
             return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
@@ -205,14 +177,14 @@ class LeaseBook:
         `will_retry`: its server tries the member again by itself.
         """
         if not will_retry:
-            self._end_member(name.group_id, name.member, name.epoch)
+            self.closing.end_member(name.group_id, name.member, name.epoch)
         group = self.groups.get(name.group_id)
         # The name is forged if no lease allows its attempt.
         if group is None or group.excess(name.epoch, name.attempt):
             return None
         if name.member not in group.missing:
             return None
-        group.attempts[name.member] = max(group.attempts.get(name.member, -1), name.attempt)
+        group.note_attempt(name.member, name.attempt)
         group.setbacks[name.member] += 1
         if not will_retry and group.may_end(name.epoch, name.attempt):
             group.ended.add(name.member)
@@ -225,7 +197,7 @@ class LeaseBook:
             return None
         group = self._take(group_id)
         if group.running:
-            self._keep_room(group, set(group.running))
+            self.closing.keep(group, set(group.running))
         return group
 
     def closed(
@@ -242,9 +214,7 @@ class LeaseBook:
         attempts before `next_attempt` may still arrive, so their numbers are not used again.
         ProtocolError for members or attempts that are not in the lease.
         """
-        lease = self.closing.get(group_id)
-        if lease is not None and lease.holder == holder:
-            del self.closing[group_id]
+        self.closing.close(group_id, holder)
         group = self.groups.get(group_id)
         if group is not None and group.holder == holder:
             group.check_report(unfinished, next_attempt)
@@ -253,22 +223,10 @@ class LeaseBook:
             group.ended.update(unfinished)
             self._hand_back(group)
 
-    def _keep_room(self, group: Group, members: set[int]) -> None:
-        """Keeps the slots of `members` reserved until the holder has ended them."""
-        if group.holder is not None:
-            lease = ClosingLease(group.environment, group.holder, set())
-            self.closing.setdefault(group.group_id, lease).members |= members
-
     def _hand_back(self, group: Group) -> None:
+        """Leaves a group whose lease is over without a holder, unless it is complete."""
         if group.closed and not group.running and not group.is_complete:
             group.holder = None
-
-    def _end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
-        lease = self.closing.get(group_id)
-        if lease is not None and lease.holder.epoch == epoch:
-            lease.members.discard(member)
-            if not lease.members:
-                del self.closing[group_id]
 
     @property
     def has_whole_batch(self) -> bool:
@@ -285,7 +243,7 @@ class LeaseBook:
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """Returns `groups` of the newest batch, that of `step`, so that `step` is formed again.
+        """Returns `groups` of the newest batch, which was that of `step`, to form it again.
 
         The staleness invariant holds: `step` is open again, and it had room for all of them.
         """
@@ -301,7 +259,10 @@ class LeaseBook:
         return [self.groups[GroupId(view.group_id)] for view in views]
 
     def _views(self) -> Sequence[staleness.LeasedGroup]:
-        return [_view(group) for group in self.training_groups()]
+        return [
+            staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
+            for group in self.training_groups()
+        ]
 
     def _add(
         self,
@@ -312,14 +273,8 @@ class LeaseBook:
         holder: ServerKey,
         deadline_step: int,
     ) -> Group:
-        if purpose is Purpose.TRAINING:
-            group_id = GroupId(f"g{self._next_number:06d}")
-            self._next_number += 1
-        else:
-            group_id = GroupId(f"e{self._starts}-{self._next_evaluation:06d}")
-            self._next_evaluation += 1
         group = Group(
-            group_id=group_id,
+            group_id=self._ids.next(purpose),
             environment=environment,
             task_index=task_index,
             seed=seed,
@@ -344,7 +299,3 @@ class LeaseBook:
             # Drops deadlines that no group has.
             self._deadlines = +self._deadlines
         return group
-
-
-def _view(group: Group) -> staleness.LeasedGroup:
-    return staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)

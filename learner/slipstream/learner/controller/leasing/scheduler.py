@@ -25,8 +25,8 @@ from slipstream.learner.controller.leasing.lease_pass import (
 )
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.protocol import reservation
 from slipstream.protocol.settings.config_file import largest_trajectory_bytes
@@ -207,7 +207,7 @@ class Scheduler:
 
     def room(self, session: ServerSession) -> int:
         """Number of episodes that a server can take on now."""
-        return session.hello.max_episodes - self._book.open_episodes(session.key)
+        return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
 
     def may_send(self, episodes: int) -> bool:
         """Whether the queue has room for `episodes` more, besides all promised episodes."""

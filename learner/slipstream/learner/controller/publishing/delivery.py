@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.membership import Membership
-from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.publishing.phases import LOADED, SERVING, PhaseReports
 from slipstream.learner.controller.publishing.probe_gap import check_probe
 from slipstream.learner.controller.publishing.publish_failures import (
     FailRun,
@@ -25,8 +25,9 @@ from slipstream.learner.controller.publishing.publish_failures import (
 )
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
+from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.protocol.weights.deltas import content_name
@@ -57,11 +58,8 @@ class Publish:
 
     @property
     def communicator_id(self) -> str:
-        """The communicator of this publish; a later publish may have another one."""
+        """Id of the publish's communicator; the next publish may use another communicator."""
         return self.order.communicator.communicator_id
-
-
-SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 def can_take(delta: weights_pb2.Delta, receivers: Sequence[ServerSession]) -> bool:
@@ -72,10 +70,10 @@ def can_take(delta: weights_pb2.Delta, receivers: Sequence[ServerSession]) -> bo
 class Deliveries:
     """Follows every receiver of every publish to its end.
 
-    Phases of a receiver: `commit` lets it resume and waits for its report that it serves; then the
-    probe, if any, is checked, and the server gets its version. Any failure makes the server stale
-    (`make_stale`). The rule `consequence` then decides: another publish, the end of the server's
-    stream, or the end of the run.
+    Phases of a receiver: `announce` tells it to receive; `commit` lets it resume and waits for its
+    report that it serves; then the probe, if any, is checked, and the server gets its version.
+    Any failure makes the server stale (`make_stale`). The rule `consequence` then decides: another
+    publish, the end of the server's stream, or the end of the run.
     """
 
     def __init__(
@@ -98,6 +96,30 @@ class Deliveries:
         """
         sound = [s for s in due if not self._counts(s).needs_own_publish]
         return sound or sorted(due, key=lambda s: self._failed[s.key.server_id])[:1]
+
+    def announce(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
+        """Tells all receivers to receive, and commits them if the digests are known already.
+
+        With `layout` None the earlier layout holds.
+        """
+        ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
+        # A server needs to know only its own rank.
+        order = weights_pb2.PublishOrder()
+        order.CopyFrom(publish.order)
+        order.ClearField("receivers")
+        common = fleet_pb2.ControllerMessage()
+        if layout is not None:
+            common.receive.layout.CopyFrom(layout)
+        shared = common.SerializeToString()
+        publish.is_announced, publish.told_s = True, time.monotonic()
+        for session in publish.receivers:
+            # A server may have loaded before the trainer reports its result.
+            self.reports.expect(publish.publish_id, session.key, LOADED)
+            session.on(ServerEvent.RECEIVE)
+            own = fleet_pb2.ReceiveWeights(order=order, first_rank=ranks[session.key.server_id])
+            session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
+            if publish.digests:
+                self.commit(publish, session, publish.digests, None)
 
     def commit(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.v1 import weights_pb2
 
 

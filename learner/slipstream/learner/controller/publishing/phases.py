@@ -16,16 +16,12 @@ from slipstream.v1 import fleet_pb2
 # The reports of one server, by publish and phase.
 Expectations: TypeAlias = dict[tuple[str, int], asyncio.Future[fleet_pb2.PublishReport]]
 
+READY = fleet_pb2.PUBLISH_PHASE_READY
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
 # The phases that a server has reached when it reports a phase.
-SAID = {
-    fleet_pb2.PUBLISH_PHASE_READY: (fleet_pb2.PUBLISH_PHASE_READY,),
-    fleet_pb2.PUBLISH_PHASE_LOADED: (fleet_pb2.PUBLISH_PHASE_LOADED,),
-    fleet_pb2.PUBLISH_PHASE_SERVING: (
-        fleet_pb2.PUBLISH_PHASE_LOADED,
-        fleet_pb2.PUBLISH_PHASE_SERVING,
-    ),
-}
+REACHED = {READY: (READY,), LOADED: (LOADED,), SERVING: (LOADED, SERVING)}
 
 
 class PhaseReports:
@@ -72,10 +68,10 @@ class PhaseReports:
 
     def receive(self, server: ServerKey, report: fleet_pb2.PublishReport) -> None:
         """Completes the waits for a report; a failure ends every wait of its publish."""
-        failed, said = report.phase == FAILED, SAID.get(report.phase, ())
+        failed, reached = report.phase == FAILED, REACHED.get(report.phase, ())
         for (publish_id, phase), future in self._open.get(server, {}).items():
-            concerned = publish_id == report.publish_id
-            if concerned and (failed or phase in said) and not future.done():
+            is_its_publish = publish_id == report.publish_id
+            if is_its_publish and (failed or phase in reached) and not future.done():
                 future.set_result(report)
 
     def abandon(self, publish_id: str, server: ServerKey, message: str) -> None:

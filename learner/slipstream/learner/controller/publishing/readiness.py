@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries
-from slipstream.learner.controller.publishing.phases import PhaseReports
+from slipstream.learner.controller.publishing.phases import READY, PhaseReports
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2
-
-READY = fleet_pb2.PUBLISH_PHASE_READY
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from collections import Counter
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.phases import READY
 from slipstream.learner.controller.publishing.publish_failures import (
     MAX_RETRY_S,
     FailRun,
@@ -23,18 +24,18 @@ from slipstream.learner.controller.publishing.publish_failures import (
     consequence,
 )
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import (
     JOINING,
     STALE,
     ServerEvent,
     ServerKey,
 )
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
-READY = fleet_pb2.PUBLISH_PHASE_READY
 # Longest time between two looks for servers that are due.
 _LOOK_S = 0.25
 
@@ -57,17 +58,17 @@ class StoredPublisher:
         self._num_orders, self._num_publishes = 0, 0
         # Writes that failed in a row, and the time before which none is ordered.
         self._failed, self._retry_s = 0, 0.0
-        # What each server fetches, and the number of its publishes.
+        # By server: the version that it fetches now, and the number of loads that were ordered.
         self._fetches: dict[ServerKey, trainer_pb2.StoredReport] = {}
         self._loads: Counter[ServerKey] = Counter()
-        # The version of each server for which it was said that it is too old for a lease.
+        # By server: the version of the newest warning that it is too old for a lease.
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
         """Returns the order to write the trainer's version, if a server wants it from storage."""
         version = version_from_pb(trainer.version)
         if trainer.can_store:
-            # The trainer has ended the last order, or is another one.
+            # The trainer has ended the last order, or another trainer has taken over.
             self._ordered = ""
         is_wanted = self._is_wanted(version) and any(self._readers())
         if not trainer.can_store or not is_wanted or time.monotonic() < self._retry_s:
@@ -164,12 +165,12 @@ class StoredPublisher:
     def _load(
         self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
     ) -> None:
-        """Tells a server to load what it has fetched; its requests wait from here on."""
+        """Tells a server to load the fetched version; its requests wait from here on."""
         version = version_from_pb(report.version)
         # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
-        is_proved = self._loads[session.key] % self._settings.verify_every == 0
+        is_verified = self._loads[session.key] % self._settings.verify_every == 0
         self._loads[session.key] += 1
-        verify = is_proved or not session.is_serving
+        verify = is_verified or not session.is_serving
         order = weights_pb2.PublishOrder(
             publish_id=publish_id,
             version=version_to_pb(version),

@@ -16,14 +16,15 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.publishing.turn_rule import TurnRule
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import LOADING, SERVING, ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 
 
 class EngineTurns:
-    """The engines that rest; those on other devices than the learner's never do.
+    """The engines that rest: only engines on devices of the learner ever do.
 
     await turns.begin()                       # before the trainer gets a batch
     turns.end(keep=["server-0"])              # when it asks again; those kept get weights now

@@ -56,7 +56,7 @@ class RecordedBatch:
 
     @property
     def attempt(self) -> int:
-        """Number of batches of the step that were set aside before this one."""
+        """Number of earlier batches of the step, which were set aside."""
         return attempt_of(self.batch_id)
 
 

@@ -29,7 +29,7 @@ class EpochCount:
     judged: int = 0
     # Tokens of trajectories that the controller has.
     received: int = 0
-    # Whether the server was lost: what it has not delivered will hardly come.
+    # Whether the server was lost: its undelivered tokens will hardly come.
     dead: bool = False
 
     @property

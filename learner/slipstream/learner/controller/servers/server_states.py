@@ -31,7 +31,7 @@ class ServerEvent(Enum):
     RECEIVE = "receive"
     # The server has loaded the whole weights, and a probe, if asked for, has passed.
     PUBLISHED = "published"
-    # A publish to the server failed, in whatever phase.
+    # A publish to the server failed, in any phase.
     FAILED = "failed"
     # The server leaves: by itself or because it was told to.
     DRAIN = "drain"

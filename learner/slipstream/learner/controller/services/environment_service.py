@@ -20,7 +20,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import MAX_SHUFFLED_TASKS, EnvironmentEntry
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake

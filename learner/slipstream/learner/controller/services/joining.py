@@ -16,8 +16,9 @@ import grpc.aio
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import misfit
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, JoinedOrder, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.learner.controller.tasks.relay import raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.errors import ConfigError, ProtocolError

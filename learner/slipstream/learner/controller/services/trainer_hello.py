@@ -1,4 +1,4 @@
-"""Checks of the facts in a trainer's hello, and the lines that tell people what it says."""
+"""Checks of the facts in a trainer's hello, and the lines that show them to people."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Curriculum:
         self._chooser = chooser
         self._seed, self._results = seed, results
         self._standings = Counter(self._standing(task) for task in results.tasks())
-        # Number of tasks that were passed over or drawn in vain.
+        # Number of tasks that were passed over, and of draws that were not kept.
         self._passed_over = 0
         # Successes of the tasks chosen since the last metrics; tasks without a result are left out.
         self._chosen: list[float] = []

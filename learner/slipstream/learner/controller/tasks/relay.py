@@ -180,7 +180,7 @@ def raise_failure(reader: asyncio.Task[None]) -> None:
 def _answer(
     answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
 ) -> None:
-    """Sends an answer; ends the stream of a server that does not read, which opens a new one."""
+    """Sends an answer; ends the stream of a server that does not read. The server opens another."""
     if not answers.put(answer):
         answers.close()
 

@@ -186,7 +186,7 @@ class BatchFormer:
             return None
         if self._reported is not None:
             earlier, version = self._reported
-            if _what(earlier) == _what(report):
+            if _identity(earlier) == _identity(report):
                 return version
             if earlier.step == report.step:
                 raise ProtocolError(
@@ -304,12 +304,12 @@ class BatchFormer:
 
 
 def _batch_of(
-    said: FormedBatch | trainer_pb2.StepReport | trainer_pb2.DataFault,
+    message: FormedBatch | trainer_pb2.StepReport | trainer_pb2.DataFault,
 ) -> tuple[str, int]:
-    return said.batch_id, said.step
+    return message.batch_id, message.step
 
 
-def _what(report: trainer_pb2.StepReport) -> tuple[object, ...]:
+def _identity(report: trainer_pb2.StepReport) -> tuple[object, ...]:
     """The identity of a report: reports with the same identity are one report sent twice."""
     version = version_from_pb(report.version)
     return *_batch_of(report), version, report.weight_digest

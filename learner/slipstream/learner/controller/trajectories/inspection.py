@@ -117,7 +117,7 @@ class Inspector:
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
         """The reason why another adapter must learn from the trajectory; empty: none must.
 
-        A trajectory of a withdrawn group is never trained, whatever its environment has by now.
+        A trajectory of a withdrawn group is never trained, with any adapter.
         """
         entry = self._environments.get(trajectory.environment)
         if entry is None or entry.spec.adapter == trajectory.adapter:

@@ -11,21 +11,19 @@ import asyncio
 import logging
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.learner.controller.trajectories.group_filter import GroupFilter
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.rewards import has_variance
 from slipstream.protocol.types import (
     Failure,
     FailureKind,
@@ -63,16 +61,12 @@ class Intake:
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
         self._endings = endings
         self.inspector = Inspector(run, books, endings, run_again=self._run_again)
-        # Number of filtered groups, by the step whose batch was being formed.
-        self.filtered_groups: Counter[int] = Counter()
-        self._filtered = FilteredGroups()
-        self._filtered_step = 0
+        self.group_filter = GroupFilter(run, books, endings, withdraw=self.withdraw)
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's state: trajectories of an earlier controller may come again."""
         self.inspector.restore(history)
-        self.filtered_groups = history.filtered_groups
-        self._filtered, self._filtered_step = history.filtered, history.next_step
+        self.group_filter.restore(history)
 
     async def consume(self) -> None:
         """Takes deliveries until the task is cancelled."""
@@ -144,9 +138,9 @@ class Intake:
         return kept
 
     def take_back(self, group: Group, cause: str) -> None:
-        """Ends a lease that makes no progress: another server gets it, or it is set aside.
+        """Ends a lease that makes no progress; its group then goes to another server.
 
-        It is set aside when a member has had `controller.max_attempts` setbacks.
+        The group is set aside when a member has had `controller.max_attempts` setbacks.
         """
         group.setbacks.update(group.running)
         member, times = group.setbacks.most_common(1)[0]
@@ -205,15 +199,13 @@ class Intake:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
         self._note_result(group, statistics.fmean(rewards))
-        config, pace = self._run.config, self._run.pace
+        pace = self._run.pace
         if pace is not None and group.leased_s is not None:
             pace.group_done(time.monotonic() - group.leased_s)
-        settings = config.algorithm_of(group.environment).dynamic_sampling
-        if settings.enabled and not has_variance(group.in_order(), config):
-            self._filter(group, rewards)
+        self.group_filter.filter(group)
 
     def _note_result(self, group: Group, reward: float) -> None:
-        """Lets the environment's curriculum read a group's mean reward, and journals it for that.
+        """Journals a group's mean reward if the environment's curriculum reads it.
 
         The record is durable before any lease that depends on it: leases wait for the journal.
         """
@@ -222,58 +214,6 @@ class Intake:
             self._journal.append(
                 "result", group=group.group_id, environment=name, task=task_index, reward=reward
             )
-
-    def _filter(self, group: Group, rewards: Sequence[float]) -> None:
-        settings = self._run.config.algorithm_of(group.environment).dynamic_sampling
-        step = self._book.step
-        if self._filtered_step != step:
-            self._filtered.clear()
-            self._filtered_step = step
-        solved = is_solved(rewards, settings.solved_reward)
-        mean = statistics.fmean(rewards)
-        self._filtered.add(group.environment, mean, solved=solved)
-        self.filtered_groups[step] += 1
-        self._book.remove(group.group_id)
-        self._environments.group_ended(group.environment, cause=None)
-        cause = "all rewards of its group are equal"
-        self._journal.append(
-            "closed",
-            group=group.group_id,
-            how="filtered",
-            cause=cause,
-            solved=solved,
-            reward=mean,
-        )
-        for trajectory in group.in_order():
-            self._endings.end(trajectory, End.FILTERED, cause)
-        self._judge_filtered(step)
-
-    def _judge_filtered(self, step: int) -> None:
-        algorithm = self._run.config.algorithm
-        settings, filtered = algorithm.dynamic_sampling, self._filtered
-        limit = settings.max_filtered_batches * algorithm.groups_per_step
-        verdict = filtered.verdict(limit)
-        if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
-            return
-        if self._book.has_whole_batch:
-            # The next batch is complete already: the trainer is slow, not the tasks stuck.
-            return
-        count = (
-            f"{filtered.total} groups were filtered for their equal rewards while the batch of "
-            f"step {step + 1} was formed ({filtered.describe()})"
-        )
-        if verdict is Verdict.STUCK:
-            self._progress.fail(
-                f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
-                f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "
-                f"solved_reward = {settings.solved_reward:g}"
-            )
-            return
-        cause = f"the task is solved: the last {count}"
-        self._journal.append("solved", step=step, cause=cause)
-        self._progress.solve(step, cause)
-        # The withdrawal frees servers for the last evaluation.
-        self.withdraw(self._book.training_groups(), cause)
 
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")

@@ -56,7 +56,7 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
     # The ufuncs themselves: the functions around them take as long again for an episode.
     if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:
         return f"a log-probability is {highest}, above 0"
-    if fault := _excess(trajectory, facts) or _of_reference(trajectory, facts):
+    if fault := _excess(trajectory, facts) or _reference_fault(trajectory, facts):
         return fault
     return "" if group is None else _misfit(trajectory, group, facts.max_staleness)
 
@@ -105,7 +105,7 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
     return ""
 
 
-def _of_reference(trajectory: Trajectory, facts: KnownFacts) -> str:
+def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why the reference's log-probabilities are not those of this run; empty: none."""
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
@@ -124,8 +124,9 @@ def _of_reference(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:
-    said = (trajectory.environment, trajectory.task_index, trajectory.seed, trajectory.purpose)
-    if said != (group.environment, group.task_index, group.seed, group.purpose):
+    """The reason why the trajectory is not one that a lease of the group allows; empty: it is."""
+    task = (trajectory.environment, trajectory.task_index, trajectory.seed, trajectory.purpose)
+    if task != (group.environment, group.task_index, group.seed, group.purpose):
         return f"it is about another task than {group.group_id} was leased for"
     if trajectory.member >= group.size:
         return f"{group.group_id} has {group.size} members, not a member {trajectory.member}"

@@ -20,7 +20,11 @@ from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence, parts_of
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+    parts_of,
+)
 from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.rewards import is_counted, shaped_rewards
 from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection

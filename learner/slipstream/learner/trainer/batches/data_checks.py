@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.packing import TrainingSequence, round_up
+from slipstream.learner.trainer.batches.packing import round_up
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.protocol.bounds import largest
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.types import Trajectory

@@ -1,164 +1,32 @@
 """Packing of sequences of uneven length into micro batches of bounded size: pure functions.
 
-A micro batch is one row of tokens, with its sequences one after the other. Position i of a sequence
-predicts token i + 1 of the same sequence: targets, loss mask, advantages, behavior
-log-probabilities and lags are stored at the position of the prediction.
+A micro batch is one row of tokens, with its sequences one after the other. Targets stand, like all
+else that is known of a token, at the position that predicts it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from slipstream.learner.trainer.batches.batch import token_lags
-from slipstream.learner.trainer.batches.images import ImageInputs, PlacedImage, images_of
+from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.training_sequence import (
+    FloatArray,
+    Item,
+    TokenEstimates,
+    TrainingSequence,
+    joined_or_none,
+    predicted,
+)
 from slipstream.protocol.routed_experts import ExpertArray
-from slipstream.protocol.types import TokenArray, Trajectory
-from slipstream.protocol.vision.pixels import ImageProcessor
 from torch import Tensor
 
-Item = TypeVar("Item", bound=np.generic)
-FloatArray = npt.NDArray[np.float32]
 _NOTHING: FloatArray = np.zeros(0, dtype=np.float32)
-
-
-@dataclass(frozen=True)
-class TokenEstimates:
-    """Estimates for the sampled tokens of one trajectory, float32 [sampled tokens].
-
-    Advantages come from the rewards. The other estimates come from a reference model and a critic,
-    which a run may lack.
-    """
-
-    advantages: FloatArray
-    # Natural logarithm, at the sampling temperature.
-    reference_logprobs: FloatArray | None = None
-    # The critic's estimate before each token was sampled, and its target.
-    values: FloatArray | None = None
-    returns: FloatArray | None = None
-    # int64 and float32 [sampled tokens, top k]: the reference's most likely tokens.
-    top_ids: npt.NDArray[np.int64] | None = None
-    top_logprobs: FloatArray | None = None
-
-    def map(self, change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> TokenEstimates:
-        """Returns estimates with `change` applied to every array that is not None."""
-        arrays = (None if known is None else change(known) for known in self.arrays[1:])
-        return TokenEstimates(change(self.advantages), *arrays)
-
-    @property
-    def arrays(self) -> tuple[npt.NDArray[Any] | None, ...]:
-        """All arrays, in the order of the fields."""
-        return tuple(getattr(self, one.name) for one in dataclasses.fields(self))
-
-    @classmethod
-    def map_all(
-        cls,
-        many: Sequence[TokenEstimates],
-        change: Callable[[npt.NDArray[Any]], list[npt.NDArray[Any]]],
-    ) -> list[TokenEstimates]:
-        """Joins the arrays of `many`, and returns an entry for each part that `change` makes."""
-        advantages, *others = zip(*(each.arrays for each in many), strict=True)
-        parts = change(np.concatenate(advantages))
-
-        def mapped(arrays: Sequence[npt.NDArray[Any] | None]) -> Sequence[npt.NDArray[Any] | None]:
-            joined = _joined_or_none(arrays)
-            return [None] * len(parts) if joined is None else change(joined)
-
-        columns = map(mapped, others)
-        return [cls(*arrays) for arrays in zip(parts, *columns, strict=True)]
-
-
-@dataclass(frozen=True)
-class TrainingSequence:
-    """One sequence with arrays of its length; the last position predicts nothing."""
-
-    token_ids: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.bool_]
-    # NaN for a token that no policy sampled: an environment gave it.
-    behavior_logprobs: npt.NDArray[np.float32]
-    lags: npt.NDArray[np.int32]
-    estimates: TokenEstimates
-    # Weight of its tokens in the loss.
-    loss_weight: float = 1.0
-    # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains it.
-    algorithm: int = 0
-    # [tokens, layers, experts per token], like `RoutedExperts`; None: no experts are known.
-    expert_ids: ExpertArray | None = None
-    images: tuple[PlacedImage, ...] = ()
-
-    @classmethod
-    def of_trajectories(
-        cls,
-        trajectories: Sequence[Trajectory],
-        estimates: Sequence[TokenEstimates],
-        *,
-        step: int,
-        processor: ImageProcessor | None = None,
-    ) -> list[TrainingSequence]:
-        """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
-
-        A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
-        for each trajectory; an array is None in all of them or in none. The sequences are views of
-        arrays for the whole batch: many small arrays would cost more time than the training of
-        short sequences. `processor` makes pixels of images, if the model sees any.
-        """
-        if not trajectories:
-            return []
-        parts = [part.tokens for t in trajectories for part in t.sequences()]
-        ends = np.cumsum([tokens.stop - tokens.start for tokens in parts])
-        sampled = np.repeat(
-            [bool(place % 2) for t in trajectories for place in range(len(t.run_lengths))],
-            [length for t in trajectories for length in t.run_lengths],
-        )
-        token_ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
-
-        def placed(values: npt.NDArray[Item]) -> list[npt.NDArray[Item]]:
-            whole = np.zeros((len(sampled), *values.shape[1:]), dtype=values.dtype)
-            whole[sampled] = values
-            return parts_of(_predicted(whole, ends), ends)
-
-        found = [
-            cls(*arrays)
-            for arrays in zip(
-                parts_of(token_ids, ends),
-                parts_of(_predicted(sampled, ends), ends),
-                placed(np.concatenate([_behavior(t) for t in trajectories])),
-                placed(token_lags(trajectories, step)),
-                TokenEstimates.map_all(estimates, placed),
-                strict=True,
-            )
-        ]
-        if processor is None:
-            return found
-        images = [
-            images_of(t, part.tokens, processor) for t in trajectories for part in t.sequences()
-        ]
-        return [
-            dataclasses.replace(sequence, images=placed) if placed else sequence
-            for sequence, placed in zip(found, images, strict=True)
-        ]
-
-    @classmethod
-    def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
-        """Makes a sequence whose loss mask covers all predictions, without a behavior policy."""
-        length = len(token_ids)
-        return cls(
-            token_ids=token_ids.astype(np.int64),
-            loss_mask=np.arange(length) < length - 1,
-            behavior_logprobs=np.zeros(length, dtype=np.float32),
-            lags=np.zeros(length, dtype=np.int32),
-            estimates=TokenEstimates(np.zeros(length, dtype=np.float32)),
-        )
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 def build_micro_batch(
@@ -181,7 +49,7 @@ def build_micro_batch(
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])
     return joined(
         chosen,
-        targets=_predicted(token_ids, ends),
+        targets=predicted(token_ids, ends),
         starts=[0] * len(chosen),
         places=range(len(chosen)),
         indices=indices,
@@ -211,18 +79,18 @@ def joined(
         targets=_tensor(targets),
         loss_mask=_tensor(np.concatenate([part.loss_mask for part in parts])),
         loss_weights=_tensor(np.repeat(weights, lengths)),
-        advantages=_tensor(np.concatenate([one.advantages for one in estimates])),
+        advantages=_tensor(np.concatenate([each.advantages for each in estimates])),
         behavior_logprobs=_tensor(np.concatenate([part.behavior_logprobs for part in parts])),
         lags=_tensor(np.concatenate([part.lags for part in parts])),
         sequence_ids=_tensor(np.repeat(np.asarray(places), lengths)),
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),
         indices=tuple(indices),
-        reference_logprobs=_tensor(_joined_or_none([e.reference_logprobs for e in estimates])),
-        values=_tensor(_joined_or_none([e.values for e in estimates])),
-        returns=_tensor(_joined_or_none([e.returns for e in estimates])),
-        top_ids=_tensor(_joined_or_none([e.top_ids for e in estimates])),
-        top_logprobs=_tensor(_joined_or_none([e.top_logprobs for e in estimates])),
+        reference_logprobs=_tensor(joined_or_none([e.reference_logprobs for e in estimates])),
+        values=_tensor(joined_or_none([e.values for e in estimates])),
+        returns=_tensor(joined_or_none([e.returns for e in estimates])),
+        top_ids=_tensor(joined_or_none([e.top_ids for e in estimates])),
+        top_logprobs=_tensor(joined_or_none([e.top_logprobs for e in estimates])),
         expert_ids=_expert_ids(parts),
         algorithm_ids=_algorithm_ids(parts, lengths),
         images=_images(parts),
@@ -280,27 +148,6 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _behavior(trajectory: Trajectory) -> npt.NDArray[np.float32]:
-    logprobs = trajectory.behavior_logprobs
-    return np.full_like(logprobs, np.nan) if trajectory.is_given else logprobs
-
-
-def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
-    """Moves the value of token i + 1 to position i; the last position of each sequence gets 0.
-
-    `ends` has the end of each of the joined sequences.
-    """
-    moved = np.roll(values, -1, axis=0)
-    moved[ends - 1] = 0
-    return moved
-
-
-def parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
-    """Returns views of the array, cut at `ends`; the last end is the array's length."""
-    bounds = [0, *ends.tolist()]
-    return [values[start:end] for start, end in itertools.pairwise(bounds)]
-
-
 def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
     missing = -len(sequence) % multiple
     if not missing:
@@ -329,7 +176,7 @@ def _filler(length: int, like: TokenEstimates) -> TrainingSequence:
     return dataclasses.replace(
         nothing,
         loss_mask=np.zeros(length, dtype=np.bool_),
-        estimates=like.map(lambda one: np.zeros((length, *one.shape[1:]), dtype=one.dtype)),
+        estimates=like.map(lambda known: np.zeros((length, *known.shape[1:]), dtype=known.dtype)),
     )
 
 
@@ -339,12 +186,3 @@ def _tensor(array: npt.NDArray[Any]) -> Tensor: ...
 def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None: ...
 def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None:
     return None if array is None else torch.from_numpy(array)
-
-
-def _joined_or_none(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
-    known = [array for array in arrays if array is not None]
-    if not known:
-        return None
-    assert len(known) == len(arrays), "all sequences of a step are estimated, or none"
-    joined: npt.NDArray[Any] = np.concatenate(known)
-    return joined

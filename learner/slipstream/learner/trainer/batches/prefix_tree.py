@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.learner.trainer.batches.packing import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 _MANY = 2**63
 
@@ -106,7 +106,7 @@ class Families:
 
 
 def _add_fitting(found: list[Bundle], builder: _Builder, run: _Run, max_tokens: int) -> None:
-    """Adds one bundle of all sequences of `run`, or several if that one is too long."""
+    """Adds the sequences of `run` as one bundle, or as several if one would be too long."""
     bundle = builder.build(run)
     if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
         found.append(bundle)

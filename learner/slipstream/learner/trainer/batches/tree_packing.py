@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
-from slipstream.learner.trainer.batches.packing import TrainingSequence, filler_to, joined
+from slipstream.learner.trainer.batches.packing import filler_to, joined
 from slipstream.learner.trainer.batches.prefix_tree import Bundle, Segment
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 
 def build_tree_micro_batch(

@@ -151,7 +151,7 @@ class Checkpointer:
         return manifest
 
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
-        """Finishes an earlier save, begins a new one, and finishes it too unless asynchronous.
+        """Finishes the earlier save and begins another, which is finished too unless asynchronous.
 
         Returns the checkpoint that this call has published, if any.
         """

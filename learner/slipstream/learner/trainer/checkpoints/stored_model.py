@@ -40,7 +40,7 @@ class StoredModel:
         return [p for p in found if p.requires_grad == (self.content == "adapter")]
 
     def chosen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns what is stored of the state of a chunk."""
+        """Returns the part of a chunk's state that checkpoints hold."""
         if self.content == "all":
             return state
         is_adapter = self.content == "adapter"

@@ -6,7 +6,6 @@ Importing this module after Bridge registers the recipes: see `compat.install`.
 
 from __future__ import annotations
 
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -40,11 +39,8 @@ from transformers import (
 class _DenseBridge(FamilyBridge):
     """A Llama by its tensors."""
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(
-            *ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
-        )
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")]
 
 
 @MegatronModelBridge.register_bridge(
@@ -75,16 +71,12 @@ class _GemmaBridge(FamilyBridge):
     by the root of the hidden size; scores by a number of config.json.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        settings = hf_pretrained.config
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.layernorm_zero_centered_gamma = True
         provider.softmax_scale = settings.query_pre_attn_scalar**-0.5
         provider.share_embeddings_and_output_weights = True
         place_norms(provider, "around")
         scale_embeddings(provider, settings.hidden_size**0.5)
-        return provider
 
     def _mappings(self) -> list[Megatron]:
         return [
@@ -102,16 +94,13 @@ class Gemma2Bridge(_GemmaBridge):
     Source: arXiv:2408.00118, section 2.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.score_cap = hf_pretrained.config.attn_logit_softcapping
-        provider.logit_cap = hf_pretrained.config.final_logit_softcapping
-        return provider
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        provider.score_cap = settings.attn_logit_softcapping
+        provider.logit_cap = settings.final_logit_softcapping
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(*self._mappings(), *attention())
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *attention()]
 
 
 @MegatronModelBridge.register_bridge(
@@ -123,15 +112,12 @@ class Gemma3Bridge(_GemmaBridge):
     Source: arXiv:2503.19786, section 2.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
         provider.qk_layernorm = True
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(*self._mappings(), *attention(normed_heads=True))
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *attention(normed_heads=True)]
 
 
 @MegatronModelBridge.register_bridge(source=Olmo2ForCausalLM, target=GPTModel, model_type="olmo2")
@@ -141,20 +127,16 @@ class Olmo2Bridge(FamilyBridge):
     Source: arXiv:2501.00656, section 3.1.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         place_norms(provider, "after", whole=True)
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(
+    def _mappings(self) -> list[Megatron]:
+        return [
             *ends(),
             *norms_after(attention="post_attention_layernorm", mlp="post_feedforward_layernorm"),
             *attention(normed_heads=True),
             *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
-        )
+        ]
 
 
 @MegatronModelBridge.register_bridge(source=OlmoeForCausalLM, target=GPTModel, model_type="olmoe")
@@ -164,18 +146,12 @@ class OlmoeBridge(FamilyBridge):
     Source: arXiv:2409.02060, section 2.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.moe_ffn_hidden_size = settings.intermediate_size
         place_norms(provider, "before", whole=True)
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(
-            *ends(), *norms_before(), *attention(normed_heads=True), *experts()
-        )
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *attention(normed_heads=True), *experts()]
 
 
 @MegatronModelBridge.register_bridge(
@@ -187,20 +163,16 @@ class MixtralBridge(FamilyBridge):
     Source: arXiv:2401.04088, section 2.1.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
-        return provider
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.moe_ffn_hidden_size = settings.intermediate_size
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(
+    def _mappings(self) -> list[Megatron]:
+        return [
             *ends(),
             *norms_before(),
             *attention(),
             *experts("block_sparse_moe.", ("w1", "w3", "w2")),
-        )
+        ]
 
 
 @MegatronModelBridge.register_bridge(
@@ -212,25 +184,20 @@ class Qwen2MoeBridge(FamilyBridge):
     Source: arXiv:2407.10671, section 2.2.2.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        settings = hf_pretrained.config
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.add_qkv_bias = settings.qkv_bias
         provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
         provider.moe_shared_expert_gate = True
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
+    def _mappings(self) -> list[Megatron]:
         gate = ReplicatedMapping(
             megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
         )
-        return MegatronMappingRegistry(
+        return [
             *ends(),
             *norms_before(),
             *attention(biases=True),
             *experts(),
             *gated(SHARED, f"{LAYER}mlp.shared_expert."),
             gate,
-        )
+        ]

@@ -5,7 +5,6 @@ Importing this module after Bridge registers the recipe: see `compat.install`.
 
 from __future__ import annotations
 
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
     GPTOSSMLPDownProjMapping,
@@ -40,10 +39,8 @@ class GptOssBridge(FusedExperts, FamilyBridge):
     weights in memory while it loads. Source: arXiv:2508.10925, section 2.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        settings = hf_pretrained.config
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
         provider.add_bias_linear = provider.add_qkv_bias = True
         provider.softmax_type = "learnable"
         provider.moe_ffn_hidden_size = settings.intermediate_size
@@ -53,10 +50,8 @@ class GptOssBridge(FusedExperts, FamilyBridge):
         provider.activation_func_clamp_value = 7.0
         provider.glu_linear_offset = 1.0
         place_norms(provider, "before")
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
+    def _mappings(self) -> list[Megatron]:
         router, theirs = f"{DECODER}mlp.router.", f"{LAYER}mlp."
         pairs = {
             f"{ATTENTION}linear_proj.bias": f"{LAYER}self_attn.o_proj.bias",
@@ -73,6 +68,4 @@ class GptOssBridge(FusedExperts, FamilyBridge):
                 (GPTOSSMLPDownProjMapping, "linear_fc2.bias", "down_proj_bias"),
             )
         ]
-        return MegatronMappingRegistry(
-            *ends(), *norms_before(), *attention(biases=True), *renamed(pairs), *of_experts
-        )
+        return [*ends(), *norms_before(), *attention(biases=True), *renamed(pairs), *of_experts]

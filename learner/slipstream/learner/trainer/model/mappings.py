@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
@@ -123,7 +124,19 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
             provider.moe_permute_fusion = True
             provider.moe_router_load_balancing_type = "aux_loss"
             provider.moe_token_dispatcher_type = "alltoall"
+        self._adjust(provider, hf_pretrained.config)
         return provider
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(*self._mappings())
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        """Changes `provider` as a family needs it, whose config.json has `settings`."""
+
+    def _mappings(self) -> list[Megatron]:
+        """Returns the mappings of a family."""
+        raise NotImplementedError
 
 
 def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:

@@ -8,7 +8,6 @@ Importing this module after Bridge registers the recipes: see `compat.install`.
 
 from __future__ import annotations
 
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -34,10 +33,7 @@ from transformers import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeFo
 class _SharedBridge(FamilyBridge):
     """The layers that the families share."""
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        settings = hf_pretrained.config
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         dense = settings.first_k_dense_replace
         provider.moe_layer_freq = [0] * dense + [1] * (settings.num_hidden_layers - dense)
         provider.moe_shared_expert_intermediate_size = (
@@ -45,7 +41,6 @@ class _SharedBridge(FamilyBridge):
         )
         provider.mtp_num_layers = None
         place_norms(provider, "before")
-        return provider
 
     def _mappings(self) -> list[Megatron]:
         return [
@@ -60,13 +55,11 @@ class _SharedBridge(FamilyBridge):
 class _SigmoidBridge(_SharedBridge):
     """A router that scores with a sigmoid and has a bias for each expert."""
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
         provider.moe_router_score_function = "sigmoid"
         provider.moe_router_enable_expert_bias = True
         provider.moe_router_bias_update_rate = 0.0
-        return provider
 
     def _mappings(self) -> list[Megatron]:
         bias = f"{LAYER}mlp.gate.e_score_correction_bias"
@@ -82,27 +75,21 @@ class Glm4MoeBridge(_SigmoidBridge):
     Source: arXiv:2508.06471, section 2.1.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.add_qkv_bias = hf_pretrained.config.attention_bias
-        provider.qk_layernorm = hf_pretrained.config.use_qk_norm
-        return provider
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        provider.add_qkv_bias = settings.attention_bias
+        provider.qk_layernorm = settings.use_qk_norm
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(
-            *self._mappings(), *attention(biases=True, normed_heads=True)
-        )
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *attention(biases=True, normed_heads=True)]
 
 
-def _make_latent(provider: Megatron, settings: Megatron) -> Megatron:
-    """Returns the `provider` with latent attention."""
+def _make_latent(provider: Megatron, settings: Megatron) -> None:
+    """Gives the model of `provider` latent attention."""
     provider.multi_latent_attention = True
     # Bridge leaves out what is None, and Megatron's own value is 512.
     provider.q_lora_rank = settings.q_lora_rank
     provider.qk_layernorm = True
-    return provider
 
 
 def _latent_attention() -> list[Megatron]:
@@ -136,13 +123,12 @@ class DeepseekV3Bridge(_SigmoidBridge):
     Source: arXiv:2412.19437, section 2.1.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        return _make_latent(super().provider_bridge(hf_pretrained), hf_pretrained.config)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        _make_latent(provider, settings)
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(*self._mappings(), *_latent_attention())
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *_latent_attention()]
 
 
 @MegatronModelBridge.register_bridge(
@@ -157,14 +143,11 @@ class DeepseekV2Bridge(_SharedBridge):
     Megatron's score of a group is a sum over its best experts. Source: arXiv:2405.04434, section 2.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        settings = hf_pretrained.config
-        provider = _make_latent(super().provider_bridge(hf_pretrained), settings)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        _make_latent(provider, settings)
         if settings.n_group > 1:
             provider.register_pre_wrap_hook(choose_groups_by_best)
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
-        return MegatronMappingRegistry(*self._mappings(), *_latent_attention())
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *_latent_attention()]

@@ -32,8 +32,8 @@ class _Waiting:
 class NamedAdapters:
     """The adapters of a model, which all have the same shapes; the first one is in the model.
 
-    `with adapters.active("math"): ...` puts another one in its place. Every adapter starts with the
-    same values. Without names there is one adapter, "", or none.
+    `with adapters.active("math"): ...` puts another adapter in its place. Every adapter starts
+    with the same values. Without names there is one adapter, "", or none.
     """
 
     def __init__(

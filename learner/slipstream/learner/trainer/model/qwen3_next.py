@@ -5,7 +5,6 @@ Importing this module after Bridge registers the recipe: see `compat.install`.
 
 from __future__ import annotations
 
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
     GDNConv1dMapping,
@@ -42,10 +41,7 @@ class Qwen3NextBridge(FamilyBridge):
     exported. Source: arXiv:2412.06464 for the delta net, transformers for the rest.
     """
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
-        provider = super().provider_bridge(hf_pretrained)
-        settings = hf_pretrained.config
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.layernorm_zero_centered_gamma = True
         provider.qk_layernorm = True
         provider.attention_output_gate = True
@@ -58,10 +54,8 @@ class Qwen3NextBridge(FamilyBridge):
         provider.hetereogenous_dist_checkpoint = True
         provider.has_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
         place_norms(provider, "before")
-        return provider
 
-    def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
+    def _mappings(self) -> list[Megatron]:
         theirs = f"{LAYER}linear_attn."
         pairs = {
             f"{ATTENTION}{ours}": f"{theirs}{name}"
@@ -72,7 +66,7 @@ class Qwen3NextBridge(FamilyBridge):
                 ("out_proj.weight", "out_proj.weight"),
             )
         }
-        return MegatronMappingRegistry(
+        return [
             *ends(),
             *norms_before(),
             *attention(normed_heads=True),
@@ -89,4 +83,4 @@ class Qwen3NextBridge(FamilyBridge):
                 megatron_param=f"{SHARED}gate_weight",
                 hf_param=f"{LAYER}mlp.shared_expert_gate.weight",
             ),
-        )
+        ]

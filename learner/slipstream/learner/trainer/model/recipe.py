@@ -261,7 +261,7 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
-    """Raises ConfigError for Muon, which calls a package in a form that nobody publishes."""
+    """Raises ConfigError for Muon, which calls a package in a form that no release of it has."""
     if kind not in ("adam", "sgd"):
         raise ConfigError(
             f"learner.optimizer.optimizer must be adam or sgd, got {kind!r}: Muon of Megatron-Core "

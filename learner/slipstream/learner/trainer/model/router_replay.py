@@ -29,8 +29,7 @@ class LayerReplay:
     """Replaces Megatron's `RouterReplay` in one layer; it has the one method that routers call.
 
     Megatron's own cannot leave a token to the router, and pairs recomputed layers with micro
-    batches
-    by their order.
+    batches by their order.
     """
 
     def __init__(self, layer: Megatron) -> None:

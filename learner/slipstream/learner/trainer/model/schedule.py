@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
-from slipstream.learner.trainer.batches.packing import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
 from slipstream.learner.trainer.model.likely import likely_tokens
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs

@@ -10,12 +10,7 @@ import torch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.packing import (
-    TokenEstimates,
-    TrainingSequence,
-    build_micro_batch,
-    round_up,
-)
+from slipstream.learner.trainer.batches.packing import build_micro_batch, round_up
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
 from slipstream.learner.trainer.batches.prefix_tree import (
     Bundle,
@@ -24,6 +19,7 @@ from slipstream.learner.trainer.batches.prefix_tree import (
     num_tokens,
     saved_by,
 )
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
 from slipstream.protocol.types import LogprobArray, TokenSequence

@@ -119,11 +119,9 @@ class Qwen25VisionBridge(_VisionBridge):
     tower_folder = "visual."
     decoder_folder = "model."
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder, which also makes the tower."""
-        provider = super().provider_bridge(hf_pretrained)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
         provider.add_qkv_bias = True
-        return provider
 
     def attention(self) -> list[Megatron]:
         """Returns the mappings of the matrices of attention."""
@@ -143,11 +141,9 @@ class Qwen3VisionBridge(_VisionBridge):
     tower_folder = "model.visual."
     decoder_folder = "model.language_model."
 
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder, which also makes the tower."""
-        provider = super().provider_bridge(hf_pretrained)
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
         provider.qk_layernorm = True
-        return provider
 
     def attention(self) -> list[Megatron]:
         """Returns the mappings of the matrices of attention."""

@@ -27,7 +27,7 @@ class Activity:
         self.count += 1
 
     def loaded(self, num_bytes: int) -> None:
-        """A tensor of so many bytes was read."""
+        """Notes that a tensor of `num_bytes` bytes was read."""
         self.loaded_bytes += num_bytes
         self.note()
 

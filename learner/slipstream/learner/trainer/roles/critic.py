@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.packing import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.model import TrainedModel
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import run_schedule

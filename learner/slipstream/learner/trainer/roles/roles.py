@@ -30,7 +30,7 @@ class Roles:
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
     critic: Critic | None = None
-    # Whether the reference is behind a server: the trajectories carry what it says.
+    # Whether a server answers for the reference: trajectories then carry its log-probabilities.
     is_served: bool = False
 
     def estimates(self, batch: Batch) -> list[ModelEstimates]:

@@ -256,7 +256,7 @@ class PlannedFilling:
             step.after.run()
 
     def _sort(self, bucket: Bucket) -> tuple[list[tuple[Piece, Span]], list[_Gather]]:
-        """Splits this rank's pieces of a bucket into whole ones and those to gather."""
+        """Splits this rank's pieces of a bucket into whole pieces and pieces to gather."""
         whole, gathers = [], dict[dist.ProcessGroup, _Gather]()
         for span in bucket.spans:
             piece = self._pieces.get(span.tensor.name)

@@ -69,42 +69,51 @@ class WeightPublisher:
             # The previous communicator may use another transport.
             self._senders.abort()
         self._sender = sender = self._senders.for_transport(order.communicator.transport)
-        announced: weights_pb2.Communicator | None = order.communicator
-        problem = ""
-        if not order.begun:
+        if order.begun:
+            problem = self._send(order, order.communicator, result, sender)
+        else:
             announced, problem = self._agree(order, sender)
-        if announced is None and not problem:
-            return
-        if announced is not None:
-            started = time.monotonic()
-            problem = self._connect(order, announced, sender) if order.new_communicator else ""
-            digests, changed_share = None, self._published.changed_share
-            if not problem:
-                problem, digests = self._deliver(order, result, sender)
-            result.send_s = time.monotonic() - started
-            if not problem:
-                assert digests is not None
-                result.bucket_digests.extend(digests.buckets)
-                result.export_s = digests.export_s
-                result.changed_share = changed_share
-                self._note_size(order, result)
-                if probe is not None:
-                    result.probe.CopyFrom(probe)
+            if announced is not None:
+                problem = self._send(order, announced, result, sender)
+            elif not problem:
+                # The controller has abandoned the publish.
+                return
+        if not problem and probe is not None:
+            result.probe.CopyFrom(probe)
         self._report(order, result, problem)
 
-    def _note_size(
-        self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult
-    ) -> None:
-        published, alone = self._published, order.adapters_alone
+    def _send(
+        self,
+        order: weights_pb2.PublishOrder,
+        announced: weights_pb2.Communicator,
+        result: trainer_pb2.PublishResult,
+        sender: BucketSender,
+    ) -> str:
+        """Joins a new communicator, sends all buckets, and notes in `result` what that cost.
+
+        Returns the first problem of any rank.
+        """
+        published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
+        # The share of the changes that are sent: the pass that sends them sets it anew.
+        changed_share, digests = published.changed_share, None
+        problem = self._connect(order, announced, sender) if order.new_communicator else ""
+        if not problem:
+            problem, digests = self._deliver(order, result, sender)
+        result.send_s = time.monotonic() - started_s
+        if problem or digests is None:
+            return problem
+        result.bucket_digests.extend(digests.buckets)
+        result.export_s, result.changed_share = digests.export_s, changed_share
         result.bytes_sent = published.num_bytes(adapters_alone=alone, delta=_delta_of(order))
         result.whole_bytes = published.num_bytes(adapters_alone=alone)
+        return ""
 
     def _agree(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
         """Returns the communicator to send through, or None and a problem.
 
-        None with an empty problem means that the controller has abandoned the publish.
+        None with an empty problem: the controller has abandoned the publish.
         """
         data = None
         if self._ranks.is_main:

@@ -30,7 +30,7 @@ class RankObjects:
     link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
 
     Keeps two copies of the rank's own buckets in main memory: what it wrote last, and what it
-    writes. After a failed `write` the next one must be whole.
+    writes. After a failed `write` the next `write` must be whole.
     """
 
     def __init__(

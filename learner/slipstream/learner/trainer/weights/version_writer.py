@@ -64,13 +64,13 @@ class VersionWriter:
         self._thread: threading.Thread | None = None
         # Ends the newest order.
         self._abandoned = threading.Event()
-        # Made at the first order, since it takes twice the memory of the rank's buckets.
+        # None before the first order: the objects take twice the memory of the rank's buckets.
         self._objects: RankObjects | None = None
         # The folder of the run in storage; "" before the first order.
         self._run = ""
-        # On rank 0 the chain of the newest version; empty: the next one is whole. And all keys that
-        # a manifest of this trainer names, by the manifest's key.
+        # On rank 0: the chain of the newest version; empty: the next version is whole.
         self._chain: list[weights_pb2.StoredLink] = []
+        # On rank 0: all keys that a manifest of this trainer names, by the manifest's key.
         self._named: dict[str, set[str]] = {}
 
     @property
@@ -87,21 +87,13 @@ class VersionWriter:
             self._thread.join()
         self._abandoned = threading.Event()
         until = Until.after(self._weights.storage_deadline_s, self._abandoned)
-        data = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
-        whole = self._ranks.broadcast_bytes(data if self._ranks.is_main else None) == b"whole"
-        sender = self._published.sender
-        if self._objects is None and sender is not None:
-            self._objects = RankObjects(
-                self._published.buckets,
-                sender,
-                self._storage,
-                object_bytes=self._weights.bucket_mib << 20,
-                pin=self._ranks.device.type == "cuda",
-            )
+        choice = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
+        whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
+        objects = self._opened_objects()
         # Ranks that send nothing take part in the same pass.
-        take = _pass_by if self._objects is None else self._objects.take
+        take = _pass_by if objects is None else objects.take
         digests = self._published.run(take, is_publish=False)
-        if self._objects is None:
+        if objects is None:
             return
         report = trainer_pb2.StoredReport(
             version=order.version,
@@ -114,6 +106,19 @@ class VersionWriter:
             target=self._write, args=(report, whole, until), name="version-writer", daemon=True
         )
         self._thread.start()
+
+    def _opened_objects(self) -> RankObjects | None:
+        """Returns the objects of this rank; None if it sends nothing."""
+        sender = self._published.sender
+        if self._objects is None and sender is not None:
+            self._objects = RankObjects(
+                self._published.buckets,
+                sender,
+                self._storage,
+                object_bytes=self._weights.bucket_mib << 20,
+                pin=self._ranks.device.type == "cuda",
+            )
+        return self._objects
 
     def close(self) -> None:
         """Ends the writing; rank 0 removes all that the run has in storage."""

@@ -135,7 +135,7 @@ class WeightStream:
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
-        """What the weights of the last pass changed since the last one that sent, if it is kept.
+        """The changes of the last pass since the last pass that sent, if that is kept.
 
         None if every bucket would travel whole.
         """
@@ -182,7 +182,7 @@ class WeightStream:
         """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
 
         `delta`: the last `offer`; `send` then gets the payload of each bucket that is worth one.
-        Unless it `is_publish`, what is sent becomes no base of later deltas.
+        Unless it `is_publish`, the sent weights become no base of later deltas.
         """
         assert delta is None or delta == self.offer
         is_sent = send is not None and is_publish
@@ -205,7 +205,7 @@ class WeightStream:
                     if place >= ahead and not is_early:
                         with clock.measure():
                             self._filling.fill(place)
-                    # The lane of the bucket before this one is not filled again yet.
+                    # The lane of the bucket before is not filled again yet.
                     if self._base is not None:
                         self._base.finish()
                     buffer, wire = self._lanes[lane][: bucket.num_bytes], wires[place]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
-from slipstream.learner.controller.servers.fleet import FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import FleetHandlers
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -82,17 +83,15 @@ class Rig:
         self.publisher.report(session, report)
 
 
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    with Journal(tmp_path / "journal") as journal:
-        yield journal
+@contextlib.asynccontextmanager
+async def measuring(folder: Path) -> AsyncIterator[Rig]:
+    with Journal(folder / "journal") as journal:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            yield Rig(folder, journal, tasks)
 
 
-async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
-    tmp_path: Path, journal: Journal
-) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        rig = Rig(tmp_path, journal, tasks)
+async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(tmp_path: Path) -> None:
+    async with measuring(tmp_path) as rig:
         first, second = rig.joined("first"), rig.joined("second")
         rig.serve(second, 0)
         rig.turn()
@@ -110,10 +109,9 @@ async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
 
 
 async def test_a_server_that_waits_for_environments_is_measured_though_a_later_round_is_due(
-    tmp_path: Path, journal: Journal
+    tmp_path: Path,
 ) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        rig = Rig(tmp_path, journal, tasks)
+    async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.serve(session, 0)
         rig.turn()
@@ -128,10 +126,9 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
 
 
 async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(
-    tmp_path: Path, journal: Journal
+    tmp_path: Path,
 ) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        rig = Rig(tmp_path, journal, tasks)
+    async with measuring(tmp_path) as rig:
         first, second = rig.joined("first"), rig.joined("second")
         rig.serve(first, 0)
         rig.turn()
@@ -143,11 +140,8 @@ async def test_a_server_that_never_has_the_environments_does_not_keep_others_fro
         assert (rig.leases(first), rig.leases(second)) == (0, 2)
 
 
-async def test_a_server_with_an_order_for_another_version_is_not_measured(
-    tmp_path: Path, journal: Journal
-) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tmp_path, journal, tasks)
+async def test_a_server_with_an_order_for_another_version_is_not_measured(tmp_path: Path) -> None:
+    async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.load(session)
         rig.serve(session, 0)
@@ -162,10 +156,9 @@ async def test_a_server_with_an_order_for_another_version_is_not_measured(
 
 
 async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(
-    tmp_path: Path, journal: Journal
+    tmp_path: Path,
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tmp_path, journal, tasks)
+    async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.serve(session, 0)
         rig.run.progress.reached(PolicyVersion(0, 1))
@@ -177,11 +170,8 @@ async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(
         assert session.is_serving
 
 
-async def test_a_round_begins_again_when_its_server_serves_no_more(
-    tmp_path: Path, journal: Journal
-) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        rig = Rig(tmp_path, journal, tasks)
+async def test_a_round_begins_again_when_its_server_serves_no_more(tmp_path: Path) -> None:
+    async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.load(session)
         rig.serve(session, 0)

@@ -13,7 +13,7 @@ from slipstream.learner.controller.leasing.lease_pass import Grant
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol import reservation, staleness
 from slipstream.protocol.types import PolicyVersion
 from support.fakes.fake_trajectories import GOOD
@@ -38,7 +38,9 @@ class PlainScheduler(Scheduler):
 
     def _room_of(self, session: ServerSession) -> int:
         taken = sum(len(g.running) for g in self._book.held_by(session.key))
-        taken += sum(len(c.members) for c in self._book.closing.values() if c.holder == session.key)
+        taken += sum(
+            len(c.members) for c in self._book.closing.leases.values() if c.holder == session.key
+        )
         return session.hello.max_episodes - taken - self.reserved.get(session.key, 0)
 
     def _by_room(self) -> list[ServerSession]:

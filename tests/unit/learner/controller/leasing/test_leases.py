@@ -127,7 +127,7 @@ def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough(
     assert book.may_reassign(group, 1)
     book.reassign(group, B)
     assert book.held_by(B) == [group]
-    assert book.open_episodes(B) == 1
+    assert book.episodes_by_holder()[B] == 1
 
 
 def test_evaluation_leases_do_not_count_for_the_invariant():
@@ -142,26 +142,26 @@ def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_c
     book = make_book()
     group = lease(book)
     book.add(reply(group, 0))
-    assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
     book.remove(group.group_id)
-    assert (book.open_episodes(A), book.promised_episodes) == (1, 1)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
     assert book.episodes_by_environment() == {"e": 1}
     book.closed(group.group_id, B, [])
-    assert book.open_episodes(A) == 1
+    assert book.episodes_by_holder()[A] == 1
     book.closed(group.group_id, A, [])
-    assert (book.open_episodes(A), book.promised_episodes) == (0, 0)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 0)
 
 
 def test_each_cancelled_episode_that_comes_back_frees_its_slot():
     book = make_book(group_size=3)
     group = lease(book)
     book.remove(group.group_id)
-    assert book.open_episodes(A) == 3
+    assert book.episodes_by_holder()[A] == 3
     assert book.add(reply(group, 1, status=Status.CANCELLED)) is Fate.SUPERSEDED
-    assert (book.open_episodes(A), book.promised_episodes) == (2, 2)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (2, 2)
     for member in (0, 2):
         book.add(reply(group, member, status=Status.CANCELLED))
-    assert book.closing == {}
+    assert book.closing.leases == {}
 
 
 def test_a_lost_server_closes_what_it_was_ending():
@@ -169,7 +169,7 @@ def test_a_lost_server_closes_what_it_was_ending():
     book.remove(lease(book).group_id)
     book.remove(lease(book, server=B).group_id)
     book.orphan(A)
-    assert (book.open_episodes(A), book.open_episodes(B)) == (0, 2)
+    assert (book.episodes_by_holder()[A], book.episodes_by_holder()[B]) == (0, 2)
 
 
 def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has():
@@ -177,20 +177,20 @@ def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has():
     group = lease(book)
     failure = Failure(FailureKind.ENVIRONMENT, "x")
     book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
-    assert book.open_episodes(A) == 2
+    assert book.episodes_by_holder()[A] == 2
     book.add(reply(group, 0, attempt=1, status=Status.FAILED, failure=failure))
-    assert book.open_episodes(A) == 1
+    assert book.episodes_by_holder()[A] == 1
     book.remove(group.group_id)
-    assert book.open_episodes(A) == 1
+    assert book.episodes_by_holder()[A] == 1
 
 
 def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need():
     book = make_book()
     group = lease(book)
     book.orphan(A)
-    assert (book.open_episodes(A), book.promised_episodes) == (0, 2)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 2)
     book.reassign(group, B)
-    assert (book.open_episodes(B), book.promised_episodes) == (2, 2)
+    assert (book.episodes_by_holder()[B], book.promised_episodes) == (2, 2)
 
 
 def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back():
@@ -204,7 +204,7 @@ def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back():
     assert group.missing == [1]
     assert group.setbacks == {}
     book.reassign(group, B)
-    assert (book.orphans(), book.open_episodes(B)) == ([], 1)
+    assert (book.orphans(), book.episodes_by_holder()[B]) == ([], 1)
     assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
 
 
@@ -237,7 +237,7 @@ def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
     assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
     assert group.running == [0, 1]
-    assert book.open_episodes(A) == 2
+    assert book.episodes_by_holder()[A] == 2
     for member in range(2):
         book.add(reply(group, member, attempt=1))
     assert group.is_complete
@@ -307,7 +307,7 @@ def test_the_member_of_a_quarantined_trajectory_runs_again():
     book.add(reply(group, 0))
     name = TrajectoryName(group.group_id, 1, 0, 1)
     assert book.quarantined(name, will_retry=False) is group
-    assert (group.setbacks, group.next_attempt, book.open_episodes(A)) == ({1: 1}, 1, 0)
+    assert (group.setbacks, group.next_attempt, book.episodes_by_holder()[A]) == ({1: 1}, 1, 0)
     assert book.orphans() == []
     book.closed(group.group_id, A, [])
     assert book.orphans() == [group]
@@ -318,7 +318,7 @@ def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for():
     group = lease(book)
     name = TrajectoryName(group.group_id, 1, 0, 1)
     assert book.quarantined(name, will_retry=True) is group
-    assert book.open_episodes(A) == 2
+    assert book.episodes_by_holder()[A] == 2
 
 
 def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing():
@@ -350,7 +350,7 @@ def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one():
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
     assert book.add(reply(group, 1, status=Status.FAILED, failure=failure)) is Fate.RETRIED
     assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
-    assert book.open_episodes(NEXT) == 2
+    assert book.episodes_by_holder()[NEXT] == 2
     assert group.running == [0, 1]
 
 
@@ -358,11 +358,11 @@ def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_
     book = make_book()
     group = leased_again(book)
     assert book.add(reply(group, 0)) is Fate.HELD
-    assert (book.open_episodes(NEXT), book.promised_episodes) == (2, 2)
+    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
     book.remove(group.group_id)
-    assert (book.open_episodes(NEXT), book.promised_episodes) == (2, 2)
+    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
     book.closed(group.group_id, NEXT, [0, 1])
-    assert (book.open_episodes(NEXT), book.promised_episodes) == (0, 0)
+    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (0, 0)
 
 
 def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot():
@@ -372,7 +372,7 @@ def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot():
     failure = Failure(FailureKind.TIMEOUT, "slow")
     book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
     book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=True)
-    assert book.open_episodes(A) == 2
+    assert book.episodes_by_holder()[A] == 2
     # What a lost server had of the same lease is not this one's.
     book.quarantined(TrajectoryName(group.group_id, 1, 0, 7), will_retry=False)
-    assert book.open_episodes(A) == 2
+    assert book.episodes_by_holder()[A] == 2

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers, ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2

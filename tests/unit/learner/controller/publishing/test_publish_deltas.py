@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.publishing_scene import (

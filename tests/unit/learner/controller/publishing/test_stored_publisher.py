@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import ServerSession
 from slipstream.learner.controller.servers.server_states import STALE, ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -63,6 +63,13 @@ class Far:
         )
         return list(self.publisher.stored(report).needed)
 
+    def write(self) -> trainer_pb2.StoreOrder:
+        """The trainer writes the newest version; returns its order."""
+        order = self.ask()
+        assert order is not None
+        self.written(order)
+        return order
+
     def say(self, publish_id: str, phase: int, session: ServerSession, **values: Any) -> None:
         self.scene.say(publish_id, phase, session, **values)
 
@@ -85,9 +92,7 @@ class Far:
 
     async def serve(self) -> None:
         """The first version, through storage, to the far server."""
-        order = self.ask()
-        assert order is not None
-        self.written(order)
+        self.write()
         await self.loads(self.far, (await self.asked(self.far)).publish_id)
         sent(self.far)
 
@@ -125,9 +130,7 @@ async def test_a_server_serves_while_it_fetches(run: Run) -> None:
     async with far_away(run) as scene:
         await scene.serve()
         scene.scene.make_version(1)
-        order = scene.ask()
-        assert order is not None
-        scene.written(order)
+        scene.write()
         question = await scene.asked(scene.far)
         assert scene.far.is_serving
         assert scene.far.version == PolicyVersion(0, 0)
@@ -168,9 +171,7 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
     async with far_away(run) as scene:
         await scene.serve()
         scene.scene.make_version(1)
-        order = scene.ask()
-        assert order is not None
-        scene.written(order)
+        scene.write()
         question = await scene.asked(scene.far)
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
         while not scene.far.failed_publishes:
@@ -186,9 +187,7 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
 
 async def test_a_fetch_that_fails_makes_a_server_that_serves_nothing_stale(run: Run) -> None:
     async with far_away(run) as scene:
-        order = scene.ask()
-        assert order is not None
-        scene.written(order)
+        scene.write()
         question = await scene.asked(scene.far)
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
         while scene.far.state != STALE:
@@ -199,9 +198,7 @@ async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -
     async with far_away(run) as scene:
         await scene.serve()
         scene.scene.make_version(1)
-        order = scene.ask()
-        assert order is not None
-        scene.written(order)
+        scene.write()
         publish_id = (await scene.asked(scene.far)).publish_id
         scene.say(publish_id, READY, scene.far)
         assert (await next_order(scene.far)).HasField("receive")
@@ -221,9 +218,7 @@ async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> 
     )
     async with far_away(run) as scene:
         other = scene.joined("other")
-        order = scene.ask()
-        assert order is not None
-        scene.written(order)
+        scene.write()
         await scene.asked(scene.far)
         await scene.loads(other, (await scene.asked(other)).publish_id)
         while scene.far.state != STALE:
@@ -233,9 +228,7 @@ async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> 
 
 async def test_manifests_from_which_a_server_fetches_are_needed(run: Run) -> None:
     async with far_away(run) as scene:
-        first = scene.ask()
-        assert first is not None
-        scene.written(first)
+        scene.write()
         question = await scene.asked(scene.far)
         scene.scene.make_version(1)
         second = scene.ask()
@@ -306,9 +299,7 @@ async def test_a_server_that_is_evaluated_keeps_its_version(run: Run) -> None:
         await scene.serve()
         assert scene.scene.publisher.pin(scene.far)
         scene.scene.make_version(1)
-        order = scene.ask()
-        assert order is not None
-        scene.written(order)
+        scene.write()
         await asyncio.sleep(0.3)
         assert sent(scene.far) == []
         scene.scene.publisher.pinned.clear()

@@ -11,11 +11,8 @@ from slipstream.learner.trainer.batches.context_parallel import (
     share_of_rank,
     zigzag,
 )
-from slipstream.learner.trainer.batches.packing import (
-    TokenEstimates,
-    TrainingSequence,
-    build_micro_batch,
-)
+from slipstream.learner.trainer.batches.packing import build_micro_batch
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from support.fakes.fake_controller import make_batch
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from slipstream.learner.trainer.batches.data_checks import (
     check_references,
     untrainable,
 )
-from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.types import Status

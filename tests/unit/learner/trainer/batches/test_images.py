@@ -9,11 +9,8 @@ import pytest
 from make_tiny_vision_model import make_model
 from slipstream.client.builtin.colours import COLOURS, square_png
 from slipstream.learner.trainer.batches.images import image_positions, images_of
-from slipstream.learner.trainer.batches.packing import (
-    TokenEstimates,
-    TrainingSequence,
-    build_micro_batch,
-)
+from slipstream.learner.trainer.batches.packing import build_micro_batch
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.types import ImagePlace
 from slipstream.protocol.vision.pixels import ImageProcessor

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
 from slipstream.learner.trainer.batches.prefix_tree import (
     Families,
     Segment,
     num_squares,
     num_tokens,
 )
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from support.rigs.fuzz_budget import times
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from slipstream.learner.trainer.batches.packing import TokenEstimates, TrainingSequence
 from slipstream.learner.trainer.batches.prefix_tree import Families
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from slipstream.learner.controller.reporting.trackers.tracker import Tracker
 
-# Opens a tracker; raises whatever its package raises.
+# Opens a tracker; raises the errors of the tracker's package.
 OpenTracker: TypeAlias = Callable[[], Tracker]
 # Takes a warning about a tracker; called on any thread.
 Complain: TypeAlias = Callable[[str], None]

@@ -1,0 +1,143 @@
+"""One connected rollout server, and the orders on its stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.servers.server_states import (
+    DEAD,
+    DRAINING,
+    JOINING,
+    LEFT,
+    SERVING,
+    ServerEvent,
+    ServerKey,
+    next_state,
+)
+from slipstream.learner.controller.stopwatch import Stopwatch
+from slipstream.protocol.types import PolicyVersion
+from slipstream.v1 import fleet_pb2, status_pb2
+
+PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict", "rest", "wake")
+
+
+@dataclass(frozen=True)
+class JoinedOrder:
+    """An order to one server, and an encoded part that it shares with the orders to others.
+
+    Protobuf reads two encodings in a row as one message. A layout has thousands of tensors: it is
+    encoded once, and waits once for all servers.
+    """
+
+    own: fleet_pb2.ControllerMessage
+    shared: bytes
+
+    def encoded(self) -> bytes:
+        """The whole order, encoded."""
+        return self.own.SerializeToString() + self.shared
+
+
+@dataclass(eq=False)
+class ServerSession:
+    """One connected rollout server."""
+
+    key: ServerKey
+    hello: fleet_pb2.ServerHello
+    state: fleet_pb2.ServerState = JOINING
+    # The version that the server serves, or served last.
+    version: PolicyVersion | None = None
+    # Name of the weights that it serves, or served last; b"" if it takes no deltas on them.
+    content: bytes = b""
+    # The publish that delivered `version`.
+    publish_id: str = ""
+    cause: str = ""
+    report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
+    # Seconds in which the engine had requests: the sum over all reports.
+    busy_s: float = 0.0
+    # Time at which the server joined, by `time.monotonic`.
+    began_s: float = field(default_factory=time.monotonic)
+    # The clock that measures the server's silence.
+    clock: LoopClock = field(default_factory=LoopClock)
+    # Time at which the server stopped serving last, or joined, by `time.monotonic`.
+    unserved_since_s: float = field(default_factory=time.monotonic)
+    joined_s: float = field(init=False)
+    last_seen_s: float = field(init=False)
+    outbox: Outbox[fleet_pb2.ControllerMessage | JoinedOrder] = field(default_factory=Outbox)
+    # Earliest time of the next publish to this server, by `time.monotonic`.
+    retry_publish_s: float = 0.0
+    failed_publishes: int = 0
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    # Measures the time in which the server serves.
+    served: Stopwatch = field(default_factory=Stopwatch)
+    # Called after every change of the state.
+    changed: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.joined_s = self.last_seen_s = self.clock.now_s()
+
+    @property
+    def name(self) -> str:
+        """The server's name."""
+        return self.key.server_id
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message of the server, without stalls of the event loop."""
+        return self.clock.now_s() - self.last_seen_s
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server may be leased a group."""
+        return self.state == SERVING
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the server drains, has left or is lost: it gets no new work."""
+        return self.state in (DRAINING, DEAD, LEFT)
+
+    def on(self, event: ServerEvent) -> None:
+        """Moves to the state that follows `event`."""
+        if self.is_serving:
+            self.unserved_since_s = time.monotonic()
+        self.state = next_state(self.state, event)
+        self.served.note(self.clock.now_s(), running=self.is_serving)
+        self.changed()
+
+    def send(
+        self,
+        message: fleet_pb2.ControllerMessage | JoinedOrder,
+        after: asyncio.Future[None] | None = None,
+    ) -> None:
+        """Puts an order on the server's stream; ends the stream of a server that does not read.
+
+        The order is sent when `after` is done, and later orders wait with it. Orders of a publish
+        do not wait for earlier orders: the trainer and the other servers would wait too.
+        """
+        own = message.own if isinstance(message, JoinedOrder) else message
+        overtakes = own.WhichOneof("message") in PUBLISH_ORDERS
+        if not self.outbox.put(message, after=after, overtakes=overtakes):
+            self.outbox.close()
+
+    def disconnect(self) -> None:
+        """Ends its stream."""
+        self.outbox.close()
+
+
+def describe(session: ServerSession) -> status_pb2.ServerStatus:
+    """A session as the status call shows it."""
+    status = status_pb2.ServerStatus(
+        server_id=session.key.server_id,
+        server_epoch=session.key.epoch,
+        state=fleet_pb2.ServerState.Name(session.state),
+        report=session.report,
+        cause=session.cause,
+        silent_s=session.silent_s,
+    )
+    if session.version is not None:
+        status.version.incarnation, status.version.step = session.version
+    return status

@@ -1,0 +1,99 @@
+"""Leaves groups with equal rewards out of batches, and judges the run by how many come in a row."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.trajectories.endings import Endings
+from slipstream.protocol.rewards import has_variance
+
+
+class GroupFilter:
+    """Dynamic sampling: `filter` ends a complete group that teaches nothing.
+
+    When too many groups in a row are left out, the run is solved, or it fails.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        books: Books,
+        endings: Endings,
+        *,
+        withdraw: Callable[[Sequence[Group], str], None],
+    ) -> None:
+        """`withdraw` takes groups out of the run, with the cause."""
+        self._run, self._progress = run, run.progress
+        self._book, self._environments = books.leases, books.environments
+        self._journal, self._endings, self._withdraw = books.journal, endings, withdraw
+        # Number of filtered groups, by the step whose batch was being formed.
+        self.by_step: Counter[int] = Counter()
+        # The groups that were left out while the batch of this step was formed.
+        self._newest, self._newest_step = FilteredGroups(), 0
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the journal's counts."""
+        self.by_step = history.filtered_groups
+        self._newest, self._newest_step = history.filtered, history.next_step
+
+    def filter(self, group: Group) -> None:
+        """Leaves a complete group out if its rewards are equal and its environment wants that."""
+        settings = self._run.config.algorithm_of(group.environment).dynamic_sampling
+        if not settings.enabled or has_variance(group.in_order(), self._run.config):
+            return
+        step = self._book.step
+        if self._newest_step != step:
+            self._newest.clear()
+            self._newest_step = step
+        rewards = [trajectory.reward for trajectory in group.in_order()]
+        solved, mean = is_solved(rewards, settings.solved_reward), statistics.fmean(rewards)
+        self._newest.add(group.environment, mean, solved=solved)
+        self.by_step[step] += 1
+        self._book.remove(group.group_id)
+        self._environments.group_ended(group.environment, cause=None)
+        cause = "all rewards of its group are equal"
+        self._journal.append(
+            "closed",
+            group=group.group_id,
+            how="filtered",
+            cause=cause,
+            solved=solved,
+            reward=mean,
+        )
+        for trajectory in group.in_order():
+            self._endings.end(trajectory, End.FILTERED, cause)
+        self._judge(step)
+
+    def _judge(self, step: int) -> None:
+        algorithm, filtered = self._run.config.algorithm, self._newest
+        settings = algorithm.dynamic_sampling
+        verdict = filtered.verdict(settings.max_filtered_batches * algorithm.groups_per_step)
+        if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
+            return
+        if self._book.has_whole_batch:
+            # The next batch is complete already: the trainer is slow, not the tasks stuck.
+            return
+        count = (
+            f"{filtered.total} groups were filtered for their equal rewards while the batch of "
+            f"step {step + 1} was formed ({filtered.describe()})"
+        )
+        if verdict is Verdict.STUCK:
+            self._progress.fail(
+                f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
+                f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "
+                f"solved_reward = {settings.solved_reward:g}"
+            )
+            return
+        cause = f"the task is solved: the last {count}"
+        self._journal.append("solved", step=step, cause=cause)
+        self._progress.solve(step, cause)
+        # The withdrawal frees servers for the last evaluation.
+        self._withdraw(self._book.training_groups(), cause)
