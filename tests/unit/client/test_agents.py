@@ -266,6 +266,8 @@ async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None
             other = endpoint.anthropic_url.rpartition("/")[0] + "/guess/v1/models"
             seen["path"] = request(other, endpoint.api_key)[0]
             seen["outside"] = request(f"{endpoint.anthropic_url}/admin", endpoint.api_key)[0]
+            body = {"Content-Encoding": "gzip"}
+            seen["packed"] = request(url, endpoint.api_key, **body)[0]
             seen["branch"] = request(f"{endpoint.anthropic_url}/b/a%20b/v1/x", endpoint.api_key)[0]
             return 0.0
 
@@ -276,7 +278,8 @@ async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None
     episode = Episode(host, fine)
     assert (await episode.run()).agent_result.reward == 0.0
     assert seen == {
-        "right": 200, "wrong": 401, "none": 401, "path": 401, "outside": 404, "branch": 404,
+        "right": 200, "wrong": 401, "none": 401, "path": 401, "outside": 404, "packed": 415,
+        "branch": 404,
     }  # fmt: skip
     url = f"{kept[0].base_url}/chat/completions"
     status, _, body = await asyncio.to_thread(request, url, kept[0].api_key)
@@ -403,6 +406,8 @@ class Raises(Agent):
                 return float("nan")
             case "share":
                 return AgentOutcome(1.0, shares={"a/b": 1.0})
+            case "pairs":
+                return AgentOutcome(1.0, shares=[("a", 1.0)])  # type: ignore[arg-type]
             case "rewards":
                 return AgentOutcome(1.0, rewards={"a/b": 1.0})
             case _:
@@ -430,6 +435,7 @@ class RaisesPlainly(Raises):
         (Raises("none"), "run() must return a number or an AgentOutcome, got None"),
         (Raises("nan"), "the reward must be a finite number, got nan"),
         (Raises("share"), "shares are of branches, with names of 1 to 64"),
+        (Raises("pairs"), "shares must map branches to numbers, got [('a', 1.0)]"),
         (Raises("rewards"), "rewards are of branches, with names of 1 to 64"),
         (Raises("refused"), "BadRequestError: Error code: 400"),
         (RaisesPlainly("raise"), "KeyError: 'x' (test_agents.py:"),

@@ -187,6 +187,8 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
     ("arguments", "given", "cause"),
     [
         (("true", ["a"]), {}, "a command is a list: the program, then each of its arguments"),
+        ((["true", 3], ["a"]), {}, "a command is a list of texts, got \\['true', 3]"),
+        (([], ["a"]), {}, "a command is a list of texts, got \\[]"),
         ((["true"], ["a"]), {}, "nothing of a task reaches the program: name one of its fields"),
         ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program' in"),
         ((["/no/such", "{task}"], ["a"]), {}, "there is no program '/no/such'$"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.builtin.math_judge import MathJudge, MathVerdict
-from slipstream.client.builtin.questions import Questions
+from slipstream.client.builtin.questions import Questions, is_heldout
 from slipstream.client.environment import Message
 from slipstream.client.loading import load_environment
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed
@@ -101,6 +101,14 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     )
     (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n[1\n')
     assert refusal("data.jsonl").startswith("data.jsonl, line 2 is no JSON: ")
+    (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n["c", "d"]\n')
+    assert refusal("data.jsonl") == "data.jsonl, line 2 is no JSON object"
+    json_lines(tmp_path, [SUMS[0], {"question": [], "answer": "b"}])
+    assert refusal("data.jsonl") == "data.jsonl, row 2: column 'question' is empty"
+    json_lines(tmp_path, [{"question": [{"role": "user"}], "answer": "b"}])
+    assert refusal("data.jsonl") == (
+        "data.jsonl, row 1: column 'question' must hold messages with role and content"
+    )
     (tmp_path / "data.csv").write_text("question,answer\n")
     assert refusal("data.csv") == (
         "the name of a file of questions ends in .jsonl or .parquet, got data.csv"
@@ -147,6 +155,13 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
 )
 def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, message):
     assert refusal(json_lines(tmp_path, SUMS), **settings) == message
+
+
+def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
+    path = json_lines(tmp_path, SUMS[:1])
+    is_first = is_heldout(Questions(path, judge="exact").tasks()[0], 10)
+    split = "train" if is_first else "heldout"
+    assert refusal(path, split=split) == f"{path} has no questions in split {split!r}"
 
 
 def test_the_line_reaches_whoever_loads_the_environment(tmp_path: Path):

@@ -154,6 +154,32 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
             check_run_folder(config)
 
 
+def test_a_run_that_found_no_task_left_to_train_says_how_it_goes_on(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    folder = config.run_dir
+    with Journal(folder / "journal") as journal:
+        journal.append("start")
+        journal.sync()
+    write_config(config, folder)
+    summary = {"state": "finished", "steps": 3, "solved": True, "cause": "every task is solved"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "checkpoints" / "final").mkdir(parents=True)
+    sampling = config.algorithm.dynamic_sampling.model_copy(update={"enabled": True})
+    algorithm = config.algorithm.model_copy(update={"dynamic_sampling": sampling})
+    message = "is finished after 3 steps: every task is solved; choose .*enabled = false to go on"
+    with pytest.raises(ConfigError, match=message):
+        check_run_folder(config.model_copy(update={"algorithm": algorithm}))
+    # Without a choice of groups the rest of the steps is trained.
+    assert check_run_folder(config)
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    config = config_of(tmp_path / "runs")
+    with pytest.raises(ConfigError, match=f"run.dir: cannot make {config.run_dir}: Not a dir"):
+        make_run_folder(config)
+
+
 @pytest.mark.parametrize("journal", ["missing", "emptied"])
 @pytest.mark.parametrize(
     "left", ["checkpoints/step-000010", "journal/batches/step-000003.pb", "metrics.jsonl"]

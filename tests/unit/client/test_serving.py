@@ -319,6 +319,15 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
     ("result", "cause"),
     [
         (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),
+        (StepResult(1.0, reply="no"), "step() gives a reply that nobody will read: done is True"),
+        (
+            StepResult(done=False, messages=[Message("user", "x")], reply=""),
+            "the reply of step() must be None or a text that is not empty, got ''",
+        ),
+        (
+            StepResult(done=False, messages=[{"role": "", "content": "x"}]),
+            "the role of a message of step() must be a string, got {'role': '', 'content': 'x'}",
+        ),
         (
             StepResult(0.5, metrics={"a\nb": 1.0}),
             "Verdict.metrics['a\\nb'] must hold one line without control characters, got 'a\\nb'",

@@ -156,6 +156,14 @@ def test_a_reward_that_cannot_be_trained_is_refused(reward: float) -> None:
         decode_trajectory(data)
 
 
+def test_a_message_with_a_reward_that_is_no_number_is_refused_whoever_read_its_bytes() -> None:
+    nan = float("nan")
+    for changes in ({"reward": nan}, {"branches": (Branch(2, 1.0, "a", nan),)}):
+        wrong = trajectory_to_pb(dataclasses.replace(make_trajectory(4, 4), **changes))
+        with pytest.raises(ProtocolError, match="1234567890abcdef: reward nan is not a finite num"):
+            trajectory_from_pb(wrong)
+
+
 @pytest.mark.parametrize("share", [float("nan"), float("-inf"), 1e7])
 def test_a_share_that_cannot_be_trained_is_refused(share: float) -> None:
     wrong = dataclasses.replace(make_trajectory(4, 4), branches=(Branch(2, share),))

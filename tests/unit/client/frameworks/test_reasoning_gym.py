@@ -164,6 +164,9 @@ def test_what_cannot_work_is_named() -> None:
         "a dataset has no key 'wieght'; did you mean 'weight'?"
     )
     assert refusal([{"name": "chain_sum", "weight": 0}]).endswith("weight must be above 0, got 0")
+    assert refusal([{"weight": 1}]) == (
+        "dataset is a name or a list of {name, weight, config}, got {'weight': 1}"
+    )
     assert refusal([]) == "dataset must name at least one generator"
     assert "config is for one dataset" in refusal([{"name": "chain_sum"}], EASY)
     assert refusal("chain_sum", answer="tag") == (

@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from slipstream.client.launch.launcher import run_learner
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_environments,
+    check_installed,
     check_port,
     check_settings,
     check_weights_host,
@@ -137,28 +139,66 @@ def test_files_of_security_are_tried_before_anything_starts(
         check_settings(config, dry_run=True)
 
 
-@pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])
-async def test_only_the_controllers_node_needs_the_password_of_the_queue(
-    node_rank: int, is_refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(
+def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
+    """Writes the settings of a learner on two nodes, and returns the file."""
+    (folder / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2})
     )
-    table = {
-        "run": {"name": "test", "steps": 10, "dir": str(tmp_path)},
-        "model": {"path": str(tmp_path)},
+    table: dict[str, object] = {
+        "run": {"name": "test", "steps": 10, "dir": str(folder)},
+        "model": {"path": str(folder)},
         "environments": [{"name": "echo", "reference": "slipstream.client.builtin.echo:Echo"}],
         "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
         "learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:29500"},
-        "queue": {
-            "kind": "redis",
-            "redis_url": "redis://user@127.0.0.1:1",
-            "redis_password_file": str(tmp_path / "missing"),
-        },
     }
-    path = tmp_path / "config.toml"
-    path.write_text(tomli_w.dumps(table))
+    path = folder / "config.toml"
+    path.write_text(tomli_w.dumps(table | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:0"}},
+            "learner.master needs a port that all nodes know, got 0",
+        ),
+        (
+            {"queue": {"kind": "redis"}},
+            "queue.redis_url is required when the services are started separately",
+        ),
+    ],
+)
+async def test_services_that_are_started_separately_need_addresses_that_all_know(
+    changes: dict[str, dict[str, object]], message: str, tmp_path: Path
+) -> None:
+    path = two_nodes(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        await run_learner(path, [], node_rank=1, master=None, dry_run=True)
+
+
+def test_a_package_that_is_missing_is_named_with_what_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_installed("torch", "megatron.core")
+    # Python finds no module where None stands for it.
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    message = "the learner needs the package megatron.core, which is not installed"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check_installed("torch", "megatron.core")
+
+
+@pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])
+async def test_only_the_controllers_node_needs_the_password_of_the_queue(
+    node_rank: int, is_refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = {
+        "kind": "redis",
+        "redis_url": "redis://user@127.0.0.1:1",
+        "redis_password_file": str(tmp_path / "missing"),
+    }
+    path = two_nodes(tmp_path, queue=queue)
     run = run_learner(path, [], node_rank=node_rank, master=None, dry_run=True)
     if is_refused:
         with pytest.raises(ConfigError, match="queue.redis_password_file"):

@@ -118,6 +118,11 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
             "environments.0.weight: input should be greater than 0, got 0",
         ),
         (
+            "algorithm.decay_steps",
+            5,
+            "algorithm: decay_steps and decay_to have no effect with decay = 'none', got 5 and 0.0",
+        ),
+        (
             "algorithm.mini_batches",
             3,
             "algorithm.groups_per_step must be a multiple of mini_batches, got 8 and 3",
@@ -524,6 +529,8 @@ def test_adapters_must_fit_the_layout_and_the_weights() -> None:
     table = table_with("lora.rank", 6)
     table["learner"] = {"world_size": 4, "parallel": {"tp": 4}}
     assert refusal(table) == "lora.rank must be a multiple of learner.parallel.tp, got 6 and 4"
+    table["learner"]["parallel"] = {"tp": 2, "etp": 4, "ep": 1}
+    assert refusal(table) == "lora.rank must be a multiple of learner.parallel.etp, got 6 and 4"
     table = table_with("lora.rank", 6)
     table["checkpoint"] = {"load": "elsewhere"}
     expected = "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6"

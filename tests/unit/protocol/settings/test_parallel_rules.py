@@ -335,6 +335,20 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"mlp_only_layers": [0]}, "dense layers in between"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the 8 experts, got 9"),
     ({"num_experts_per_tok": 1}, "leaves the router no gradient"),
+    (
+        {"architectures": ["Qwen2MoeForCausalLM"]},
+        "shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set",
+    ),
+    (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "num_experts_per_tok must be 2 * topk_group",
+    ),
 ]
 
 

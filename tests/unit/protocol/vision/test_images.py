@@ -124,6 +124,18 @@ def test_images_reserve_their_bytes_in_the_queue(folder: Path) -> None:
     ("changes", "words"),
     [
         ({"lora": {"rank": 4}}, "lora.rank must be 0 for a Qwen3VL"),
+        (
+            {
+                "algorithm": {
+                    "advantage": "gae",
+                    "group_size": 2,
+                    "groups_per_step": 1,
+                    "learning_rate": 1e-3,
+                },
+                "critic": {"learning_rate": 1e-3},
+            },
+            r"\[critic\] is not supported for a Qwen3VL",
+        ),
         ({"learner": {"world_size": 2, "parallel": {"cp": 2}}}, "cp must be 1 for a Qwen3VL"),
         (
             {
