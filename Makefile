@@ -60,19 +60,26 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # Everything that starts no process, with a fifth of the random examples. Each part imports what it alone needs: imports
-# are a third of the time, and workers that share all tests would each import everything.
-FAST_PARTS := rest trainer client controller
-FAST_client := tests/unit/client
-FAST_trainer := tests/unit/learner/trainer tests/unit/rollout_server tests/unit/protocol/vision
+# are a third of the time, and workers that share all tests would each import everything. All parts take about as long:
+# those of the servers and of the trainer, which import torch, wait most.
+FAST_PARTS := rest trainer servers controller
+# Benchmarks whose tests import torch, some of them while they run.
+FAST_torch := $(patsubst %,tests/unit/test_benchmark_%.py,drafts engine_steps families learner long_context)
+FAST_trainer := tests/unit/learner/trainer tests/unit/protocol/vision $(FAST_torch)
+FAST_servers := tests/unit/rollout_server tests/unit/client
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
-FAST_rest := tests/unit tests/test_*.py $(addprefix --ignore=tests/unit/,client learner rollout_server protocol/vision)
+FAST_rest := tests/unit tests/test_*.py $(FAST_torch:%=--ignore=%) \
+	$(addprefix --ignore=tests/unit/,client learner rollout_server protocol/vision)
 
 test-fast: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)
 
+# The plugins that are left out are those whose fixtures no quick test takes.
+FAST_FLAGS := -m "not process" -q -p no:anyio -p no:valkey
+
 # PYTEST_FLAGS may leave a part without a test, which is pytest's exit code 5.
 test-fast-%:
-	@FUZZ=0.2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST_$*) -m "not process" -q $(PYTEST_FLAGS) || [ $$? -eq 5 ]
+	@FUZZ=0.2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST_$*) $(FAST_FLAGS) $(PYTEST_FLAGS) || [ $$? -eq 5 ]
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

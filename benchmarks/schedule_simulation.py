@@ -328,7 +328,7 @@ class Simulation:
             names = engine.running(due)
             runs.append((engine, names))
             if names:
-                least = min(engine.remaining[name] for name in names)
+                least = min(map(engine.remaining.__getitem__, names))
                 end_s = min(end_s, start_s + least * self._machines.decoding_s(len(names)))
         assert end_s < math.inf, "nothing runs, and the trainer waits"
         self._episode_s += (end_s - self._now_s) * sum(len(e.remaining) for e in self._engines)
@@ -342,11 +342,11 @@ class Simulation:
             self._trainer_ends()
 
     def _decode(self, engine: _Engine, names: list[tuple[GroupId, int]], tokens: float) -> None:
+        remaining = engine.remaining
         for name in names:
-            left = engine.remaining[name] - tokens
-            engine.remaining[name] = left
+            remaining[name] = left = remaining[name] - tokens
             if left < 1e-6:
-                del engine.remaining[name]
+                del remaining[name]
                 holder = self._book.groups[name[0]].holder
                 assert holder is not None
                 reply = dataclasses.replace(

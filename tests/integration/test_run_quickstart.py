@@ -159,9 +159,13 @@ def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict
     trained = [name for names in by_step for name in names]
     assert len(trained) == STEPS * GROUPS * MEMBERS
     assert set(trained) == {"echo", "repeat"}
-    # All groups are those of repeat until echo is there, also those of the steps begun ahead.
-    steps_alone = sum("echo" not in names for names in by_step) + 1 + summary["max_staleness"]
-    assert 1 - max(0.3, steps_alone / STEPS) <= trained.count("echo") / len(trained) <= 0.8
+    # Either may load first: all groups are its own then, also those of the steps begun ahead.
+    ahead = 1 + summary["max_staleness"]
+    until_echo, until_repeat = (
+        (sum(name not in names for names in by_step) + ahead) / STEPS for name in ("echo", "repeat")
+    )
+    share = trained.count("echo") / len(trained)
+    assert 1 - max(0.3, until_echo) <= share <= max(0.8, until_repeat)
 
 
 def test_tensorboard_events_can_be_read(run: Path) -> None:

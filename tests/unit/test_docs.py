@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import fnmatch
+import functools
 import inspect
 import itertools
 import json
@@ -85,9 +87,15 @@ def python_commands(page: Path) -> Iterator[list[str]]:
                     yield program
 
 
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    """The command line's parser: hundreds of commands are read by the same one."""
+    return _parser()
+
+
 def known_commands() -> set[str]:
     return next(
-        set(action.choices) for action in _parser()._actions if isinstance(action.choices, dict)
+        set(action.choices) for action in parser()._actions if isinstance(action.choices, dict)
     )
 
 
@@ -96,7 +104,7 @@ def is_taken(arguments: list[str]) -> bool:
     if "|" in arguments:
         return set(arguments) - {"|"} <= known_commands()
     try:
-        _parser().parse_args(arguments)
+        parser().parse_args(arguments)
     except SystemExit as exit_:
         return exit_.code == 0
     return True
@@ -318,7 +326,7 @@ async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: 
 def options() -> dict[str, set[str]]:
     """The options of each command; those of argparse's own are left out."""
     choices = next(
-        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
+        action.choices for action in parser()._actions if isinstance(action.choices, dict)
     )
     return {
         name: {o for a in command._actions for o in a.option_strings if o.startswith("--")}
@@ -368,7 +376,12 @@ def events_of_the_controller() -> tuple[set[str], set[str]]:
         tree = ast.parse(path.read_text())
         texts.update(literals(tree))
         for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("events.add"):
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr == "add"
+                and ast.unparse(call.func).endswith("events.add")
+            ):
                 added.update(text for text in literals(call.args[0]) if len(text.strip()) > 6)
     return texts, added
 

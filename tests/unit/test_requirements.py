@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -22,6 +23,15 @@ def names_of(name: str) -> set[str]:
     return {canonicalize_name(Requirement(pin).name) for pin in pins}
 
 
+@functools.cache
+def demands(package: str) -> list[Requirement]:
+    """All that an installed package demands somewhere; nothing if it is not installed."""
+    try:
+        return [Requirement(text) for text in distribution(package).requires or []]
+    except PackageNotFoundError:
+        return []
+
+
 def needs(package: str, python: str) -> set[str]:
     """What an installed package demands on a version of Python; nothing if it is not installed."""
     environment = {
@@ -30,14 +40,9 @@ def needs(package: str, python: str) -> set[str]:
         "python_full_version": python,
         "extra": "",
     }
-    try:
-        requires = distribution(package).requires or []
-    except PackageNotFoundError:
-        return set()
-    found = map(Requirement, requires)
     return {
         canonicalize_name(each.name)
-        for each in found
+        for each in demands(package)
         if each.marker is None or each.marker.evaluate(environment)
     }
 

@@ -295,17 +295,22 @@ def explore(
                 if invariant([*(d for d, _ in leased), last], step, groups_per_step):
                     following.append((step, served, tuple(sorted((*leased, (last, False))))))
         for index, (d, complete) in enumerate(leased):
+            if index and leased[index - 1] == leased[index]:
+                # Equal groups stand side by side, and lead to the same states.
+                continue
             # Filtered, set aside, or lost with its server.
             rest = (*leased[:index], *leased[index + 1 :])
             given_up.append((step, served, rest))
             if not complete:
                 following.append((step, served, tuple(sorted((*rest, (d, True))))))
-        complete = [index for index, group in enumerate(leased) if group[1]]
+        complete = [d for d, is_complete in leased if is_complete]
         trained = []
-        for chosen in combinations(complete, groups_per_step):
-            rest = tuple(group for index, group in enumerate(leased) if index not in chosen)
-            if invariant([d for d, _ in rest], step + 1, groups_per_step):
-                trained.append((step + 1, served, rest))
+        for chosen in set(combinations(complete, groups_per_step)):
+            left = list(leased)
+            for d in chosen:
+                left.remove((d, True))
+            if invariant([d for d, _ in left], step + 1, groups_per_step):
+                trained.append((step + 1, served, tuple(left)))
         following += trained
         if invariant is holds:
             known = [LeasedGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]

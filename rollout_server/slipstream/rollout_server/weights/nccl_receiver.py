@@ -16,7 +16,6 @@ from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, NoDigests, Seat
-from vllm.utils.nccl import unpinned_nccl_env
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
@@ -30,6 +29,9 @@ class NcclReceiver:
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator; WeightSyncError when a member misses the deadline."""
+        # vLLM takes seconds to import, and code that only names the transports does not need it.
+        from vllm.utils.nccl import unpinned_nccl_env
+
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_device(index)
         communicator = membership.communicator

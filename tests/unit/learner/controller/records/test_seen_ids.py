@@ -49,7 +49,7 @@ def test_ids_that_nobody_made_take_little_room() -> None:
 
 
 def test_a_ledger_takes_few_bytes_a_trajectory_and_knows_each() -> None:
-    ledger, num_groups, size = TokenLedger(ServerEpochs()), 2000, 16
+    ledger, num_groups, size = TokenLedger(ServerEpochs()), 1000, 16
     ids = [
         f"g{number:06d}.{member}.0.1234567890abcdef"
         for number in range(num_groups)
