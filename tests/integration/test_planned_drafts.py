@@ -295,3 +295,12 @@ def test_workers_draft_what_prompts_and_other_replies_say() -> None:
     assert speculator.propose(
         SimpleNamespace(idx_mapping=torch.tensor([0])), dummy_run=True
     ).tolist() == [[0] * DRAFT]
+
+
+def test_a_worker_with_vllms_older_runner_is_refused() -> None:
+    from slipstream.rollout_server.inference.drafting_worker import DraftingWorker
+
+    worker = object.__new__(DraftingWorker)
+    worker.use_v2_model_runner = False
+    with pytest.raises(RuntimeError, match='older runner.*rollout_server.drafts = "off"'):
+        worker._make_model_runner()

@@ -100,6 +100,12 @@ class DraftingWorker(Worker):  # type: ignore[misc]
     """vLLM's worker for GPUs, whose drafts come from the texts of all requests."""
 
     def _make_model_runner(self) -> Any:  # noqa: ANN401 - vLLM's
+        """See vLLM; RuntimeError where it chose its older runner, which takes no such drafts."""
+        if not self.use_v2_model_runner:
+            raise RuntimeError(
+                'rollout_server.drafts is "shared", and vLLM runs this model by its older runner, '
+                'which cannot take these drafts: set rollout_server.drafts = "off"'
+            )
         runner = super()._make_model_runner()
         length, agreed = self.vllm_config.num_speculative_tokens, get_tp_group().broadcast
         runner.speculator = SharedText(length, self.device, runner.req_states, agreed)
