@@ -239,7 +239,8 @@ class SteeredController(Controller):
 
     def open_episodes(self) -> int:
         """Returns the number of episodes that servers have and that are not back."""
-        return sum(self._book.open_episodes(session.key) for session in self.sessions)
+        episodes = self._book.episodes_by_holder()
+        return sum(episodes[session.key] for session in self.sessions)
 
     def is_held_up(self) -> bool:
         """Whether the trainer waits for groups that are due in its next step."""

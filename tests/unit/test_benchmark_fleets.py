@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import asynchrony
@@ -14,7 +15,11 @@ import pytest
 import step_windows
 import weight_broadcast
 import wire
+from rig import SteeredController
 from shapes import SHAPES
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.protocol.settings.config_file import parse_config
+from slipstream.protocol.types import ServerId
 from workloads import reply_length, van_der_corput
 
 
@@ -181,3 +186,18 @@ def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:
 def test_shapes_have_the_parameters_that_their_names_say(name: str, billions: float) -> None:
     total = sum(math.prod(sizes) for _, sizes in SHAPES[name].tensors())
     assert total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_open_episodes_of_a_run_are_those_of_connected_servers() -> None:
+    values = {
+        "run": {"name": "rig", "steps": 2},
+        "model": {"path": "model"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
+    }
+    controller = SteeredController(parse_config(values, source="test"))
+    here, lost = ServerKey(ServerId("here"), 1), ServerKey(ServerId("lost"), 1)
+    controller._fleet.sessions[here.server_id] = SimpleNamespace(key=here)
+    for task, holder in enumerate((here, lost)):
+        controller._book.lease("e", task, 0, holder, 0)
+    assert controller.open_episodes() == 2

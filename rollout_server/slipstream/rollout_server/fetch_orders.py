@@ -54,9 +54,12 @@ class FetchOrders:
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
         """Returns an order with what only this server knows: layout, file, and changes in it.
 
-        A probe that failed is noted as an update that failed.
+        A probe that failed is noted as an update that failed. After an abort the engine gets a
+        whole version.
         """
         kind = message.WhichOneof("message")
+        if kind == "abort":
+            self._served = b""
         if kind == "probe_verdict" and not message.probe_verdict.passed:
             self._forget()
         if kind != "receive" or self._ready is None:

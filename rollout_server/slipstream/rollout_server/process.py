@@ -16,8 +16,8 @@ from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.machine.process import die_with_parent, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
-# Part of vLLM's error for an engine process that is gone.
-_SEE_ABOVE = "See stack trace (above)"
+# Parts of the errors for an engine process that is gone: vLLM's, and that of `Engine.watch`.
+_GONE = ("See stack trace (above)", "engine process is gone")
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -89,11 +89,11 @@ def describe_engine_death(said: str, *, oom_kills: int) -> str:
 
     `oom_kills`: `kernel_oom_kills` at the engine's start.
     """
+    if not any(words in said for words in _GONE):
+        return said
     if kernel_oom_kills() > oom_kills:
         return "memory was full, so the kernel ended a process; give the run more memory"
-    if _SEE_ABOVE in said:
-        return "vLLM's engine process has ended: by the error above in the log, or by a signal"
-    return said
+    return "vLLM's engine process has ended: by the error above in the log, or by a signal"
 
 
 def leave(code: int) -> NoReturn:

@@ -211,6 +211,22 @@ async def test_weights_that_were_wrong_are_no_base_and_all_is_fetched_again(
         assert scene.reports[-1].stages.fetched_links == 2
 
 
+async def test_after_a_publish_that_the_controller_aborts_the_engine_gets_the_whole_version(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as scene:
+        scene.stored.gate.set()
+        await scene.order_after("s1")
+        # Its report comes too late for the controller.
+        scene.served("s1")
+        abort = fleet_pb2.AbortPublish(publish_id="s1", reason="no answer")
+        scene.orders.completed(fleet_pb2.ControllerMessage(abort=abort))
+        scene.write_changes()
+        assert not (await scene.order_after("s2")).HasField("delta")
+        # The file was proved: only the changes are fetched.
+        assert scene.reports[-1].stages.fetched_links == 1
+
+
 async def test_a_server_of_the_trainer_fetches_nothing() -> None:
     reports: list[fleet_pb2.PublishReport] = []
     async with asyncio.TaskGroup() as tasks:

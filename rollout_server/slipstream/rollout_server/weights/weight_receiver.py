@@ -74,7 +74,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _stages = False
     _staging: Staging | None = None
     _copying: Copying | None = None
-    # The newest update through vLLM's loader.
+    # The update that vLLM's loader is given now.
     _loading: LoaderUpdate | None = None
     _plan: Fp8Plan | None = None
     _replay: Fp8Replay | None = None
@@ -249,7 +249,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def finish_weight_update(self) -> None:
         """Finalises the layers; later updates use the plan if it agrees with the result."""
-        loading = self._loading
+        # The check holds the memory of all buckets that it has not found in the model.
+        loading, self._loading = self._loading, None
         assert loading is not None
         loading.finish(on_cpu=self.device.type == "cpu")
         if loading.check is not None:
