@@ -183,7 +183,7 @@ def test_a_package_that_is_missing_is_named_with_what_needs_it(
 ) -> None:
     check_installed("torch", "megatron.core")
     # Python finds no module where None stands for it.
-    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
     message = "the learner needs the package megatron.core, which is not installed"
     with pytest.raises(ConfigError, match=f"^{message}$"):
         check_installed("torch", "megatron.core")
