@@ -8,7 +8,7 @@ PYTEST_FLAGS ?=
 # In the order of the folders the short files of unit tests come last: no process waits long for the other one.
 TEST_WORKERS ?= 2
 # Parts of the quick tests that run side by side: some wait for half of their time.
-FAST_WORKERS ?= 4
+FAST_WORKERS ?= 6
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
 
@@ -60,13 +60,15 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # Everything that starts no process, with a fifth of the random examples. Each part imports what it alone needs: imports
-# are a third of the time, and workers that share all tests would each import everything. All parts take about as long:
-# those of the servers and of the trainer, which import torch, wait most.
-FAST_PARTS := rest trainer servers controller
+# are a third of the time, and workers that share all tests would each import everything. All parts run side by side,
+# since some of their tests wait.
+FAST_PARTS := trainer weights controller client servers rest
 # Benchmarks whose tests import torch, some of them while they run.
 FAST_torch := $(patsubst %,tests/unit/test_benchmark_%.py,drafts engine_steps families learner long_context)
-FAST_trainer := tests/unit/learner/trainer tests/unit/protocol/vision $(FAST_torch)
-FAST_servers := tests/unit/rollout_server tests/unit/client
+FAST_weights := $(addprefix tests/unit/learner/trainer/,weights ranks checkpoints)
+FAST_trainer := tests/unit/learner/trainer $(FAST_weights:%=--ignore=%) tests/unit/protocol/vision $(FAST_torch)
+FAST_servers := tests/unit/rollout_server
+FAST_client := tests/unit/client
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
 FAST_rest := tests/unit tests/test_*.py $(FAST_torch:%=--ignore=%) \
 	$(addprefix --ignore=tests/unit/,client learner rollout_server protocol/vision)
