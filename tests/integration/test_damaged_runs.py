@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
+from support.rigs.small_disks import small_disk
 
 STEPS = 6
 
@@ -77,16 +76,9 @@ async def test_results_that_are_removed_under_a_live_run_are_made_anew(tmp_path,
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this machine mounts nothing")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+def disk(tmp_path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=1m") as folder:
+        yield folder
 
 
 def fill(disk: Path) -> Path:
@@ -100,16 +92,16 @@ def fill(disk: Path) -> Path:
     return path
 
 
-async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, small_disk):
+async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
     config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
     folder = config.run_dir
     folder.mkdir()
     for name in ("metrics.jsonl", "trajectories.jsonl", "tensorboard"):
-        (folder / name).symlink_to(small_disk / name)
-    (small_disk / "tensorboard").mkdir()
+        (folder / name).symlink_to(disk / name)
+    (disk / "tensorboard").mkdir()
 
     async def middle() -> None:
-        fill(small_disk)
+        fill(disk)
 
     summary = await held(config, caplog, middle)
     assert summary["ledger"]["difference"] == 0
@@ -123,10 +115,8 @@ async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, small_
     assert told == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(kept)} lines were lost"
 
 
-async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
-    tmp_path, caplog, small_disk
-):
-    config = make_config(small_disk, run__steps=STEPS, controller__sample_every_steps=1)
+async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(tmp_path, caplog, disk):
+    config = make_config(disk, run__steps=STEPS, controller__sample_every_steps=1)
     server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
     trainer.hold_at(2)
     controller = Controller(config, OPEN)
@@ -135,7 +125,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
     try:
         async with asyncio.timeout(60):
             await trainer.until_held()
-        filling = fill(small_disk)
+        filling = fill(disk)
         trainer.gate.set()
         with caplog.at_level(logging.WARNING):
             async with asyncio.timeout(100):

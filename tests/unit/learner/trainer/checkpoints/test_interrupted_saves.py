@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ pytest.importorskip("megatron.core")
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer  # noqa: E402
 from slipstream.learner.trainer.ranks.activity import Activity  # noqa: E402
 from support.rigs.controller_runs import make_config  # noqa: E402
+from support.rigs.small_disks import small_disk  # noqa: E402
 
 
 class LoneRank:
@@ -35,15 +34,8 @@ class LoneRank:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for few files."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=20", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this machine mounts nothing")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", "nr_inodes=20") as folder:
+        yield folder
 
 
 @pytest.mark.process
