@@ -35,11 +35,15 @@ def windows(system: System) -> dict[str, list[dict[str, Any]]]:
 
     A synchronous system settles in one step. The replies that an asynchronous one makes during its
     first, slow step last for a window more, and replies of the next lengths begin a window early.
+    Replies of the first lengths come later than that when a server began them late.
     """
     rows, ahead = system.rows(), system.ahead
     window = ahead + 1
     settle = 2 * window if ahead else 1
-    fixed, first_lognormal = system.fixed_steps, system.fixed_steps + window
+    fixed = system.fixed_steps
+    tokens = system.work.tokens * (system.work.fixed // fixed)
+    last_fixed = max((row["step"] for row in rows if row["trained_tokens"] == tokens), default=0)
+    first_lognormal = max(fixed, last_fixed) + window
     whole = (fixed - (window if ahead else 0) - settle) // window * window
     chosen = {"fixed": [row for row in rows if settle < row["step"] <= settle + whole]}
     rest = [row for row in rows if row["step"] > first_lognormal]

@@ -24,8 +24,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
-# bfloat16 beside float32, at a temperature of 0.15. Rows of other tokens differ by several times.
-GAP = 2.0
+# bfloat16 beside float32, at a temperature of 0.15. Between transformers in both types the means of
+# 16 replies were at most 0.09 and the largest gap 3.8; with log-probabilities of other tokens each
+# mean was above 0.2.
+MEAN_GAP = 0.15
+# The largest of nine in ten: 0.23 between the types, 0.64 and more with other tokens.
+COMMON_GAP = 0.4
 
 
 class Found:
@@ -45,8 +49,8 @@ class Found:
             tokens = PROMPT + reply["tokens"]
             expected = self._reference.logprobs(self._weights, tokens, temperature=TEMPERATURE)
             gaps = np.abs(expected[len(PROMPT) - 1 :] - np.array(reply["logprobs"]))
-            assert gaps.max() <= GAP
-            assert gaps.mean() <= GAP / 10
+            assert gaps.mean() <= MEAN_GAP
+            assert np.quantile(gaps, 0.9) <= COMMON_GAP
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,20 @@ def test_settings_reach_vllm_by_name(model: Path) -> None:
     assert settings.model_config.logprobs_mode == "processed_logprobs"
 
 
+def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
+    tmp_path: Path,
+) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
+
+    model = make_model_folder(tmp_path / "model", **SMALLEST)
+    architectures = ["Qwen3NextForCausalLM"]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 32}
+    transformers.Qwen3NextConfig(**sizes, architectures=architectures).save_pretrained(model)
+    for passed, expected in ({}, "float32"), ({"mamba_ssm_cache_dtype": "bfloat16"}, "bfloat16"):
+        settings = engine_config(config_with(model, passed), seed=3)
+        assert settings.cache_config.mamba_ssm_cache_dtype == expected
+
+
 @pytest.mark.parametrize(("steps", "interval"), [(None, 1), (0, 1), (7, 8)])
 def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
     model: Path, steps: int | None, interval: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,18 @@ def test_a_system_that_was_cut_short_has_whole_windows_only(
     assert numbers(windows(system)["lognormal"]) == list(range(26, 31))
     del rows[28:]
     assert "lognormal" not in windows(system)
+
+
+def test_replies_of_the_first_lengths_that_come_late_count_for_no_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, rows = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
+    system = dataclasses.replace(system, work=Work(fixed=20 * 16, tokens=512))
+    for row in [*rows[:20], rows[25]]:
+        row["trained_tokens"] = 512.0 * 16
+    found = windows(system)
+    assert numbers(found["fixed"]) == list(range(11, 16))
+    assert numbers(found["lognormal"]) == list(range(32, 37))
 
 
 def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:

@@ -111,4 +111,6 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         **draft_values(settings, on_cpu=on_cpu),
         **(vision_values(sampling) if table.get("vision_config") else {}),
         **lora_arguments(config.lora, on_cpu=on_cpu),
+        # vLLM would round the states of delta nets to the model's type after each token.
+        **({"mamba_ssm_cache_dtype": "float32"} if table.get("linear_num_value_heads") else {}),
     }
