@@ -6,7 +6,8 @@ and forced lengths of replies: 512 tokens first, then lognormal with a coefficie
 a round are loaded side by side, and then run one after the other: whoever does not run waits at a
 gate, with idle GPUs. The first steps of either length do not count, nor do an asynchronous
 system's last ones of the fixed length, when others are under way. A figure is the tokens of whole
-windows over their time; a window has `max_staleness` + 1 steps, so that waves of replies end in it.
+windows over their time; a window has `max_staleness` + 1 steps or a few more, so that waves of
+replies of one length end with it.
 
     python benchmarks/whole_systems.py --systems ours trl-async           # two GPUs, 8 minutes
     python benchmarks/whole_systems.py --gpus 1 --systems ours trl-colocated
@@ -77,7 +78,8 @@ class Benchmark:
         )
         rows = folder / (f"{name}/metrics.jsonl" if is_ours else "rows.jsonl")
         work = work_of(self.arguments, fixed)
-        system = System(name, folder, ahead, rows, work, fixed, steps)
+        wave = max(1, self.arguments.episodes // self.arguments.sequences)
+        system = System(name, folder, ahead, rows, work, fixed, steps, wave)
         if is_ours:
             config = folder / "config.toml"
             config.write_text(our_config(self.arguments, system, self.model))
@@ -142,7 +144,7 @@ class Benchmark:
             note(NAME, {"system": system.name, **row})
         for lengths, chosen in windows(system).items():
             if chosen:
-                found = figures(chosen, system.ahead + 1)
+                found = figures(chosen, system.window)
                 progress(f"{system.name}, {lengths}: {json.dumps(found)}")
                 self.runs[f"{system.name}, {lengths}"].append(found)
         self.write()

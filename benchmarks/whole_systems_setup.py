@@ -37,9 +37,16 @@ class System:
     work: Work
     fixed_steps: int
     steps: int
+    # The steps that all replies under way last for.
+    wave: int = 1
     # The address of its own server; empty: it has none.
     url: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def window(self) -> int:
+        """Steps of a window: all that may lie ahead, and whole waves of replies of one length."""
+        return -(-(self.ahead + 1) // self.wave) * self.wave if self.ahead else 1
 
     @property
     def asked(self) -> Path:

@@ -31,14 +31,13 @@ PARTS = {
 
 
 def windows(system: System) -> dict[str, list[dict[str, Any]]]:
-    """Returns the steps that count, by lengths: whole windows of `ahead` + 1 steps.
+    """Returns the steps that count, by lengths: whole windows.
 
     A synchronous system settles in one step. The replies that an asynchronous one makes during its
     first, slow step last for a window more, and replies of the next lengths begin a window early.
     Replies of the first lengths come later than that when a server began them late.
     """
-    rows, ahead = system.rows(), system.ahead
-    window = ahead + 1
+    rows, ahead, window = system.rows(), system.ahead, system.window
     settle = 2 * window if ahead else 1
     fixed = system.fixed_steps
     tokens = system.work.tokens * (system.work.fixed // fixed)
