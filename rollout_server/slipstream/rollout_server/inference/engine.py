@@ -30,6 +30,7 @@ from slipstream.rollout_server.inference.engine_arguments import engine_config
 from slipstream.rollout_server.inference.engine_pause import ANSWER_LIMIT_S, EnginePause
 from slipstream.rollout_server.inference.engine_requests import EngineRequests
 from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
+from slipstream.rollout_server.inference.reply_text import ReplyText
 from slipstream.rollout_server.inference.token_counter import PROBE_PREFIX, TokenCounter
 from slipstream.rollout_server.inference.vllm_requests import (
     ReplyRecord,
@@ -37,7 +38,6 @@ from slipstream.rollout_server.inference.vllm_requests import (
     parameters,
     scores_of,
     scoring_parameters,
-    whole_text,
 )
 from slipstream.rollout_server.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.weights.direct_line import DirectLine
@@ -182,21 +182,22 @@ class VllmEngine:
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
         asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record, requests = ReplyRecord(), self._requests
-        with_logprobs = options.num_logprobs is not None
+        text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
+
+        def part(output: RequestOutput) -> TextPart:
+            new = record.part(output, with_logprobs=options.num_logprobs is not None)
+            return new if asked.detokenize else dataclasses.replace(new, text=text.read(output))
+
         async with requests.admitted(request_id) as is_wanted:
             if is_wanted:
                 adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
                 collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await requests.next(request_id, collector)).finished:
-                    yield record.part(output, with_logprobs=with_logprobs)
+                    yield part(output)
         if not is_wanted:
             yield TextPart((), "", generation=Generation.unbegun())
             return
-        last = record.part(output, with_logprobs=with_logprobs)
-        if not asked.detokenize:
-            tokenizer = self._llm.renderer.get_tokenizer()
-            text = whole_text(tokenizer, prompt_token_ids, output, options)
-            last = dataclasses.replace(last, text=text)
+        last = part(output)
         end = requests.returned(record, output, asked, is_judged=options.by_start)
         yield dataclasses.replace(last, generation=end)
 

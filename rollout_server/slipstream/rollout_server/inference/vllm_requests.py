@@ -18,6 +18,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
+from slipstream.rollout_server.inference.reply_text import is_read_by_us
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -26,8 +27,6 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-# Tokens of the prompt that are decoded with a reply.
-_CONTEXT = 8
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
@@ -56,7 +55,7 @@ def parameters(
         # vLLM looks for these in the text of each chunk, and drops the tokens behind.
         stop=stop,
         include_stop_str_in_output=text.with_stop,
-        detokenize=bool(stop) or (options is not None and not is_read_at_the_end(options)),
+        detokenize=bool(stop) or (options is not None and not is_read_by_us(options)),
         skip_special_tokens=text.skip_special_tokens,
         spaces_between_special_tokens=text.spaces_between_special_tokens,
         logprobs=text.num_logprobs or 0,
@@ -78,46 +77,6 @@ def scoring_parameters() -> SamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def is_read_at_the_end(options: TextOptions) -> bool:
-    """Whether the text of a reply without stop texts is asked for only when it is whole.
-
-    vLLM reads tokens one by one, and their log-probabilities too, as they are handed out. That
-    takes most of the server's time; to read a whole reply once takes next to none.
-    """
-    return (
-        not options.is_streamed
-        and options.num_logprobs is None
-        and options.spaces_between_special_tokens
-    )
-
-
-def whole_text(
-    tokenizer: Any,  # noqa: ANN401 - the tokenizer of vLLM
-    prompt: Sequence[int],
-    output: RequestOutput,
-    options: TextOptions,
-) -> str:
-    """Returns the text of a finished reply as vLLM would have read it token by token.
-
-    The token that ended the reply is left out, and so are the bytes of a character that is cut.
-    Bytes inside a reply that are no text become U+FFFD; vLLM loses some of the text behind them.
-    """
-    (completion,) = output.outputs
-    token_ids = list(completion.token_ids)
-    if completion.finish_reason == "stop" and not options.with_stop:
-        token_ids.pop()
-
-    def decoded(ids: Sequence[int]) -> str:
-        found: str = tokenizer.decode(ids, skip_special_tokens=options.skip_special_tokens)
-        return found
-
-    # A space before the first word is kept only behind other text.
-    before = list(prompt[-_CONTEXT:])
-    start, text = decoded(before), decoded([*before, *token_ids])
-    text = text[len(start) :] if text.startswith(start) else decoded(token_ids)
-    return text.rstrip("\ufffd")
 
 
 class ReplyRecord:

@@ -1,4 +1,4 @@
-"""The text of a whole reply is what vLLM reads token by token."""
+"""The text of a reply, read whole or in parts, is what vLLM reads token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from slipstream.rollout_server.engine_interface import TextOptions  # noqa: E402
-from slipstream.rollout_server.inference.vllm_requests import whole_text  # noqa: E402
+from slipstream.rollout_server.inference.reply_text import ReplyText  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
@@ -41,8 +41,9 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 @pytest.mark.parametrize("with_stop", [False, True])
 @pytest.mark.parametrize("skip_special_tokens", [False, True])
-def test_a_reply_that_is_read_at_once_is_read_alike(
-    kind: str, with_stop: bool, skip_special_tokens: bool
+@pytest.mark.parametrize("longest", [20, 3, 1])
+def test_a_reply_that_is_read_in_parts_is_read_alike(
+    kind: str, with_stop: bool, skip_special_tokens: bool, longest: int
 ) -> None:
     words = tokenizer(kind)
     options = TextOptions(with_stop=with_stop, skip_special_tokens=skip_special_tokens)
@@ -64,7 +65,11 @@ def test_a_reply_that_is_read_at_once_is_read_alike(
         )
         one_by_one = FastIncrementalDetokenizer(words, request)
         one_by_one.update(list(reply), stopped)
-        completion = SimpleNamespace(token_ids=reply, finish_reason="stop" if stopped else "length")
-        output = SimpleNamespace(outputs=[completion])
-        found = whole_text(words, prompt, output, options)
+        text, found = ReplyText(words, prompt, options), ""
+        while reply:
+            part, reply = reply[:longest], reply[longest:]
+            reason = None if reply else "stop" if stopped else "length"
+            completion = SimpleNamespace(token_ids=part, finish_reason=reason)
+            output = SimpleNamespace(outputs=[completion], finished=not reply)
+            found += text.read(output)
         assert found == one_by_one.get_next_output_text(finished=True, delta=False)
