@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.exit_codes import NOT_STARTED
-from slipstream.protocol.machine.process import die_with_parent, open_variables
+from slipstream.protocol.machine.process import die_with_parent, flush_output, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
 # Parts of the errors for an engine process that is gone: vLLM's, and that of `Engine.watch`.
@@ -102,8 +103,7 @@ def leave(code: int) -> NoReturn:
     To take vLLM's and torch's modules apart costs seconds, in which vLLM's client logs errors.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code)
 
 
@@ -120,6 +120,8 @@ def bind_children() -> None:
 
     def follow() -> None:
         die_with_parent()
+        # Else Python would tell the server's event loop of the child's signals.
+        signal.set_wakeup_fd(-1)
         # Ctrl-C in a terminal must reach the server alone, which stops the engine after its
         # requests have ended.
         os.setpgrp()

@@ -328,6 +328,8 @@ class RunProcesses:
             return
         if controller is None or not controller.is_running or self._display.is_over:
             return
+        if self._ended_controller:
+            return
         ending = "it is ended, and the same command resumes the run"
         self._display.warn(f"the controller does not answer, {problem}; {ending}")
         self._ended_controller = True
