@@ -28,7 +28,8 @@ FULL_BYTES = 1 << 20
 # Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
-# Lines of a traceback that name no cause, and vLLM's hint at a cause above.
+# Lines of a traceback that name no cause, and vLLM's hint at a cause above. There is none when a
+# signal has ended its process.
 NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
 SEE_ABOVE = "See root cause above"
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
@@ -69,13 +70,13 @@ class Child:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code}"
-        if code != -signal.SIGKILL:
-            said = last_complaint(self.log_path, self.log_start)
-        elif kernel_oom_kills() > self.oom_kills:
+        # A program that gets SIGKILL cannot write why.
+        is_mute = code == -signal.SIGKILL
+        said = "" if is_mute else last_complaint(self.log_path, self.log_start)
+        if (is_mute or SEE_ABOVE in said) and kernel_oom_kills() > self.oom_kills:
             said = "memory was full, so the kernel ended a process; give the run more memory"
-        else:
-            # A program that gets SIGKILL cannot write why.
-            said = ""
+        elif SEE_ABOVE in said:
+            said = "vLLM's engine ended at its start: by an error above in the log, or by a signal"
         ending = f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
 

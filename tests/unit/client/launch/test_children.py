@@ -17,6 +17,7 @@ from slipstream.client.launch.children import (
     start_child,
     with_full_disk,
 )
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError
 
 RAISE_TWO = """
@@ -153,7 +154,26 @@ def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Pa
     above = "RuntimeError: Engine core initialization failed. See root cause above."
     log = write(tmp_path / "log", "torch.OutOfMemoryError: 3 GiB", "Traceback", "  x()", above)
     assert last_complaint(log) == "torch.OutOfMemoryError: 3 GiB"
-    assert last_complaint(write(tmp_path / "log", "noise", above)) == above
+
+
+@pytest.mark.process
+async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: Path) -> None:
+    ended = await asyncio.create_subprocess_exec("sh", "-c", "exit 4")
+    await ended.wait()
+    # No line above names a cause: a process that a signal ends cannot write one.
+    above = "RuntimeError: Engine core initialization failed. See root cause above."
+    log = write(tmp_path / "log", "noise", "Traceback (most recent call last):", "  x()", above)
+    child = Child("server-0", ended, log, oom_kills=kernel_oom_kills())
+    assert child.describe_end() == (
+        "server-0 exited with code 4: vLLM's engine ended at its start: by an error above in the "
+        f"log, or by a signal (log: {log})"
+    )
+    # The kernel seems to have ended a process since the start.
+    child.oom_kills -= 1
+    assert child.describe_end() == (
+        "server-0 exited with code 4: memory was full, so the kernel ended a process; give the "
+        f"run more memory (log: {log})"
+    )
 
 
 def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:
