@@ -30,7 +30,11 @@ LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
 # Lines of a traceback that name no cause, and vLLM's hint at a cause above. There is none when a
 # signal has ended its process.
-NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
+NO_CAUSE = re.compile(
+    r'(\[rank\d+\]:\s*)?([\s^~]*$|File "|frame #\d|Exception raised from |<omitting python)'
+)
+# The word before the cause with which a C++ program ends.
+WHAT = "what():"
 SEE_ABOVE = "See root cause above"
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 TRACEBACK = "Traceback (most recent call last):"
@@ -195,6 +199,8 @@ def last_complaint(path: Path, start: int = 0) -> str:
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
     chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
     said = chosen[-1] if chosen else ""
+    thrown = [line.removeprefix(WHAT).lstrip() for line in chosen if line.startswith(WHAT)]
+    said = thrown[-1] if thrown else said
     if not spoken:
         said = _raised(text.splitlines()) or said
     if SEE_ABOVE in said:

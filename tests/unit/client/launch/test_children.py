@@ -176,6 +176,27 @@ async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: P
     )
 
 
+LOST = "[W1 TCPStore.cpp:1] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): got 0 bytes."
+FRAMES = (
+    "Exception raised from recvBytes at Utils.hpp:787 (most recent call first):",
+    "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f0e in libc10.so)",
+    "<omitting python frames>",
+    "frame #19: __libc_start_main + 0x85 (0x7f0e in libc.so.6)",
+    "",
+)
+
+
+def test_frames_of_a_program_in_another_language_are_no_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "noise", LOST, *FRAMES)
+    assert last_complaint(log) == LOST
+    log = write(
+        tmp_path / "log",
+        *(LOST, *FRAMES, "terminate called after throwing an instance of 'c10::DistBackendError'"),
+        *("  what():  NCCL error: remote process exited", "Last error:", *FRAMES),
+    )
+    assert last_complaint(log) == "NCCL error: remote process exited"
+
+
 def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:
     log = write(tmp_path / "log", "OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^")
     assert last_complaint(log) == "OSError: full"
