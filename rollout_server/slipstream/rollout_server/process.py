@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.exit_codes import NOT_STARTED
+from slipstream.protocol.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.protocol.machine.process import die_with_parent, flush_output, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
@@ -37,6 +38,9 @@ _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 # the fork.
 _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
+# A slash and the UUID with which vLLM names a socket.
+_SOCKET_NAME_BYTES = 37
+
 
 def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
     """Returns the variables that vLLM reads when it is imported."""
@@ -52,6 +56,18 @@ def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[
     if settings.threads:
         variables["OMP_NUM_THREADS"] = str(settings.threads)
     return variables
+
+
+@contextlib.contextmanager
+def engine_sockets() -> Iterator[None]:
+    """Removes the sockets that vLLM makes in the block: it leaves them, however it ends.
+
+    Enter it before vLLM is imported. Where temporary folders have too long a path they are left.
+    """
+    with contextlib.closing(OwnedFolder("sockets")) as folder:
+        if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
+            os.environ["VLLM_RPC_BASE_PATH"] = str(folder.path)
+        yield
 
 
 def is_cpu_build() -> bool:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+# A unix socket's path has at most 107 bytes on Linux.
+MAX_SOCKET_PATH_BYTES = 100
 Kind = Literal["sockets", "sandbox", "agent"]
 _NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
 

@@ -15,15 +15,17 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.protocol.errors import QueueError
-from slipstream.protocol.machine.owned_folder import OwnedFolder, remove_abandoned
+from slipstream.protocol.machine.owned_folder import (
+    MAX_SOCKET_PATH_BYTES,
+    OwnedFolder,
+    remove_abandoned,
+)
 from slipstream.protocol.machine.process import below_this
 from slipstream.protocol.queue.base import AsyncClosing
 from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
-# A unix socket's path has at most 107 bytes on Linux.
-MAX_SOCKET_PATH_BYTES = 100
 # The only users, with their rights as ACL SETUSER takes them.
 USERS = {role.user: role.rules for role in ROLES.values()}
 
