@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -101,7 +103,12 @@ async def publish(connection: Connection, weights: dict, step: int) -> weights_p
     return serving
 
 
-async def test_the_program_serves_a_group_and_drains(settings: Path, fleet: FakeFleet) -> None:
+async def test_the_program_serves_a_group_and_drains(
+    settings: Path, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A short path: those of sockets have a limit.
+    temporary = Path(tempfile.mkdtemp(prefix="t"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     server = await start(settings, fleet.address, "--server-id", "server-7")
     try:
         connection = await fleet.joined(START_LIMIT_S)
@@ -139,6 +146,10 @@ async def test_the_program_serves_a_group_and_drains(settings: Path, fleet: Fake
         if server.returncode is None:
             server.kill()
     assert list((settings.parent / "test" / "logs").glob("*-environment-echo-0.log"))
+    # Neither its own sockets nor vLLM's are left.
+    left = [path for path in temporary.rglob("*") if path.is_socket()]
+    shutil.rmtree(temporary)
+    assert left == []
 
 
 async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:

@@ -80,6 +80,7 @@ def _keep_stdout() -> int:
 
 
 def _serve(address: str, record: int | None) -> int:
+    from slipstream.protocol.machine.owned_folder import remove_abandoned
     from slipstream.protocol.machine.process import die_with_parent
 
     token = os.environ.pop(TOKEN_VARIABLE, None)
@@ -87,6 +88,8 @@ def _serve(address: str, record: int | None) -> int:
         die_with_parent()
         # Ctrl-C reaches the whole process group; the server says when its workers end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A worker that was killed has left the folders of its programs.
+    remove_abandoned()
     code = 1
     try:
         asyncio.run(_attach(address, token, record))

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,8 @@ from typing import NoReturn
 
 from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.exit_codes import NOT_STARTED
-from slipstream.protocol.machine.process import die_with_parent, open_variables
+from slipstream.protocol.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
+from slipstream.protocol.machine.process import die_with_parent, flush_output, open_variables
 from slipstream.protocol.settings.config import RolloutServerSection
 
 # Parts of the errors for an engine process that is gone: vLLM's, and that of `Engine.watch`.
@@ -36,6 +38,9 @@ _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 # the fork.
 _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
+# A slash and the UUID with which vLLM names a socket.
+_SOCKET_NAME_BYTES = 37
+
 
 def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
     """Returns the variables that vLLM reads when it is imported."""
@@ -51,6 +56,18 @@ def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[
     if settings.threads:
         variables["OMP_NUM_THREADS"] = str(settings.threads)
     return variables
+
+
+@contextlib.contextmanager
+def engine_sockets() -> Iterator[None]:
+    """Removes the sockets that vLLM makes in the block: it leaves them, however it ends.
+
+    Enter it before vLLM is imported. Where temporary folders have too long a path they are left.
+    """
+    with contextlib.closing(OwnedFolder("sockets")) as folder:
+        if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
+            os.environ["VLLM_RPC_BASE_PATH"] = str(folder.path)
+        yield
 
 
 def is_cpu_build() -> bool:
@@ -102,8 +119,7 @@ def leave(code: int) -> NoReturn:
     To take vLLM's and torch's modules apart costs seconds, in which vLLM's client logs errors.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code)
 
 
@@ -120,6 +136,8 @@ def bind_children() -> None:
 
     def follow() -> None:
         die_with_parent()
+        # Else Python would tell the server's event loop of the child's signals.
+        signal.set_wakeup_fd(-1)
         # Ctrl-C in a terminal must reach the server alone, which stops the engine after its
         # requests have ended.
         os.setpgrp()

@@ -146,7 +146,7 @@ class Session:
         self._orders = WeightOrders(
             services.engine, self._dispatcher, self._publish_report, rested=self._rested
         )
-        self._fetches = FetchOrders(services.stored, self._publish_report, group)
+        self._fetches = FetchOrders(services.stored, self._tell_publish, group)
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Set by a drain order that leaves running episodes no time.
@@ -269,6 +269,9 @@ class Session:
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
         self._fetches.note(report)
+        self._tell_publish(report)
+
+    def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:
         self._outbox.put(fleet_pb2.ServerMessage(publish=report))
 
     def _rested(self, answer: fleet_pb2.Rested) -> None:

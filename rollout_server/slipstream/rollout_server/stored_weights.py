@@ -7,6 +7,7 @@ one with what changed in them. Waits for: the storage. Unblocked by: its answer,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import mmap
@@ -59,7 +60,8 @@ class StoredWeights:
     """Brings its file from the version that it holds to a newer one; `fetch` on any thread.
 
     The file holds all buckets, one after the other. A fetch that fails in the middle leaves no
-    version in it: the next one begins with a whole one.
+    version in it: the next one begins with a whole one. Where only the changes found no room, the
+    file holds the version, and the next fetch gives the whole file.
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
@@ -101,7 +103,7 @@ class StoredWeights:
                     for link in links:
                         num_bytes += self._apply(link, file, changes, until)
                     if changes is not None:
-                        delta = changes.write(self._changes_path, base, file.elements)
+                        delta = self._write(changes, base, file)
             except (OSError, ValueError) as error:
                 # A file that was cut cannot be mapped: a ValueError.
                 self._held = b""
@@ -109,6 +111,17 @@ class StoredWeights:
         seconds = time.monotonic() - started_s
         path = self._path if delta is None else self._changes_path
         return Fetched(manifest.layout, path, delta, len(links), num_bytes, seconds)
+
+    def _write(
+        self, changes: JoinedChanges, base: bytes, file: _Buckets
+    ) -> weights_pb2.Delta | None:
+        """Writes the changes; when the disk does not take them the other file keeps its version."""
+        try:
+            return changes.write(self._changes_path, base, file.elements)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._changes_path.unlink()
+            raise WeightSyncError(f"changes in {self._changes_path}: {error}") from error
 
     def _manifest(
         self, stored: weights_pb2.StoredWeights, until: Until

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from slipstream.protocol.descendants import kernel_oom_kills
@@ -49,6 +50,47 @@ leave(3)
 def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
     run = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=30)
     assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
+
+
+@pytest.mark.process
+def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
+    full = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    program = LEAVE.replace("leave(3)", f"{full}leave(3)")
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=30)
+    assert run.returncode == 3
+
+
+FORK = """
+import asyncio, os, signal
+from slipstream.rollout_server.process import bind_children
+import uvloop
+async def main():
+    loop = asyncio.get_running_loop()
+    bind_children()
+    told = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, told.set)
+    ready, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # As vLLM's engine does.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+        os.write(write, b"1")
+        while True:
+            signal.pause()
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    await asyncio.sleep(0.1)
+    print(told.is_set())
+uvloop.run(main())
+"""
+
+
+@pytest.mark.process
+def test_a_signal_to_the_engine_is_none_to_the_server() -> None:
+    run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30)
+    assert (run.returncode, run.stdout) == (0, "False\n"), run.stderr
 
 
 def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:

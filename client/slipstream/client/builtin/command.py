@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ from slipstream.client.sandbox.kept_program import ProgramEnd, ProgramLimits, ru
 from slipstream.client.sandbox.plan import Limits, Plan
 from slipstream.client.sandbox.sandbox import launched, why_not
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.owned_folder import OwnedFolder
 from slipstream.protocol.machine.process import open_variables
 
 Row: TypeAlias = Mapping[str, Any]
@@ -99,10 +100,8 @@ class Command(AgentEnvironment[Row]):
 
     async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:
         """Runs the program, then scores it."""
-        with tempfile.TemporaryDirectory(
-            prefix="slipstream-agent-", ignore_cleanup_errors=True
-        ) as name:
-            folder = Path(name) / "work"
+        with contextlib.closing(OwnedFolder("agent")) as owned:
+            folder = owned.path / "work"
             fields = {**endpoint.variables(), **task}
             variables = self._make_folders(folder, fields)
             own = {name: _fill(text, fields) for name, text in self._variables.items()}

@@ -12,11 +12,11 @@ one of Inspect's, which `inspect view` shows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.owned_folder import OwnedFolder
 from slipstream.protocol.machine.process import open_variables
 
 # First and last sample of an episode, counted from 1.
@@ -94,13 +95,11 @@ class Inspect(AgentEnvironment[Span]):
 
     async def run(self, task: Span, endpoint: Endpoint) -> AgentOutcome:
         """Runs `inspect eval` and reads its log."""
-        with tempfile.TemporaryDirectory(
-            prefix="slipstream-inspect-", ignore_cleanup_errors=True
-        ) as name:
-            logs = Path(name) / "logs"
+        with contextlib.closing(OwnedFolder("agent")) as owned:
+            logs = owned.path / "logs"
             ended = await run_program(
                 self._command(task, endpoint, logs),
-                folder=self._folder or Path(name),
+                folder=self._folder or owned.path,
                 variables=open_variables(os.environ)
                 | {KEY_VARIABLE: endpoint.api_key, "NO_PROXY": "127.0.0.1"},
                 limits=self._limits,

@@ -28,8 +28,13 @@ FULL_BYTES = 1 << 20
 # Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
-# Lines of a traceback that name no cause, and vLLM's hint at a cause above.
-NO_CAUSE = re.compile(r'(\[rank\d+\]:\s*)?([\s^~]*$|File ")')
+# Lines of a traceback that name no cause, and vLLM's hint at a cause above. There is none when a
+# signal has ended its process.
+NO_CAUSE = re.compile(
+    r'(\[rank\d+\]:\s*)?([\s^~]*$|File "|frame #\d|Exception raised from |<omitting python)'
+)
+# The word before the cause with which a C++ program ends.
+WHAT = "what():"
 SEE_ABOVE = "See root cause above"
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 TRACEBACK = "Traceback (most recent call last):"
@@ -69,13 +74,13 @@ class Child:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code}"
-        if code != -signal.SIGKILL:
-            said = last_complaint(self.log_path, self.log_start)
-        elif kernel_oom_kills() > self.oom_kills:
+        # A program that gets SIGKILL cannot write why.
+        is_mute = code == -signal.SIGKILL
+        said = "" if is_mute else last_complaint(self.log_path, self.log_start)
+        if (is_mute or SEE_ABOVE in said) and kernel_oom_kills() > self.oom_kills:
             said = "memory was full, so the kernel ended a process; give the run more memory"
-        else:
-            # A program that gets SIGKILL cannot write why.
-            said = ""
+        elif SEE_ABOVE in said:
+            said = "vLLM's engine ended at its start: by an error above in the log, or by a signal"
         ending = f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
 
@@ -194,6 +199,8 @@ def last_complaint(path: Path, start: int = 0) -> str:
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
     chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
     said = chosen[-1] if chosen else ""
+    thrown = [line.removeprefix(WHAT).lstrip() for line in chosen if line.startswith(WHAT)]
+    said = thrown[-1] if thrown else said
     if not spoken:
         said = _raised(text.splitlines()) or said
     if SEE_ABOVE in said:

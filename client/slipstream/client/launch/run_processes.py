@@ -75,8 +75,10 @@ class RunProcesses:
         self._over = False
         # How a trainer rank was killed; the other ranks only say that they lost it.
         self._killed = ""
-        # The request that the controller did not answer before this command ended it.
-        self._unanswered: status_pb2.StopRunRequest | None = None
+        # Why the run failed, as the controller is or was to be told; "" if it is to be stopped.
+        self._failure = ""
+        # Whether this command ended the controller because it did not answer.
+        self._ended_controller = False
         self._stopping: asyncio.Task[signal.Signals] | None = None
 
     async def __aenter__(self) -> RunProcesses:
@@ -163,7 +165,7 @@ class RunProcesses:
             # Without a controller no rank is restarted, however the ranks end.
             keep_trainers.cancel()
             waits.cancel()
-            if self._unanswered is None:
+            if not self._ended_controller:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(EVENTS_LIMIT_S):
                         await show
@@ -173,12 +175,12 @@ class RunProcesses:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self._unanswered is not None and self._unanswered.failed:
-            raise RunFailed(with_full_disk(self._unanswered.reason, self._logs))
+        if self._ended_controller and self._failure:
+            raise RunFailed(with_full_disk(self._failure, self._logs))
         if controller.process.returncode == 0:
             self._display.summary()
             return self._signalled if self._display.is_stopped else 0
-        if self._unanswered is not None:
+        if self._ended_controller:
             return self._signalled
         # A controller whose disk is full may have told the cause, and not the end.
         failure = self._display.failure or self._display.told_failure
@@ -315,6 +317,8 @@ class RunProcesses:
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
         """Asks the controller to end the run; ends the controller when it gives no answer."""
+        if failed:
+            self._failure = self._failure or reason
         controller = await self._controller if self._controller is not None else None
         if controller is not None:
             # Somebody may have stopped the process by SIGSTOP: it could neither answer nor end.
@@ -324,9 +328,11 @@ class RunProcesses:
             return
         if controller is None or not controller.is_running or self._display.is_over:
             return
+        if self._ended_controller:
+            return
         ending = "it is ended, and the same command resumes the run"
         self._display.warn(f"the controller does not answer, {problem}; {ending}")
-        self._unanswered = status_pb2.StopRunRequest(reason=reason, failed=failed)
+        self._ended_controller = True
         await controller.stop(HURRIED_GRACE_S)
 
     async def _show_events(self) -> None:

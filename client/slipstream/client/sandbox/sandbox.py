@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
@@ -26,6 +25,7 @@ from slipstream.client.sandbox.kept_program import own_program
 from slipstream.client.sandbox.plan import Backend, Limits, Plan
 from slipstream.client.sandbox.system_calls import machine_is_known
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.machine.owned_folder import OwnedFolder
 
 BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
 _CHUNK_BYTES = 64 << 10
@@ -103,7 +103,8 @@ class Sandbox:
         self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
     ) -> AsyncIterator[StartedProgram]:
         """Starts a program to talk with; at the end of the context nothing is left of it."""
-        folder = tempfile.mkdtemp(prefix="slipstream-sandbox-")
+        owned = OwnedFolder("sandbox")
+        folder = str(owned.path)
         try:
             given = dict(files or {})
             if isinstance(program, str):
@@ -116,9 +117,7 @@ class Sandbox:
             finally:
                 await asyncio.shield(started.end())
         finally:
-            # Deeper folders than Python itself could remove are no matter to it.
-            removing = await asyncio.create_subprocess_exec("rm", "-rf", "--", folder)
-            await asyncio.shield(removing.wait())
+            await asyncio.shield(asyncio.to_thread(owned.close))
 
     async def _start(self, command: Sequence[str], folder: str) -> StartedProgram:
         read_end, write_end = os.pipe()
@@ -265,7 +264,8 @@ def why_not(backend: Backend) -> str:
         return "the package is not installed: pip install 'slipstream-rl[sandbox]'"
     if backend == "bubblewrap" and shutil.which("bwrap") is None:
         return "the program bwrap is not installed: apt install bubblewrap"
-    with tempfile.TemporaryDirectory(prefix="slipstream-sandbox-") as folder:
+    with contextlib.closing(OwnedFolder("sandbox")) as owned:
+        folder = str(owned.path)
         try:
             tried = subprocess.run(
                 launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),

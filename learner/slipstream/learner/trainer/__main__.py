@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.machine.process import without_collections
+from slipstream.protocol.machine.process import flush_output, without_collections
 from slipstream.protocol.run_folder import LOCKS
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, load_config
@@ -140,4 +140,6 @@ def _load(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    flush_output()
+    sys.exit(status)

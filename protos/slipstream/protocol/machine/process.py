@@ -86,6 +86,19 @@ def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0"}
 
 
+def flush_output() -> None:
+    """Writes out stdout and stderr, and drops what a full disk does not take of them.
+
+    What a program has done, and its exit code, do not depend on the end of its log.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # The interpreter flushes again at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 if __name__ == "__main__":
     die_with_parent()
     if os.getppid() != int(sys.argv[1]):

@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
 from slipstream.protocol.errors import QueueError
+from slipstream.protocol.machine.owned_folder import (
+    MAX_SOCKET_PATH_BYTES,
+    OwnedFolder,
+    remove_abandoned,
+)
 from slipstream.protocol.machine.process import below_this
 from slipstream.protocol.queue.base import AsyncClosing
 from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
-# A unix socket's path has at most 107 bytes on Linux.
-MAX_SOCKET_PATH_BYTES = 100
-# File with the name of the socket's folder, if the socket needs a shorter path.
-SOCKET_NOTE = "valkey.sockets"
 # The only users, with their rights as ACL SETUSER takes them.
 USERS = {role.user: role.rules for role in ROLES.values()}
 
@@ -40,14 +40,16 @@ class EmbeddedServer(AsyncClosing):
     def __init__(self, folder: Path, users: Mapping[str, str] = USERS) -> None:
         """Takes a `folder`, which is made if it does not exist."""
         self._folder = folder.absolute()
-        self._socket_folder = self._folder
+        # Holds the socket if `folder` has a path too long for it.
+        self._socket_folder: OwnedFolder | None = None
         self._users = users
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> EmbeddedServer:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH_BYTES:
-            self._socket_folder = make_socket_folder(self._folder / SOCKET_NOTE)
+            await asyncio.to_thread(remove_abandoned)
+            self._socket_folder = OwnedFolder("sockets")
         await self.start()
         return self
 
@@ -118,12 +120,14 @@ class EmbeddedServer(AsyncClosing):
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        if self._socket_folder != self._folder:
-            remove_socket_folder(self._folder / SOCKET_NOTE)
+        if self._socket_folder is not None:
+            self._socket_folder.close()
+            self._socket_folder = None
 
     @property
     def _socket(self) -> Path:
-        return self._socket_folder / "valkey.sock"
+        folder = self._folder if self._socket_folder is None else self._socket_folder.path
+        return folder / "valkey.sock"
 
     def _access_list(self) -> str:
         lines = [DEFAULT_USER]

@@ -112,7 +112,9 @@ class HostedEnvironment:
                 backoff.reset()
             failures += 1
             never_loaded = self._outcome is None or self._outcome.HasField("failure")
-            if never_loaded or failures > _MAX_RESTARTS_IN_A_ROW:
+            # One kill, as by a kernel whose memory is full, may be over; a second one is a cause.
+            is_final = never_loaded and (failures > 1 or not worker.was_killed)
+            if is_final or failures > _MAX_RESTARTS_IN_A_ROW:
                 self._abandon()
                 return
             await asyncio.sleep(backoff.take_s())

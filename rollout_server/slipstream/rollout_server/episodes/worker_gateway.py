@@ -16,7 +16,7 @@ from typing import Self
 import grpc
 import grpc.aio
 from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
-from slipstream.protocol.access.socket_folder import make_socket_folder, remove_socket_folder
+from slipstream.protocol.machine.owned_folder import OwnedFolder, remove_abandoned
 from slipstream.protocol.other_python import worker_program
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
@@ -55,30 +55,30 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         waits: WorkerWaits = WORKER_WAITS,
         takes_tools: bool = True,
     ) -> None:
-        """`server`: id of this server, which removes the socket that it left when it was killed.
+        """`server`: id of this server.
 
         `log_bytes`: limit of the output kept of one worker; `limits` and `waits` hold for each.
         `takes_tools`: environments may name tools.
         """
         self.limits, self.waits, self.takes_tools = limits, waits, takes_tools
         self.log_dir, self.server = log_dir, server
-        self._socket_note = log_dir / f"{server}.sockets"
         self.program = program
         self._log_bytes = log_bytes
         self.logs: WorkerLogs
-        self._folder = Path()
+        self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.
         self._expected: dict[str, WorkerStream] = {}
 
     @property
     def address(self) -> str:
         """The address to which workers attach."""
-        return f"unix:{self._folder / 'workers.sock'}"
+        return f"unix:{self._folder.path / 'workers.sock'}"
 
     async def __aenter__(self) -> Self:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.logs = WorkerLogs(self.log_dir, self._log_bytes)
-        self._folder = make_socket_folder(self._socket_note)
+        await asyncio.to_thread(remove_abandoned)
+        self._folder = OwnedFolder("sockets")
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
@@ -93,7 +93,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         await self._server.stop(grace=0)
         await asyncio.to_thread(self.logs.close)
-        remove_socket_folder(self._socket_note)
+        self._folder.close()
 
     def expect(self, stream: WorkerStream) -> None:
         """Lets one worker attach with the token of `stream`."""

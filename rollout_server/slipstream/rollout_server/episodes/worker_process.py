@@ -91,6 +91,11 @@ class WorkerProcess:
         """Returns the calls that the worker answers at this moment, or answered when it ended."""
         return CallRecord.read(self._record)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended the worker."""
+        return (self._process.returncode or 0) < 0
+
     async def wait(self) -> str:
         """Waits for the end of the worker; returns the cause in words."""
         code = await self._process.wait()

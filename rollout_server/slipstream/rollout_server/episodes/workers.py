@@ -57,6 +57,11 @@ class EnvironmentWorker:
         """The calls to this worker; only after it has attached."""
         return self._stream.table.result()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended the process; only after `run`."""
+        return self._gone.is_set() and self._process.was_killed
+
     def open(
         self,
         episode_key: str,

@@ -17,6 +17,7 @@ from slipstream.client.launch.children import (
     start_child,
     with_full_disk,
 )
+from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError
 
 RAISE_TWO = """
@@ -153,7 +154,47 @@ def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Pa
     above = "RuntimeError: Engine core initialization failed. See root cause above."
     log = write(tmp_path / "log", "torch.OutOfMemoryError: 3 GiB", "Traceback", "  x()", above)
     assert last_complaint(log) == "torch.OutOfMemoryError: 3 GiB"
-    assert last_complaint(write(tmp_path / "log", "noise", above)) == above
+
+
+@pytest.mark.process
+async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: Path) -> None:
+    ended = await asyncio.create_subprocess_exec("sh", "-c", "exit 4")
+    await ended.wait()
+    # No line above names a cause: a process that a signal ends cannot write one.
+    above = "RuntimeError: Engine core initialization failed. See root cause above."
+    log = write(tmp_path / "log", "noise", "Traceback (most recent call last):", "  x()", above)
+    child = Child("server-0", ended, log, oom_kills=kernel_oom_kills())
+    assert child.describe_end() == (
+        "server-0 exited with code 4: vLLM's engine ended at its start: by an error above in the "
+        f"log, or by a signal (log: {log})"
+    )
+    # The kernel seems to have ended a process since the start.
+    child.oom_kills -= 1
+    assert child.describe_end() == (
+        "server-0 exited with code 4: memory was full, so the kernel ended a process; give the "
+        f"run more memory (log: {log})"
+    )
+
+
+LOST = "[W1 TCPStore.cpp:1] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): got 0 bytes."
+FRAMES = (
+    "Exception raised from recvBytes at Utils.hpp:787 (most recent call first):",
+    "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f0e in libc10.so)",
+    "<omitting python frames>",
+    "frame #19: __libc_start_main + 0x85 (0x7f0e in libc.so.6)",
+    "",
+)
+
+
+def test_frames_of_a_program_in_another_language_are_no_cause(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", "noise", LOST, *FRAMES)
+    assert last_complaint(log) == LOST
+    log = write(
+        tmp_path / "log",
+        *(LOST, *FRAMES, "terminate called after throwing an instance of 'c10::DistBackendError'"),
+        *("  what():  NCCL error: remote process exited", "Last error:", *FRAMES),
+    )
+    assert last_complaint(log) == "NCCL error: remote process exited"
 
 
 def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:

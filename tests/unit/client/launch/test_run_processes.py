@@ -138,6 +138,40 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_gone: bool,
+) -> None:
+    config = deaf_config(tmp_path)
+    async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
+        while not (tmp_path / "test" / "logs" / "controller.log").exists():
+            await asyncio.sleep(0.01)
+        asked = asyncio.Event()
+
+        async def stop(reason: str, *, failed: bool) -> str:
+            if failed:
+                asked.set()
+                while not processes._ended_controller:
+                    await asyncio.sleep(0.001)
+            if failed and is_gone:
+                await processes._children[0].process.wait()
+            return "DEADLINE_EXCEEDED"
+
+        monkeypatch.setattr(processes._calls, "stop", stop)
+        monkeypatch.setattr(sys, "executable", "/missing/python")
+        processes.keep_rollout_server(0)
+        await asked.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
+            await running
+    assert capsys.readouterr().out.count("the controller does not answer") == 1
+
+
+@pytest.mark.process
 async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controllers_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

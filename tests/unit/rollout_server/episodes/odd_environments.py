@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from slipstream.client import AgentEnvironment, Environment, StepResult
 
@@ -111,6 +112,17 @@ class Unloadable(Environment):
 class DiesWhileLoading(Environment):
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesAtFirst(Good):
+    """Is killed while it loads for the first time, as by a kernel whose memory is full."""
+
+    def __init__(self, mark):
+        mark = Path(mark)
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__()
 
 
 class Curious(Good):

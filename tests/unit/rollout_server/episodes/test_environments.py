@@ -53,11 +53,12 @@ class Hosted:
         num_workers: int = 1,
         try_reset: bool = False,
         python: str = "",
+        **args: str,
     ) -> None:
         spec = env_pb.EnvironmentSpec(
             name=name,
             reference=f"odd_environments:{name}",
-            args_json="{}",
+            args_json=json.dumps(args),
             timeout_s=timeout_s,
             num_workers=num_workers,
             search_path=str(Path(__file__).parent),
@@ -180,6 +181,17 @@ async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
     hosted.load("DiesWhileLoading")
     report = await hosted.report()
     assert report.failure.message == "worker was killed by SIGKILL"
+
+
+async def test_a_worker_that_is_killed_while_loading_is_started_once_more(
+    hosted, tmp_path: Path
+) -> None:
+    hosted.load("DiesAtFirst", mark=str(tmp_path / "mark"))
+    report = await hosted.report()
+    assert not report.HasField("failure"), report.failure.message
+    session = await hosted.open("DiesAtFirst")
+    assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
+    session.close()
 
 
 async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -> None:

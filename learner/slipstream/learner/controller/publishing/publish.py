@@ -210,6 +210,10 @@ class Publisher:
         if publish.digests not in ((), tuple(result.bucket_digests)):
             self._abandon(publish, "the learner sent something else than it had said")
             return trainer_pb2.PublishReceipt(discard_communicator=True)
+        if not any(self._fleet.find(s.key) is s for s in publish.receivers):
+            # At the end of a run nothing can be followed any more.
+            self._abandon(publish, "no receiver is there any more")
+            return trainer_pb2.PublishReceipt(discard_communicator=True)
         digests = list(result.bucket_digests)
         if not publish.digests:
             for session in publish.receivers:

@@ -263,9 +263,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Finish(  # noqa: N802
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
-        """Notes that the trainer leaves in order, with the path of its exported model."""
+        """Notes that the trainer leaves in order, with the path of its exported model.
+
+        One that leaves before it is told to stop got SIGTERM: nobody starts it again.
+        """
         await self.place.check(context)
         self.goodbye = request
+        if not self._progress.is_over:
+            self._progress.fail(
+                f"the trainer left at version {self._progress.version.step}, told to by SIGTERM; "
+                "run the same command again to resume it"
+            )
         if request.export_path:
             self._run.events.add(f"the trained model lies in {request.export_path}")
         self.finished.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -209,6 +210,21 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
         order = await scene.ordered()
         scene.fleet.remove(scene.session, "its stream ended")
         receipt = await scene.finish(order.publish_id)
+    assert receipt.discard_communicator
+    assert list(receipt.serving) == []
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt(run: Run) -> None:
+    async with publishing(run) as scene:
+        order = await scene.ordered()
+        assert scene.publisher.start(scene.start_of(order))
+        run.progress.fail("the disk is full")
+        scene.fleet.remove(scene.session, "the run is over")
+    # No task can begin any more.
+    result = trainer_pb2.PublishResult(publish_id=order.publish_id, bucket_digests=DIGESTS)
+    receipt = await scene.publisher.finish(result)
+    gc.collect()
     assert receipt.discard_communicator
     assert list(receipt.serving) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.trajectories.batch import FormedBatch
@@ -32,8 +33,8 @@ class FirstTrainer:
         return [(TRAINER_EPOCH, "1")]
 
 
-async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
-    run = run_of()
+def servicer_of(run: Run) -> TrainerServicer:
+    """The service of a controller with which the trainer of epoch 1 has registered."""
     servicer = TrainerServicer(
         run,
         TrainerOrders(
@@ -53,7 +54,32 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
         on_checkpoint=nothing,
     )
     servicer.place.epoch = 1
+    return servicer
+
+
+async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
+    run = run_of()
+    servicer = servicer_of(run)
     run.progress.waits_for("the trainer to make version 1")
     await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
     assert run.progress.version == PolicyVersion(0, 1)
     assert run.progress.waiting_for == "the trainer to ask for its next batch"
+
+
+async def test_a_trainer_that_leaves_before_the_end_fails_the_run() -> None:
+    run = run_of()
+    servicer = servicer_of(run)
+    await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
+    await servicer.Finish(trainer_pb2.TrainerGoodbye(), FirstTrainer())
+    # Else the run would wait for it until `controller.stall_timeout_s`.
+    assert run.progress.has_failed
+    assert run.progress.cause.startswith("the trainer left at version 1, told to by SIGTERM;")
+
+
+async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
+    run = run_of()
+    servicer = servicer_of(run)
+    run.progress.stop("enough")
+    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), FirstTrainer())
+    assert not run.progress.has_failed
+    assert servicer.finished.is_set()

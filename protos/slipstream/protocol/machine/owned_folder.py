@@ -1,0 +1,91 @@
+"""Temporary folders that end with the process that made them, or at the next start of another one.
+
+A process holds a lock on each folder that it has made. A process that is killed cannot remove its
+folders, but the kernel frees its locks: so a folder that anybody can lock has lost its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+# A unix socket's path has at most 107 bytes on Linux.
+MAX_SOCKET_PATH_BYTES = 100
+Kind = Literal["sockets", "sandbox", "agent"]
+_NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
+
+
+class OwnedFolder:
+    """A private folder of mode 0700, with a short path: a socket's has at most 107 bytes.
+
+    folder = OwnedFolder("sockets")
+    ...  # uses folder.path
+    folder.close()
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        """Makes the folder. On a file system without locks it stays when this process is killed."""
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-"))
+            # Another process may find the folder before it is locked, and remove it.
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.is_dir():
+                    return
+                os.close(self._lock)
+
+    def close(self) -> None:
+        """Removes the folder with all that is in it."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def remove_abandoned() -> None:
+    """Removes this user's folders whose owner has ended; leaves everything else as it is."""
+    for path in _found():
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            facts = os.fstat(folder)
+            is_ours = facts.st_uid == os.getuid() and stat.S_IMODE(facts.st_mode) == 0o700
+            if is_ours and _lock(folder):
+                _remove(path)
+        finally:
+            os.close(folder)
+
+
+def _found() -> Iterator[Path]:
+    with os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                yield Path(entry.path)
+
+
+def _lock(folder: int) -> bool:
+    """Returns whether nobody else holds the lock; False where there are no locks."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        # Folders deeper than Python itself can remove are no matter to it.
+        subprocess.run(["rm", "-rf", "--", str(path)], stderr=subprocess.DEVNULL, check=False)
