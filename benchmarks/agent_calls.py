@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -43,7 +44,8 @@ from slipstream.rollout_server.engine_interface import (
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 NAME = "agent_calls"
-CHUNK = 16
+# Tokens of the first part of a streamed reply, and of those behind it.
+FIRST, NEXT = 16, 64
 QUESTION, MORE = "a b c d e f", "g h i j"
 TOOLS = [
     {
@@ -84,12 +86,13 @@ class Instant:
     ) -> AsyncGenerator[TextPart, None]:
         """See `Engine`."""
         await asyncio.sleep(0)
-        tokens, step = self._tokens.tolist(), CHUNK if options.is_streamed else len(self._tokens)
-        for start in range(0, len(tokens), step):
-            end = start + step >= len(tokens)
+        tokens = self._tokens.tolist()
+        cuts = [*range(FIRST, len(tokens), NEXT)] if options.is_streamed else []
+        for start, stop in itertools.pairwise((0, *cuts, len(tokens))):
+            end = stop == len(tokens)
             # A token is a letter and a blank.
-            text = self.text[2 * start : None if end else 2 * (start + step)]
-            part = tokens[start : start + step]
+            text = self.text[2 * start : None if end else 2 * stop]
+            part = tokens[start:stop]
             yield TextPart(part, text, generation=self._generation() if end else None)
             await asyncio.sleep(0)
 
