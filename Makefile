@@ -6,9 +6,7 @@ TORCH_INDEX ?=
 PYTEST_FLAGS ?=
 # Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
 # In the order of the folders the short files of unit tests come last: no process waits long for the other one.
-# They wait for about half of their time, for limits, disks and processes: three keep two cores busy, where there is
-# memory for the engines of three.
-TEST_WORKERS ?= $(shell awk '/^MemTotal/ { print ($$2 > 11000000) ? 3 : 2 }' /proc/meminfo)
+TEST_WORKERS ?= 2
 # Parts of the quick tests that run side by side: some wait for half of their time.
 FAST_WORKERS ?= 6
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
