@@ -6,6 +6,7 @@ import asyncio
 import http.server
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.settings.config_file import load_config
 from support.rigs.run_processes import (
+    COMMAND,
     address_of,
     command,
     copy_environments,
@@ -31,6 +33,8 @@ from support.rigs.run_processes import (
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 NOWHERE = "127.0.0.1:9"
+# Told when it takes three seconds, as it may where other work takes the machine.
+SLOW = re.compile(r"environment [a-z-]+ is loaded, within \d+ s\n")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def web_server() -> Iterator[str]:
 
 def check_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
     assert result.returncode == 2, (result.stdout, result.stderr)
-    assert result.stdout == ""
+    assert SLOW.sub("", result.stdout) == ""
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("slipstream: ")
@@ -241,7 +245,8 @@ def test_help_is_instant() -> None:
     seconds = []
     for _ in range(3):
         before = os.times()
-        result = run_command("--help")
+        # The program itself, with all that it imports.
+        result = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=60)
         after = os.times()
         # Processor time: what else the machine does must not count.
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
@@ -370,7 +375,7 @@ async def test_of_two_commands_that_start_one_run_together_one_goes_on(
         (other,) = [a for a, run in zip(addresses, runs, strict=True) if run is not refused]
         assert refused.process.returncode == 2
         assert "run is written by a run that goes on; wait for its end" in refused.err
-        assert refused.out == ""
+        assert SLOW.sub("", refused.out) == ""
         assert address_of(tmp_path / "run" / "config.toml") == other
 
 

@@ -28,37 +28,10 @@ from typing import Protocol
 import pytest
 from slipstream.protocol.machine.process import die_with_parent, without_collections
 
+from support.rigs.forked_programs import ForkedProgram
 from support.rigs.loopbacks import own_loopback
 
 TAIL_CHARACTERS = 4000
-
-
-class ForkedProgram:
-    """A program that the pool has forked, with those methods of Popen that tests need."""
-
-    def __init__(self, pool: RankPool, pid: int) -> None:
-        self.pid = pid
-        self._pool = pool
-        self._end = os.pidfd_open(pid)
-        self._code: int | None = None
-
-    def wait(self, limit_s: float) -> int:
-        """The exit code, negative for a signal; raises TimeoutExpired after `limit_s`."""
-        if self._code is None:
-            poll = select.poll()
-            poll.register(self._end, select.POLLIN)
-            if not poll.poll(limit_s * 1000):
-                raise subprocess.TimeoutExpired(f"process {self.pid}", limit_s)
-            self._code = self._pool.code_of(self.pid)
-            os.close(self._end)
-        return self._code
-
-    def send_signal(self, number: int) -> None:
-        if self._code is None:
-            signal.pidfd_send_signal(self._end, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class RankPool:
@@ -111,10 +84,9 @@ class RankPool:
             "environ": dict(environ),
             "log": str(log),
         }
-        return ForkedProgram(self, int(self._ask(request)))
+        return ForkedProgram(int(self._ask(request)), self._code_of)
 
-    def code_of(self, pid: int) -> int:
-        """The exit code of a program that has ended; asked for once."""
+    def _code_of(self, pid: int) -> int:
         return int(self._ask({"do": "reap", "pid": pid}))
 
     def _ask(self, request: dict) -> str | int:
@@ -296,6 +268,8 @@ def _run_rank(request: dict) -> None:
         module.run_rank(Path(request["folder"]), job)
         # The groups of a job lie in cycles of references, and their threads wake up all the time.
         gc.collect()
+        # What a job has imported stays: no later collection, Megatron's own too, looks at it again.
+        gc.freeze()
         print(f"{job}: {time.monotonic() - started_s:.1f} s", flush=True)
 
 

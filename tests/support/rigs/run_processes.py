@@ -28,6 +28,7 @@ from slipstream.protocol.access.security import Credentials, open_channel
 
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.tiny_models import make_model_folder
+from support.rigs.forked_programs import AwaitedProgram, Forks
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"
@@ -36,6 +37,14 @@ PLAIN_LOOP = ROOT / "tests" / "support" / "references" / "plain_loop.py"
 PROGRAM = Path(sys.executable).with_name("slipstream")
 # There is no script if the packages are only on PYTHONPATH.
 COMMAND = [str(PROGRAM)] if PROGRAM.exists() else [sys.executable, "-m", "slipstream.client.cli"]
+# A command's own imports take half a second.
+COMMANDS = Forks(
+    "slipstream.client.cli",
+    "slipstream.client.client",
+    "slipstream.client.launch.launcher",
+    "slipstream.client.terminal",
+    entry="slipstream.client.cli:main",
+)
 START_LIMIT_S = 120.0
 # Processes of a run, by what stands in their command line.
 CONTROLLER = "slipstream.learner.controller"
@@ -60,7 +69,8 @@ def nothing_survives() -> Iterator[None]:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = set(descendants(os.getpid()))
     yield
-    left = {p: describe(p) for p in descendants(os.getpid()) if p not in before}
+    now = [p for p in descendants(os.getpid()) if p.pid != COMMANDS.pid]
+    left = {p: describe(p) for p in now if p not in before}
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -111,23 +121,15 @@ def copy_environments(folder: Path) -> Path:
 def run_command(
     *arguments: object, cwd: Path | None = None, limit_s: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """A command from its start to its end."""
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    """A command from its start to its end, forked where its imports are done."""
+    return COMMANDS.run([*map(str, arguments)], cwd=cwd, limit_s=limit_s)
 
 
 @dataclass(eq=False)
 class Command:
     """A running command."""
 
-    process: asyncio.subprocess.Process
+    process: AwaitedProgram
     folder: Path
 
     @property
@@ -178,15 +180,8 @@ async def command(folder: Path, *arguments: object, cwd: Path) -> AsyncIterator[
     """A command whose output goes to `folder`; at the end of the block it is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND,
-            *map(str, arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            cwd=cwd,
-            start_new_session=True,
-        )
+        words = [*map(str, arguments)]
+        process = COMMANDS.start(words, out=out.fileno(), err=err.fileno(), cwd=cwd)
     try:
         yield Command(process, folder)
     finally:

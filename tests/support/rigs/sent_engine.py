@@ -24,6 +24,7 @@ from slipstream.rollout_server.engine_interface import LoadedWeights
 
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.receiver_story import FOLDERS
+from support.rigs.started_engine import with_small_cache
 
 BUCKET_BYTES = 1 << 20
 Seen = TypeVar("Seen")
@@ -72,7 +73,7 @@ async def seen_twice(
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
     from slipstream.rollout_server.inference.engine import VllmEngine
 
-    engine = await VllmEngine.start(config, seed=1)
+    engine = await VllmEngine.start(with_small_cache(config), seed=1)
     try:
         await engine.resume(PolicyVersion(0, 0))
         first = await look(engine, "first")
