@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -180,6 +181,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
     settings = engine_config(config, 1)
     parts = SimpleNamespace(vllm_config=settings, renderer=renderer_from_config(settings))
     engine = Instant(arguments.reply_tokens, parts)
+    # What an engine's start does.
+    gc.collect()
+    gc.freeze()
     api = await Agents(engine, config.rollout_server).api()
     renderer, sampling = Renderer(folder), Sampling(1.0, 1.0, 0, 512, 64, 4096)
     turns = arguments.turns

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import sys
@@ -178,6 +179,9 @@ async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     engine = scripted_engine(config, lambda _: REPLY)
     engine.version = None
     engine.running.clear()
+    # What an engine's start does.
+    gc.collect()
+    gc.freeze()
     stop = asyncio.Event()
     async with FakeFleet(heartbeat_timeout_s=60.0) as fleet:
         gateway = WorkerGateway(folder / "logs", log_bytes=1 << 20)

@@ -279,6 +279,24 @@ async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("limit", [1, 46])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_was_cut_off_is_a_previous_response_too(rig, stream, limit) -> None:
+    """Behind 46 tokens the arguments of a call are no JSON."""
+    client = rig.openai()
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    asked = {"model": "m", "tools": tools, "max_output_tokens": limit}
+    if stream:
+        async with client.responses.stream(**asked, input="call 12345678") as events:
+            first = await events.get_final_response()
+    else:
+        first = await client.responses.create(**asked, input="call 12345678")
+    assert first.status == "incomplete"
+    await client.responses.create(**asked, input="more", previous_response_id=first.id)
+    assert len(rig.engine.samples) == 2
+    assert "call 12345678" in rig.engine.tokenizer.decode(rig.engine.samples[1].prompt)
+
+
 async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -> None:
     client = rig.openai()
     asked = {"model": "m", "input": [QUESTION]}

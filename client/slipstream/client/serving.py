@@ -1,6 +1,6 @@
 """Answers the calls of rollout servers to one environment, in a worker process or in a client.
 
-Consumes: worker commands. Produces: one worker message for each.
+Consumes: worker commands. Produces: their answers.
 Waits for: the environment's methods; a Close command or the end of the stream cancels them.
 """
 
@@ -46,7 +46,7 @@ class _Episode:
     has_begun: bool = False
     # The calls and the run, if the environment is an agent.
     agent: AgentEpisode | None = None
-    # Answers the reset, step or next_call that runs now.
+    # Answers the reset, step or call of an agent that is waited for now.
     running: asyncio.Task[object] | None = None
     # Whether `close` has cancelled that call.
     abandoned: bool = False
@@ -80,7 +80,10 @@ class EpisodeHost:
         return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
 
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
-        """Returns the answer to one command; an error of the environment is an answer too."""
+        """Returns the answer to one command; an error of the environment is an answer too.
+
+        A FollowAgent command is answered by the agent's next call, or by its result.
+        """
         message = pb.WorkerMessage(call_id=command.call_id)
         try:
             match command.WhichOneof("command"):
@@ -90,8 +93,8 @@ class EpisodeHost:
                     message.observation.CopyFrom(await self._reset(command.reset))
                 case "step":
                     message.verdict.CopyFrom(await self._step(command.step))
-                case "next_call":
-                    answer = await self._next_call(command.next_call.episode_key)
+                case "follow_agent":
+                    answer = await self._next_call(command.follow_agent.episode_key)
                     if isinstance(answer, pb.AgentCall):
                         message.agent_call.CopyFrom(answer)
                     else:
@@ -250,18 +253,24 @@ async def answer_commands(
 ) -> None:
     """Answers `commands` side by side until they end, then closes all episodes.
 
-    The gRPC error that ends `commands`, if any, is raised again.
+    An agent is followed to its result. The server waits for nothing behind the last part of a
+    reply, which has no answer. The gRPC error that ends `commands`, if any, is raised again.
     """
     one_at_a_time = asyncio.Lock()
 
     async def answer(command: pb.WorkerCommand) -> None:
-        message = await host.answer(command)
-        try:
-            async with one_at_a_time:
-                await send(message)
-        except STREAM_OVER:
-            # The stream is over: `commands` says why.
-            return
+        is_followed = True
+        while is_followed:
+            message = await host.answer(command)
+            if command.reply_part.is_last:
+                return
+            is_followed = message.HasField("agent_call")
+            try:
+                async with one_at_a_time:
+                    await send(message)
+            except STREAM_OVER:
+                # The stream is over: `commands` says why.
+                return
 
     failure: grpc.aio.AioRpcError | None = None
     try:

@@ -180,8 +180,8 @@ def _check(options: argparse.Namespace, report: int) -> NoReturn:
         if observed.observation.tools_json and options.no_tools:
             fail(NEED_PARSER)
         if observed.observation.is_agent:
-            asked = pb.NextCallCommand(episode_key="check")
-            yield await host.answer(pb.WorkerCommand(next_call=asked))
+            asked = pb.FollowAgentCommand(episode_key="check")
+            yield await host.answer(pb.WorkerCommand(follow_agent=asked))
         yield await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="check")))
 
     async def check() -> None:

@@ -146,14 +146,14 @@ class ParsedReply(_message.Message):
     def __init__(self, content: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "next_call", "reply_part")
+    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "follow_agent", "reply_part")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
-    NEXT_CALL_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_AGENT_FIELD_NUMBER: _ClassVar[int]
     REPLY_PART_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     load: LoadCommand
@@ -161,9 +161,9 @@ class WorkerCommand(_message.Message):
     step: StepCommand
     close: CloseCommand
     ping: PingCommand
-    next_call: NextCallCommand
+    follow_agent: FollowAgentCommand
     reply_part: ReplyPart
-    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., next_call: _Optional[_Union[NextCallCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., follow_agent: _Optional[_Union[FollowAgentCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ...) -> None: ...
 
 class LoadCommand(_message.Message):
     __slots__ = ("spec",)
@@ -205,7 +205,7 @@ class PingCommand(_message.Message):
     episode_key: str
     def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
 
-class NextCallCommand(_message.Message):
+class FollowAgentCommand(_message.Message):
     __slots__ = ("episode_key",)
     EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
     episode_key: str

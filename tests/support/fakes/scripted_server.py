@@ -44,7 +44,7 @@ class Episode:
         assert not answer.HasField("failure"), answer.failure.message
 
     async def next(self) -> pb.WorkerMessage:
-        return await self.command(next_call=pb.NextCallCommand(episode_key=self.key))
+        return await self.command(follow_agent=pb.FollowAgentCommand(episode_key=self.key))
 
     async def run(self) -> pb.WorkerMessage:
         """Resets, answers all calls side by side, closes; returns the result or the failure."""

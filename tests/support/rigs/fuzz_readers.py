@@ -41,7 +41,8 @@ from slipstream.protocol.reference_logprobs import ReferenceLogprobs
 from slipstream.protocol.settings.config import SamplingSection
 from slipstream.protocol.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
+from slipstream.rollout_server.episodes.call_table import CallTable
+from slipstream.rollout_server.episodes.calls import StreamSession
 from slipstream.rollout_server.episodes.lease import Lease
 from slipstream.v1 import (
     environment_pb2,

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.agents.run import AgentRun
 from slipstream.client.builtin.judged import JudgedByStart
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.serving import EpisodeHost, answer_commands
 from slipstream.client.witness import CallWitness
 from slipstream.protocol.call_record import CallRecord
 from slipstream.protocol.errors import ConfigError, EnvironmentFailed
@@ -615,6 +616,33 @@ async def test_runs_that_do_not_end_are_named_and_bounded(
                 break
     await episodes.end(episode, "c")
     await episodes.close()
+
+
+async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() -> None:
+    class Asks(Agent):
+        async def run(self, task, endpoint):
+            async with chat(endpoint) as client:
+                return float(await say(client, "2") + await say(client, "5"))
+
+    sent: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+
+    async def commands() -> AsyncIterator[pb.WorkerCommand]:
+        yield pb.WorkerCommand(call_id=1, reset=pb.ResetCommand(episode_key="a"))
+        assert (await sent.get()).observation.is_agent
+        yield pb.WorkerCommand(call_id=2, follow_agent=pb.FollowAgentCommand(episode_key="a"))
+        for number, text in enumerate("34", start=1):
+            message = await sent.get()
+            assert (message.call_id, message.agent_call.call) == (2, number)
+            part = as_json(chat_reply(text))
+            part.episode_key, part.call = "a", number
+            yield pb.WorkerCommand(call_id=2 + number, reply_part=part)
+        result.append(await sent.get())
+
+    result: list[pb.WorkerMessage] = []
+    async with asyncio.timeout(LIMIT_S):
+        await answer_commands(EpisodeHost(Asks()), commands(), sent.put)
+    assert (result[0].call_id, result[0].agent_result.reward) == (2, 34.0)
+    assert sent.empty()
 
 
 async def test_commands_that_do_not_fit_are_refused() -> None:

@@ -1,15 +1,9 @@
-"""Calls to environments over one stream, many at a time.
-
-Consumes: commands of episodes, answers from the stream. Produces: the answer to each command.
-Waits for: the answer. Unblocked by: the answer, the limit of the call, or the end of the stream.
-"""
+"""Episodes at their environments, and what passes between the two."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,9 +11,14 @@ from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.protocol.tool_schemas import NEED_PARSER, read_tools
 from slipstream.rollout_server.agents.open_call import HttpPart
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply
+from slipstream.rollout_server.episodes.call_table import (
+    MAX_MESSAGE_CHARACTERS,
+    Answers,
+    CallTable,
+    checked,
+    misused,
+)
 from slipstream.v1 import environment_pb2, trajectory_pb2
-
-_MAX_MESSAGE_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,10 @@ class EnvironmentSession(Protocol):
         ...
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
-        """Hands a part of the answer to an agent's call over; returns when the agent took it."""
+        """Hands a part of the answer to an agent's call over.
+
+        Returns when the agent took it, and at once where it is the last part.
+        """
         ...
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
@@ -94,74 +96,6 @@ class EnvironmentSession(Protocol):
     def close(self) -> None:
         """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
         ...
-
-
-class CallTable:
-    """The open calls of one stream, until `end`; afterwards every call fails."""
-
-    def __init__(
-        self,
-        send: Callable[[environment_pb2.WorkerCommand], None],
-        numbers: Iterator[int] | None = None,
-    ) -> None:
-        """`send` puts a command on the stream at once; tables of one stream share `numbers`."""
-        self._send = send
-        self._numbers = itertools.count(1) if numbers is None else numbers
-        self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
-        self._end: EnvironmentFailed | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether its stream still takes calls."""
-        return self._end is None
-
-    async def call(
-        self, command: environment_pb2.WorkerCommand, *, timeout_s: float
-    ) -> environment_pb2.WorkerMessage:
-        """Sends `command` and waits for its answer; EnvironmentFailed when there is none."""
-        number = self.notify(command)
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()
-        self._open[number] = answer
-        try:
-            async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
-                message = await answer
-        except TimeoutError:
-            what = command.WhichOneof("command")
-            rule = ", the environment's timeout_s" if what in ("reset", "step") else ""
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_TIMEOUT,
-                f"no answer to {what} within {timeout_s:g} s{rule}",
-            ) from None
-        finally:
-            self._open.pop(number, None)
-        if message.WhichOneof("message") == "failure":
-            failure = message.failure
-            raise EnvironmentFailed(_kind(failure), failure.message[:_MAX_MESSAGE_CHARACTERS])
-        return message
-
-    def notify(self, command: environment_pb2.WorkerCommand) -> int:
-        """Sends `command` without waiting for its answer; returns the number of the call."""
-        if self._end is not None:
-            raise EnvironmentFailed(self._end.kind, str(self._end))
-        command.call_id = next(self._numbers)
-        self._send(command)
-        return command.call_id
-
-    def answered(self, message: environment_pb2.WorkerMessage) -> None:
-        """Takes an answer from the stream; drops it if its caller no longer waits."""
-        answer = self._open.get(message.call_id)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
-
-    def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
-        """Fails every open and every later call: the stream is over."""
-        if self._end is not None:
-            return
-        self._end = EnvironmentFailed(kind, message)
-        for answer in self._open.values():
-            if not answer.done():
-                answer.set_exception(EnvironmentFailed(kind, message))
 
 
 class StreamSession:
@@ -186,6 +120,8 @@ class StreamSession:
         self._on_timeout = on_timeout
         self._on_close = on_close
         self._was_judged = False
+        # What the agent says, once it is followed.
+        self._answers: Answers | None = None
 
     async def reset(self, task_index: int, seed: int) -> Opening:
         """See `EnvironmentSession`."""
@@ -227,8 +163,13 @@ class StreamSession:
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
         """See `EnvironmentSession`."""
-        message = environment_pb2.WorkerCommand(next_call={"episode_key": self._key})
-        answer = await self._table.call(message, timeout_s=math.inf)
+        if self._answers is None:
+            command = environment_pb2.WorkerCommand(follow_agent={"episode_key": self._key})
+            self._answers = self._table.follow(command)
+        message = await self._answers.get()
+        if isinstance(message, EnvironmentFailed):
+            raise message
+        answer = checked(message)
         if answer.WhichOneof("message") == "agent_call":
             return answer.agent_call
         result = _expected(answer, "agent_result").agent_result
@@ -250,7 +191,10 @@ class StreamSession:
             is_last=part.is_last,
         )
         message = environment_pb2.WorkerCommand(reply_part=command)
-        await self._table.call(message, timeout_s=self._timeout_s)
+        if part.is_last:
+            self._table.notify(message)
+        else:
+            await self._table.call(message, timeout_s=self._timeout_s)
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
         """See `EnvironmentSession`."""
@@ -304,15 +248,8 @@ def _check_numbers(reward: float, named: Mapping[str, Mapping[str, float]]) -> N
         if not math.isfinite(value):
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                f"{what[:_MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
+                f"{what[:MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
             )
-
-
-def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
-    """Returns the kind of `failure`; ENVIRONMENT where the message has none or an unknown one."""
-    if failure.kind and failure.kind in trajectory_pb2.FailureKind.values():
-        return failure.kind
-    return trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 
 
 def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:
@@ -322,7 +259,7 @@ def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessa
 def check_tools(tools: str, *, takes_tools: bool) -> None:
     """Raises EnvironmentFailed for tools whose calls nothing in this run would read."""
     if tools and not takes_tools:
-        raise _misused(NEED_PARSER)
+        raise misused(NEED_PARSER)
 
 
 def _tools(text: str) -> str | None:
@@ -332,13 +269,7 @@ def _tools(text: str) -> str | None:
     try:
         return text if read_tools(text) else ""
     except ValueError as error:
-        raise _misused(str(error)) from None
-
-
-def _misused(cause: str) -> EnvironmentFailed:
-    return EnvironmentFailed(
-        trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause[:_MAX_MESSAGE_CHARACTERS]
-    )
+        raise misused(str(error)) from None
 
 
 def _parsed_to_pb(parsed: ParsedReply) -> environment_pb2.ParsedReply:

@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
+from slipstream.rollout_server.episodes.call_table import CallTable
+from slipstream.rollout_server.episodes.calls import EnvironmentSession, StreamSession
 from slipstream.rollout_server.episodes.lone_workers import LoneWorkers
 from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway

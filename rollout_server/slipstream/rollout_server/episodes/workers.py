@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession, check_tools
+from slipstream.rollout_server.episodes.call_table import CallTable
+from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession, check_tools
 from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
 from slipstream.rollout_server.episodes.worker_process import WorkerProcess

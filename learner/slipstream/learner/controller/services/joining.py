@@ -36,6 +36,8 @@ _COUNTERS = (
     *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
     *("drafted_tokens", "accepted_tokens"),
 )
+# Processes that were turned away whose event is remembered.
+_MAX_TURNED_AWAY = 1000
 # Seconds that a server may count from the time before the controller has read its hello.
 BEFORE_S = 60.0
 
@@ -156,6 +158,8 @@ class FleetServicer:
             "choose another --server-id, or end that one"
         )
         if hello.process not in self._turned_away:
+            if len(self._turned_away) == _MAX_TURNED_AWAY:
+                self._turned_away.clear()
             self._turned_away.add(hello.process)
             self._run.events.add(
                 f"a second rollout server {older.name}, on {hello.host}, waits: {text}",

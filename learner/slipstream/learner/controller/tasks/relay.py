@@ -135,12 +135,14 @@ class Relay:
                     _answer(answers, _lost(call.command.call_id, cause))
                     continue
                 number = next(self._numbers)
-                self._calls[number] = OpenCall(answers, call.command.call_id, client)
+                # Nothing answers the last part of a reply.
+                if not call.command.reply_part.is_last:
+                    self._calls[number] = OpenCall(answers, call.command.call_id, client)
                 command = pb.WorkerCommand()
                 command.CopyFrom(call.command)
                 command.call_id = number
                 if not client.outbox.put(command):
-                    del self._calls[number]
+                    self._calls.pop(number, None)
                     cause = f"the client that serves {call.environment} does not read"
                     _answer(answers, _lost(call.command.call_id, cause))
         finally:
@@ -154,7 +156,9 @@ class Relay:
                 call = self._calls.get(message.call_id)
                 # Only the client that got the call may answer it.
                 if call is not None and call.client is client:
-                    del self._calls[message.call_id]
+                    # An agent is followed by one call until its result.
+                    if not message.HasField("agent_call"):
+                        del self._calls[message.call_id]
                     message.call_id = call.call_id
                     _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
         finally:

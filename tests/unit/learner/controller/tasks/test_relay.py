@@ -110,3 +110,36 @@ def test_a_client_has_an_outbox_of_its_own() -> None:
     one, other = (ClientSession(pb.EnvironmentSpec(), 1, 1) for _ in range(2))
     assert one.outbox.put(pb.WorkerCommand())
     assert other.outbox.pop() is None
+
+
+async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_open() -> None:
+    clients, calls = Clients(), Stream()
+    commands = await clients.come("agent")
+    answers = clients.relay.call_environments(aiter(calls))
+    for number, command in enumerate(
+        (
+            pb.WorkerCommand(follow_agent=pb.FollowAgentCommand(episode_key="e")),
+            pb.WorkerCommand(reply_part=pb.ReplyPart(episode_key="e", is_last=True)),
+        ),
+        start=4,
+    ):
+        command.call_id = number
+        calls.say(fleet_pb2.EnvironmentCall(environment="agent", command=command))
+    comes = asyncio.ensure_future(anext(answers))
+    async with asyncio.timeout(LIMIT_S):
+        followed = await clients.first
+        assert (await anext(commands)).reply_part.is_last
+    assert len(clients.relay._calls) == 1
+    for answer in (
+        pb.WorkerMessage(agent_call=pb.AgentCall(call=1)),
+        pb.WorkerMessage(agent_call=pb.AgentCall(call=2)),
+        pb.WorkerMessage(agent_result=pb.AgentResult(reward=1.0)),
+    ):
+        answer.call_id = followed.call_id
+        clients.said["agent"].say(answer)
+    async with asyncio.timeout(LIMIT_S):
+        came = [(await comes).message, *[(await anext(answers)).message for _ in range(2)]]
+    assert [message.call_id for message in came] == [4, 4, 4]
+    assert [message.agent_call.call for message in came] == [1, 2, 0]
+    assert came[-1].agent_result.reward == 1.0
+    assert not clients.relay._calls

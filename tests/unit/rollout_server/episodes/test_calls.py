@@ -1,0 +1,100 @@
+"""The calls of an agent that one command follows, from a stream that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.rollout_server.agents.open_call import HttpPart
+from slipstream.rollout_server.episodes.call_table import CallTable
+from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+
+LIMIT_S = 10.0
+LOST = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
+
+
+class Stream:
+    """A session, and the commands that it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[pb.WorkerCommand] = []
+        self.table = CallTable(self.sent.append)
+
+        async def raised(error: EnvironmentFailed) -> EnvironmentFailed:
+            return error
+
+        self.session = StreamSession(
+            self.table, "e", LIMIT_S, on_timeout=raised, on_close=lambda _: None
+        )
+
+    def say(self, **answer: object) -> None:
+        """Answers the command that follows the agent."""
+        (follow,) = [each for each in self.sent if each.HasField("follow_agent")]
+        self.table.answered(pb.WorkerMessage(call_id=follow.call_id, **answer))
+
+    async def follow(self) -> None:
+        """Waits for the first call."""
+        waiting = asyncio.ensure_future(self.next())
+        await asyncio.sleep(0)
+        self.say(agent_call=pb.AgentCall(call=1))
+        assert (await waiting).call == 1
+
+    async def next(self) -> pb.AgentCall | AgentEnd:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.session.next_call()
+
+
+async def test_one_command_brings_all_calls_of_an_agent_and_its_result() -> None:
+    stream = Stream()
+    await stream.follow()
+    stream.say(agent_call=pb.AgentCall(call=2))
+    stream.say(agent_call=pb.AgentCall(call=3))
+    assert [(await stream.next()).call for _ in range(2)] == [2, 3]
+    stream.say(agent_result=pb.AgentResult(reward=0.5))
+    assert await stream.next() == AgentEnd(0.5, {}, {})
+    assert len(stream.sent) == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_failure_behind_calls_is_raised_behind_them(is_lost: bool) -> None:
+    stream = Stream()
+    await stream.follow()
+    stream.say(agent_call=pb.AgentCall(call=2))
+    if is_lost:
+        stream.table.end(LOST, "the worker is gone")
+    else:
+        stream.say(failure=trajectory_pb2.Failure(kind=LOST, message="the worker is gone"))
+    assert (await stream.next()).call == 2
+    with pytest.raises(EnvironmentFailed, match="the worker is gone") as caught:
+        await stream.next()
+    assert caught.value.kind == LOST
+
+
+async def test_calls_that_nobody_takes_end_the_episode_and_not_the_memory() -> None:
+    stream = Stream()
+    await stream.follow()
+    for number in range(2, 3000):
+        stream.say(agent_call=pb.AgentCall(call=number))
+    stream.table.end(LOST, "the worker is gone")
+    for number in range(2, 1025):
+        assert (await stream.next()).call == number
+    with pytest.raises(EnvironmentFailed, match="1024 calls of an agent wait"):
+        await stream.next()
+
+
+async def test_the_last_part_of_a_reply_waits_for_no_answer() -> None:
+    stream = Stream()
+    first = asyncio.ensure_future(stream.session.reply_part(1, HttpPart(b"a", False, 200)))
+    await asyncio.sleep(0)
+    assert not first.done()
+    stream.table.answered(pb.WorkerMessage(call_id=stream.sent[-1].call_id, pong=pb.Pong()))
+    async with asyncio.timeout(LIMIT_S):
+        await first
+        await stream.session.reply_part(1, HttpPart(b"b", True))
+    assert [command.reply_part.body for command in stream.sent] == [b"a", b"b"]
+    stream.table.end(LOST, "the worker is gone")
+    with pytest.raises(EnvironmentFailed, match="the worker is gone"):
+        await stream.session.reply_part(2, HttpPart(b"c", True, 200))
