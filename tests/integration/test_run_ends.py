@@ -171,9 +171,9 @@ class SlowTrainer(FakeTrainer):
 async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trainer_is_silent(
     tmp_path, *, works
 ):
-    config = make_config(tmp_path, run__steps=2, controller__stall_timeout_s=1.0)
+    config = make_config(tmp_path, run__steps=2, controller__stall_timeout_s=2.0)
     trainer = SlowTrainer(config.controller.address)
-    trainer.slow_step_s, trainer.sign_s = (3.0, 0.2) if works else (600.0, None)
+    trainer.slow_step_s, trainer.sign_s = (4.0, 0.2) if works else (600.0, None)
     summary = await play(
         config,
         FakeServer(config.controller.address),
