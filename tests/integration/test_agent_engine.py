@@ -126,14 +126,30 @@ async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
     assert np.abs(end.logprobs - whole.logprobs).max() < 1e-5
     assert end.version_spans == whole.version_spans == (VersionSpan(70, PolicyVersion(0, 0)),)
     assert end.finish_reason is FinishReason.LENGTH
-    # One part soon, then large ones.
-    sizes = [len(part.token_ids) for part in parts]
-    assert sizes[0] <= 16 and len(sizes) in (2, 3) if is_streamed else sizes == [70]
+    # Chunks, not single tokens.
+    assert 3 <= len(parts) <= 8 if is_streamed else len(parts) == 1
     expected = served.reference.logprobs(served.weights, PROMPT + end.token_ids.tolist())
     sampled = dataclasses.replace(ENDLESS, temperature=1.0)
     _, end = await parts_of(served.engine, f"t1{is_streamed}", sampled, is_streamed=is_streamed)
     expected = served.reference.logprobs(served.weights, PROMPT + end.token_ids.tolist())
     assert np.abs(expected[len(PROMPT) - 1 :] - end.logprobs).max() < 1e-3
+
+
+async def test_parts_are_as_large_as_was_asked_for(served) -> None:
+    sizes, texts = {}, set()
+    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
+    for size in ("tokens", "chunks", "large"):
+        parts, _ = await parts_of(
+            served.engine, f"size-{size}", greedy, is_streamed=True, parts=size
+        )
+        sizes[size] = [len(part.token_ids) for part in parts]
+        texts.add("".join(part.text for part in parts))
+    assert len(texts) == 1
+    assert sizes["tokens"] == [1] * 70
+    assert max(sizes["chunks"]) <= 16
+    # One part comes soon.
+    assert sizes["large"][0] <= 16
+    assert len(sizes["large"]) <= 3
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

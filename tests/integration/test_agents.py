@@ -613,3 +613,26 @@ async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(sh
     await rig.closed()
     assert rig.runs() == [3]
     rig.check()
+
+
+async def test_a_parser_that_loses_calls_in_longer_parts_gets_one_token_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """vLLM's parser `xlam` finds no call in a stream whose parts hold 16 tokens."""
+    call = [{"name": "add", "arguments": {"a": 1234567890}}]
+    rig = await agent_rig(tmp_path, lambda _: json.dumps(call), tool_parser="xlam")
+    for stream in (True, False):
+        message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
+        (found,) = message["tool_calls"]
+        assert found["function"]["name"] == "add"
+        assert json.loads(found["function"]["arguments"]) == {"a": 1234567890}
+    message = await chat(rig, [QUESTION], stream=True)
+    assert message["content"] == json.dumps(call)
+    await rig.recorder.settled()
+    assert [sample.options.parts for sample in rig.engine.samples] == ["tokens", "tokens", "large"]
+
+
+async def test_parts_are_large_where_nothing_looks_for_calls_of_tools(rig) -> None:
+    for tools in (TOOLS, None):
+        await chat(rig, [QUESTION], stream=True, **({"tools": tools} if tools else {}))
+    assert [sample.options.parts for sample in rig.engine.samples[-2:]] == ["chunks", "large"]

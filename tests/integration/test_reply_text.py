@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from slipstream.rollout_server.engine_interface import TextOptions  # noqa: E402
+from slipstream.rollout_server.engine_interface import TextOptions, TextPart  # noqa: E402
 from slipstream.rollout_server.inference.reply_text import ReplyText  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
@@ -64,12 +64,23 @@ def test_a_reply_that_is_read_in_parts_is_read_alike(
             request_id="r", prompt_token_ids=prompt, sampling_params=parameters
         )
         one_by_one = FastIncrementalDetokenizer(words, request)
-        one_by_one.update(list(reply), stopped)
-        text, found = ReplyText(words, prompt, options), ""
+        text = ReplyText(words, prompt, options)
         while reply:
             part, reply = reply[:longest], reply[longest:]
             reason = None if reply else "stop" if stopped else "length"
-            completion = SimpleNamespace(token_ids=part, finish_reason=reason)
-            output = SimpleNamespace(outputs=[completion], finished=not reply)
-            found += text.read(output)
-        assert found == one_by_one.get_next_output_text(finished=True, delta=False)
+            one_by_one.update(list(part), stopped and not reply)
+            expected = one_by_one.get_next_output_text(finished=not reply, delta=True)
+            assert text.read(part, reason) == expected
+
+
+def test_a_part_of_several_tokens_becomes_parts_of_one_token() -> None:
+    words = tokenizer("bytes")
+    reply = words.encode("the wörld 🍎 is", add_special_tokens=False)
+    options = TextOptions(is_streamed=True, parts="tokens")
+    whole = ReplyText(words, [], options).read(reply, "length")
+    text = ReplyText(words, [], options)
+    parts = text.parts(TextPart(reply[:-3], ""), None)
+    parts += text.parts(TextPart(reply[-3:], "", stop_reason="x"), "length")
+    assert [part.token_ids for part in parts] == [[token] for token in reply]
+    assert "".join(part.text for part in parts) == whole == "the wörld 🍎 is"
+    assert [part.stop_reason for part in parts] == [None] * (len(reply) - 1) + ["x"]

@@ -139,9 +139,11 @@ class EpisodeHost:
     def _place(self, key: str) -> str:
         """Returns where an episode waits now; "" if it does not."""
         episode = self._episodes.get(key)
-        if episode is None or episode.running is None:
+        if episode is None:
             return ""
-        return self.agent_place(key) or awaited_place(episode.running)
+        # Between two calls of an agent nothing runs for it here.
+        waits = "" if episode.running is None else awaited_place(episode.running)
+        return self.agent_place(key) or waits
 
     def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
         if spec.reference:
@@ -253,8 +255,8 @@ async def answer_commands(
 ) -> None:
     """Answers `commands` side by side until they end, then closes all episodes.
 
-    An agent is followed to its result. The server waits for nothing behind the last part of a
-    reply, which has no answer. The gRPC error that ends `commands`, if any, is raised again.
+    An agent is followed to its result. The last part of a reply is not answered. The gRPC error
+    that ends `commands`, if any, is raised again.
     """
     one_at_a_time = asyncio.Lock()
 

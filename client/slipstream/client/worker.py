@@ -88,8 +88,8 @@ def _serve(address: str, record: int | None) -> int:
         die_with_parent()
         # Ctrl-C reaches the whole process group; the server says when its workers end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A worker that was killed has left the folders of its programs.
-    remove_abandoned()
+    # A worker that was killed has left the folders of its programs, which may be large.
+    threading.Thread(target=remove_abandoned, daemon=True).start()
     code = 1
     try:
         asyncio.run(_attach(address, token, record))

@@ -146,24 +146,24 @@ class ParsedReply(_message.Message):
     def __init__(self, content: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "follow_agent", "reply_part")
+    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "reply_part", "follow_agent")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
-    FOLLOW_AGENT_FIELD_NUMBER: _ClassVar[int]
     REPLY_PART_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_AGENT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     load: LoadCommand
     reset: ResetCommand
     step: StepCommand
     close: CloseCommand
     ping: PingCommand
-    follow_agent: FollowAgentCommand
     reply_part: ReplyPart
-    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., follow_agent: _Optional[_Union[FollowAgentCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ...) -> None: ...
+    follow_agent: FollowAgentCommand
+    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ..., follow_agent: _Optional[_Union[FollowAgentCommand, _Mapping]] = ...) -> None: ...
 
 class LoadCommand(_message.Message):
     __slots__ = ("spec",)

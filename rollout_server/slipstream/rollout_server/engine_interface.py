@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -109,17 +109,22 @@ class Generation:
         return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)
 
 
+# Sizes of a streamed reply's parts: a chunk of the engine, several chunks, or one token.
+PartSize: TypeAlias = Literal["chunks", "large", "tokens"]
+
+
 @dataclass(frozen=True)
 class TextOptions:
     """How the text of a reply is read, and what a single request may choose.
 
     `stop` holds beside the texts of `Sampling`. `num_logprobs` most probable tokens are returned
     for each position, with the sampled one; None: none. `is_streamed`: parts come while the reply
-    is sampled. `by_start`: the model as the run started samples it, see `Engine.keeps_start`.
-    `with_stop`: the text ends with the stop text.
+    is sampled, as large as `parts` says. `by_start`: the model as the run started samples it, see
+    `Engine.keeps_start`. `with_stop`: the text ends with the stop text.
     """
 
     is_streamed: bool = False
+    parts: PartSize = "chunks"
     by_start: bool = False
     stop: tuple[str, ...] = ()
     seed: int | None = None

@@ -28,8 +28,8 @@ FULL_BYTES = 1 << 20
 # Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
-# Lines of a traceback that name no cause, and vLLM's hint at a cause above. There is none when a
-# signal has ended its process.
+# Lines of a traceback that name no cause, and vLLM's hint at a cause above, which is not there
+# when a signal has ended the process.
 NO_CAUSE = re.compile(
     r'(\[rank\d+\]:\s*)?([\s^~]*$|File "|frame #\d|Exception raised from |<omitting python)'
 )

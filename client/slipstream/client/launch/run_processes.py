@@ -75,7 +75,7 @@ class RunProcesses:
         self._over = False
         # How a trainer rank was killed; the other ranks only say that they lost it.
         self._killed = ""
-        # Why the run failed, as the controller is or was to be told; "" if it is to be stopped.
+        # Why the run failed, as the controller is or was to be told; "" while it has not failed.
         self._failure = ""
         # Whether this command ended the controller because it did not answer.
         self._ended_controller = False

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-# A unix socket's path has at most 107 bytes on Linux.
+# A unix socket's path has at most 107 bytes on Linux; this leaves room.
 MAX_SOCKET_PATH_BYTES = 100
 Kind = Literal["sockets", "sandbox", "agent"]
 _NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
@@ -68,10 +68,14 @@ def remove_abandoned() -> None:
 
 
 def _found() -> Iterator[Path]:
-    with os.scandir(tempfile.gettempdir()) as entries:
-        for entry in entries:
-            if _NAME.fullmatch(entry.name):
-                yield Path(entry.path)
+    try:
+        names = os.listdir(tempfile.gettempdir())
+    except OSError:
+        # A temporary folder may be one that nobody can list.
+        return
+    for name in names:
+        if _NAME.fullmatch(name):
+            yield Path(tempfile.gettempdir(), name)
 
 
 def _lock(folder: int) -> bool:
@@ -87,5 +91,6 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # Folders deeper than Python itself can remove are no matter to it.
-        subprocess.run(["rm", "-rf", "--", str(path)], stderr=subprocess.DEVNULL, check=False)
+        # What is left lies in folders that may not be written, or that are too deep for Python.
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", str(path)], stderr=subprocess.DEVNULL, check=False)

@@ -88,6 +88,7 @@ class Answering:
                 return
             opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
             opened.previous = previous
+            opened.has_tools = bool(ruled.body.get("tools"))
             if path == RESPONSES_PATH and ruled.body.get("store") is not False:
                 opened.stored_items = items_of(ruled.body)
             async for part in self._reply(recorder, opened, body, ruled.told):

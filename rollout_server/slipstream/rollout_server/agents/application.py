@@ -17,8 +17,9 @@ from fastapi import FastAPI
 from slipstream.protocol.errors import SlipstreamError
 from slipstream.protocol.settings.config import RolloutServerSection
 from slipstream.protocol.vision.placed import image_tokens
+from slipstream.rollout_server.agents.open_call import OpenCall
 from slipstream.rollout_server.agents.prompting import CURRENT, PromptRenderer
-from slipstream.rollout_server.engine_interface import TextOptions, TextPart
+from slipstream.rollout_server.engine_interface import PartSize, TextOptions, TextPart
 from slipstream.rollout_server.inference.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -37,6 +38,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 MODEL = "policy"
 
 
+# vLLM's parsers of tools that lose calls in a stream whose parts hold several tokens.
+ONE_TOKEN_PARSERS = ("deepseek_v3", "deepseek_v31", "hunyuan_a13b", "xlam")
+
+
 class RecordingClient:
     """The engine of vLLM's application: each reply is sampled and recorded by a `Recorder`."""
 
@@ -44,7 +49,8 @@ class RecordingClient:
     is_running = True
     input_processor = None
 
-    def __init__(self, parts: VllmParts) -> None:
+    def __init__(self, parts: VllmParts, tool_parser: str | None = None) -> None:
+        self._tool_parser = tool_parser
         self.vllm_config = parts.vllm_config
         self.model_config = parts.vllm_config.model_config
         self.renderer = parts.renderer
@@ -71,6 +77,7 @@ class RecordingClient:
         recorder, opened = current
         options = TextOptions(
             is_streamed=sampling_params.output_kind is RequestOutputKind.DELTA,
+            parts=self._part_size(opened),
             by_start=recorder.is_judge,
             stop=tuple(sampling_params.stop or ()),
             seed=sampling_params.seed,
@@ -82,6 +89,11 @@ class RecordingClient:
         most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
         parts = recorder.sample(opened, most, options)
         return _outputs(parts, request_id, call.prompt)
+
+    def _part_size(self, opened: OpenCall) -> PartSize:
+        if not opened.has_tools:
+            return "large"
+        return "tokens" if self._tool_parser in ONE_TOKEN_PARSERS else "chunks"
 
 
 async def _outputs(
@@ -128,7 +140,7 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     init_exception_handler(app)
     # vLLM logs a traceback for each request that it refuses; the agent has the cause in its answer.
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
-    client: Any = RecordingClient(parts)
+    client: Any = RecordingClient(parts, settings.tool_parser)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     images = image_tokens(Path(arguments.model))
     app.state.online_renderer.renderer = PromptRenderer(parts.renderer, images)

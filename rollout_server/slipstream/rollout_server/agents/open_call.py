@@ -45,6 +45,8 @@ class OpenCall:
     request_id: str
     path: str
     is_stream: bool
+    # Whether the request names tools.
+    has_tools: bool = False
     settings: str = ""
     keys: Sequence[MessageKey] = ()
     # The turn that the request names as the previous one; None: it names none.

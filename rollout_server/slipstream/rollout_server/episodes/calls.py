@@ -1,4 +1,4 @@
-"""Episodes at their environments, and what passes between the two."""
+"""Sessions: the commands of one episode to its environment, and the answers."""
 
 from __future__ import annotations
 

@@ -184,20 +184,23 @@ class VllmEngine:
         record, requests = ReplyRecord(), self._requests
         text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
-        def part(output: RequestOutput) -> TextPart:
+        def read(output: RequestOutput) -> list[TextPart]:
             new = record.part(output, with_logprobs=options.num_logprobs is not None)
-            return new if asked.detokenize else dataclasses.replace(new, text=text.read(output))
+            return [new] if asked.detokenize else text.parts(new, output.outputs[0].finish_reason)
 
         async with requests.admitted(request_id) as is_wanted:
             if is_wanted:
                 adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
                 collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await requests.next(request_id, collector)).finished:
-                    yield part(output)
+                    for part in read(output):
+                        yield part
         if not is_wanted:
             yield TextPart((), "", generation=Generation.unbegun())
             return
-        last = part(output)
+        *others, last = read(output)
+        for part in others:
+            yield part
         end = requests.returned(record, output, asked, is_judged=options.by_start)
         yield dataclasses.replace(last, generation=end)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.rollout_server.engine_interface import TextOptions
-from vllm.outputs import RequestOutput
+from slipstream.rollout_server.engine_interface import TextOptions, TextPart
 
 # Tokens of the prompt that are decoded with the first ones of a reply.
 _CONTEXT = 8
@@ -38,15 +38,18 @@ class ReplyText:
     ) -> None:
         self._tokenizer, self._options = tokenizer, options
         # Tokens before `_told` were read; those from `_start` are decoded once more with the new
-        # ones, since a space before the first word is kept only behind other text.
+        # ones, since a space before the first word is kept only behind other text. Of the text of
+        # the others `_said` characters were returned.
         self._ids = list(prompt[-_CONTEXT:])
-        self._start, self._told = 0, len(self._ids)
+        self._start, self._told, self._said = 0, len(self._ids), 0
 
-    def read(self, output: RequestOutput) -> str:
-        """Returns the text that is new with an output of the reply."""
-        (completion,) = output.outputs
-        self._ids += completion.token_ids
-        if completion.finish_reason == "stop" and not self._options.with_stop:
+    def read(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
+        """Returns the text that is new with the reply's next tokens.
+
+        `finish_reason` is vLLM's; None: more tokens come.
+        """
+        self._ids += token_ids
+        if finish_reason == "stop" and not self._options.with_stop:
             self._ids.pop()
         before = self._decoded(self._ids[self._start : self._told])
         text = self._decoded(self._ids[self._start :])
@@ -54,15 +57,25 @@ class ReplyText:
             text = text[len(before) :]
         else:
             text = self._decoded(self._ids[self._told :])
-        if output.finished:
-            return text.rstrip(_NO_CHARACTER)
-        if text.endswith(_NO_CHARACTER):
-            # The rest of the character may come with the next tokens.
-            return ""
+        # The rest of a character may come with the next tokens.
+        whole = text.rstrip(_NO_CHARACTER)
+        new = whole[self._said :]
+        if whole != text:
+            self._said = len(whole)
+            return new
         if text:
             self._start = self._told
-        self._told = len(self._ids)
-        return text
+        self._told, self._said = len(self._ids), 0
+        return new
+
+    def parts(self, new: TextPart, finish_reason: str | None) -> list[TextPart]:
+        """Returns a part of the reply with its text, or a part for each of its tokens."""
+        if self._options.parts != "tokens" or not new.token_ids:
+            return [dataclasses.replace(new, text=self.read(new.token_ids, finish_reason))]
+        *others, last = new.token_ids
+        found = [TextPart([token], self.read([token], None)) for token in others]
+        text = self.read([last], finish_reason)
+        return [*found, dataclasses.replace(new, token_ids=[last], text=text)]
 
     def _decoded(self, ids: Sequence[int]) -> str:
         skip = self._options.skip_special_tokens

@@ -27,9 +27,9 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-# Tokens of each event of a streamed reply after its first one. vLLM's application takes 0.1 to
-# 0.2 ms for an event.
-STREAMED_TOKENS = 64
+# Tokens of each large part of a streamed reply after its first one. vLLM's application takes 0.1 to
+# 0.2 ms for a part.
+LARGE_PART_TOKENS = 64
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
@@ -64,7 +64,7 @@ def parameters(
         logprobs=text.num_logprobs or 0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
-        stream_interval=STREAMED_TOKENS if is_streamed else None,
+        stream_interval=LARGE_PART_TOKENS if text.parts == "large" else None,
         skip_clone=True,
         routed_experts_prompt_start=experts_from,
     )

@@ -100,3 +100,31 @@ def test_a_deep_folder_is_removed(temporary: Path) -> None:
     subprocess.run([sys.executable, "-c", command], cwd=folder.path, check=True)
     folder.close()
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.process
+def test_a_folder_with_folders_that_may_not_be_written_is_removed() -> None:
+    # Another user must reach the folder, and the parents of pytest's own are private.
+    script = (
+        "import os, sys, tempfile\n"
+        "from slipstream.protocol.machine.owned_folder import OwnedFolder\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "folder = OwnedFolder('agent')\n"
+        "(folder.path / 'a' / 'b').mkdir(parents=True)\n"
+        "(folder.path / 'a').chmod(0o555)\n"
+        "folder.close()\n"
+    )
+    made = tempfile.mkdtemp(dir="/tmp")
+    os.chmod(made, 0o777)
+    subprocess.run([sys.executable, "-c", script, made], check=True, timeout=60)
+    os.rmdir(made)
+
+
+def test_a_temporary_folder_that_nobody_can_list_keeps_its_own(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = OwnedFolder("sockets")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
+    remove_abandoned()
+    assert folder.path.is_dir()

@@ -38,11 +38,15 @@ class ClientSession:
 
 @dataclass(frozen=True)
 class OpenCall:
-    """A call on its way: the answers of the server that called, its call id, and the client."""
+    """A call on its way: the answers of the server that called, its call id, and the client.
+
+    `followed` is the key of the episode whose agent the call follows; "": it follows none.
+    """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
     call_id: int
     client: ClientSession
+    followed: str = ""
 
 
 class Relay:
@@ -137,7 +141,9 @@ class Relay:
                 number = next(self._numbers)
                 # Nothing answers the last part of a reply.
                 if not call.command.reply_part.is_last:
-                    self._calls[number] = OpenCall(answers, call.command.call_id, client)
+                    followed = call.command.follow_agent.episode_key
+                    opened = OpenCall(answers, call.command.call_id, client, followed)
+                    self._calls[number] = opened
                 command = pb.WorkerCommand()
                 command.CopyFrom(call.command)
                 command.call_id = number
@@ -145,8 +151,18 @@ class Relay:
                     self._calls.pop(number, None)
                     cause = f"the client that serves {call.environment} does not read"
                     _answer(answers, _lost(call.command.call_id, cause))
+                    self._unfollow(call.command.reply_part.episode_key, answers, cause)
         finally:
             answers.close()
+
+    def _unfollow(
+        self, episode: str, answers: Outbox[fleet_pb2.EnvironmentAnswer], cause: str
+    ) -> None:
+        """Fails the call that follows the agent of an episode, which lacks a part of a reply."""
+        for number, call in list(self._calls.items()):
+            if episode and call.followed == episode and call.answers is answers:
+                del self._calls[number]
+                _answer(answers, _lost(call.call_id, cause))
 
     async def _read_answers(
         self, client: ClientSession, requests: AsyncIterator[pb.WorkerMessage]

@@ -143,3 +143,24 @@ async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_op
     assert [message.agent_call.call for message in came] == [1, 2, 0]
     assert came[-1].agent_result.reward == 1.0
     assert not clients.relay._calls
+
+
+async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost() -> None:
+    clients, calls = Clients(max_messages=3), Stream()
+    await clients.come("frozen")
+    answers = clients.relay.call_environments(aiter(calls))
+    follow = pb.WorkerCommand(call_id=1, follow_agent=pb.FollowAgentCommand(episode_key="e"))
+    calls.say(fleet_pb2.EnvironmentCall(environment="frozen", command=follow))
+    answer_comes = asyncio.ensure_future(anext(answers))
+    async with asyncio.timeout(LIMIT_S):
+        await clients.first
+    for number in range(2, 5):
+        calls.say(call("frozen", number))
+    last = pb.WorkerCommand(call_id=5, reply_part=pb.ReplyPart(episode_key="e", is_last=True))
+    calls.say(fleet_pb2.EnvironmentCall(environment="frozen", command=last))
+    async with asyncio.timeout(LIMIT_S):
+        lost = [await answer_comes, await anext(answers)]
+    assert [answer.message.call_id for answer in lost] == [5, 1]
+    assert {answer.message.failure.message for answer in lost} == {
+        "the client that serves frozen does not read"
+    }
