@@ -133,8 +133,7 @@ class EpisodeHost:
     def agent_place(self, key: str) -> str:
         """Returns where the code of an agent is; "" if that is not known, or it is no agent."""
         episode = self._episodes.get(key)
-        agent = episode.agent if episode is not None else None
-        return agent.place() if agent is not None else ""
+        return "" if episode is None or episode.agent is None else episode.agent.place()
 
     def _place(self, key: str) -> str:
         """Returns where an episode waits now; "" if it does not."""
@@ -142,8 +141,8 @@ class EpisodeHost:
         if episode is None:
             return ""
         # Between two calls of an agent nothing runs for it here.
-        waits = "" if episode.running is None else awaited_place(episode.running)
-        return self.agent_place(key) or waits
+        running = episode.running
+        return self.agent_place(key) or (awaited_place(running) if running is not None else "")
 
     def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
         if spec.reference:
