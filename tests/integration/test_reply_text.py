@@ -78,6 +78,9 @@ def test_a_part_of_several_tokens_becomes_parts_of_one_token() -> None:
     reply = words.encode("the wörld 🍎 is", add_special_tokens=False)
     options = TextOptions(is_streamed=True, parts="tokens")
     whole = ReplyText(words, [], options).read(reply, "length")
+    # A reply that is not streamed has one part.
+    (part,) = ReplyText(words, [], TextOptions(parts="tokens")).parts(TextPart(reply, ""), "length")
+    assert (part.token_ids, part.text) == (reply, whole)
     text = ReplyText(words, [], options)
     parts = text.parts(TextPart(reply[:-3], ""), None)
     parts += text.parts(TextPart(reply[-3:], "", stop_reason="x"), "length")

@@ -70,7 +70,8 @@ class ReplyText:
 
     def parts(self, new: TextPart, finish_reason: str | None) -> list[TextPart]:
         """Returns a part of the reply with its text, or a part for each of its tokens."""
-        if self._options.parts != "tokens" or not new.token_ids:
+        is_split = self._options.is_streamed and self._options.parts == "tokens"
+        if not is_split or not new.token_ids:
             return [dataclasses.replace(new, text=self.read(new.token_ids, finish_reason))]
         *others, last = new.token_ids
         found = [TextPart([token], self.read([token], None)) for token in others]

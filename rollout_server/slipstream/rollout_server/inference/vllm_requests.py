@@ -64,7 +64,7 @@ def parameters(
         logprobs=text.num_logprobs or 0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
-        stream_interval=LARGE_PART_TOKENS if text.parts == "large" else None,
+        stream_interval=LARGE_PART_TOKENS if is_streamed and text.parts == "large" else None,
         skip_clone=True,
         routed_experts_prompt_start=experts_from,
     )
