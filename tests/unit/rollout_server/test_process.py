@@ -73,7 +73,7 @@ async def main():
     ready, write = os.pipe()
     child = os.fork()
     if child == 0:
-        # As vLLM's engine does.
+        # vLLM's engine does the same.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
         os.write(write, b"1")
         while True:

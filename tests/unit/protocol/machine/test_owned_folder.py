@@ -128,3 +128,4 @@ def test_a_temporary_folder_that_nobody_can_list_keeps_its_own(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
     remove_abandoned()
     assert folder.path.is_dir()
+    folder.close()
