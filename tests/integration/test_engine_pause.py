@@ -202,9 +202,9 @@ async def test_requests_that_run_go_on_only_when_the_update_was_judged(
 ) -> None:
     await rig.ask("running")
     await rig.update(2)
-    assert rig.llm.noted == ["request running", "pause", "receive"]
+    assert rig.llm.noted == ["request running", "pause", "begin", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
-    assert rig.llm.noted[3:] == ["version 0:2", "resume"]
+    assert rig.llm.noted[4:] == ["version 0:2", "resume"]
 
 
 @pytest.mark.parametrize("requests", [[], ["running"]], ids=["idle", "busy"])
@@ -290,13 +290,13 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
     await rig.update(2)
     # Cached keys and values take their memory when the learner has sent its weights.
-    assert rig.llm.noted[2:] == ["wake weights", "pause", "receive"]
+    assert rig.llm.noted[2:] == ["wake weights", "pause", "begin", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
-    assert rig.llm.noted[5:] == ["version 0:2", "wake the rest"]
+    assert rig.llm.noted[6:] == ["version 0:2", "wake the rest"]
     # Now all memory is there.
     await rig.update(3)
     await rig.engine.resume(PolicyVersion(0, 3))
-    assert rig.llm.noted[7:] == ["pause", "receive", "version 0:3", "resume"]
+    assert rig.llm.noted[8:] == ["pause", "begin", "receive", "version 0:3", "resume"]
 
 
 async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(
@@ -326,7 +326,7 @@ async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs
     await rig.prepare(2)
     rig.llm.answers.clear()
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
-    await rig.until_noted("receive")
+    await rig.until_noted("begin")
     # This one belongs to another update.
     rig.end.tell("paused for p1")
     await asyncio.wait((receiving,), timeout=0.2)
@@ -352,13 +352,31 @@ async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs
     assert rig.llm.noted.count("pause") == 2
 
 
+async def test_an_update_behind_a_late_answer_begins_behind_the_order_to_pause(rig: Rig) -> None:
+    rig.line.listen()
+    await rig.ask("running")
+    await rig.prepare(2)
+    rig.llm.answers.clear()
+    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
+    await rig.until_noted("begin")
+    rig.end.tell("paused for p2")
+    await receiving
+    await rig.prepare(3)
+    del rig.llm.noted[:]
+    receiving = asyncio.create_task(rig.engine.receive_weights("p3"))
+    await asyncio.wait((receiving,), timeout=0.1)
+    rig.llm.answers.set()
+    await receiving
+    assert rig.llm.noted == ["pause", "begin", "receive"]
+
+
 async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
     rig.line.listen()
     await rig.ask("running")
     await rig.prepare(2)
     rig.llm.answers.clear()
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
-    await rig.until_noted("receive")
+    await rig.until_noted("begin")
     rig.end.tell("paused for p2")
     await receiving
     rig.llm.failure = EngineDeadError()
@@ -367,8 +385,9 @@ async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
         await rig.engine.watch()
 
 
-def test_a_worker_tells_that_a_pause_is_complete_when_vllm_has_waited_for_the_device() -> None:
-    from slipstream.rollout_server.weights.weight_update import LoadResult
+def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies() -> (
+    None
+):
     from slipstream.rollout_server.weights.worker_extension import WorkerExtension
 
     class Worker(WorkerExtension):
@@ -378,19 +397,18 @@ def test_a_worker_tells_that_a_pause_is_complete_when_vllm_has_waited_for_the_de
             self.waits += 1
 
     worker, (ours,) = Worker(), DirectLine(1)._sockets
-    found = LoadResult([], by_plan=True, has_plan=True, receive_s=0.0, load_s=0.0, wire_s=0.0)
-    nothing = SimpleNamespace(can_copy=True, copy_weights=lambda: None, result=found)
-    nothing.put_adapters_on = lambda: None
-    worker.weight_transfer_engine = nothing
+    engine = SimpleNamespace(is_copying=False, begin_copies=lambda: None)
+    worker.weight_transfer_engine = engine
     worker._line = WorkerEnd(0)
-    for mark in ("paused for p1", "paused for p2"):
-        worker.slipstream_receive(7, mark)
+    for mark, is_copying in (("paused for p1", True), ("paused for p2", False)):
+        worker.slipstream_begin(7, mark)
         assert json.loads(ours.recv(4096))[0] == 7
+        engine.is_copying = is_copying
         worker.synchronize_device()
         assert json.loads(ours.recv(4096)) == [mark, None]
-    assert worker.waits == 2
+        assert worker.waits == int(not is_copying)
     # An update before which no pause is under way.
-    worker.slipstream_receive(8)
+    worker.slipstream_begin(8)
     ours.recv(4096)
     worker.synchronize_device()
     with pytest.raises(BlockingIOError):

@@ -38,7 +38,7 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
             "tensor_parallel_size": 2,
         },
     }
-    config = parse_config(table, source="test")
+    config, shared = parse_config(table, source="test"), set(Path("/dev/shm").iterdir())
     async with started_engine(config) as engine:
         assert engine.num_workers == 2
         generator = torch.Generator().manual_seed(3)
@@ -58,6 +58,7 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
         replies = await asyncio.gather(
             *(engine.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
         )
+    assert not [p for p in Path("/dev/shm").iterdir() if "cpushm" in p.name and p not in shared]
     expected = [reference(tmp_path, weights, PROMPT + r.token_ids.tolist()) for r in replies]
     gaps = np.abs(np.concatenate(expected) - np.concatenate([r.logprobs for r in replies]))
     assert len(gaps) == 8 * 40

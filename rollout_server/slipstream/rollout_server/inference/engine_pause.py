@@ -103,7 +103,7 @@ class EnginePause:
             task.result()
 
     async def _pause(self, update_limit_s: float, *, clear_cache: bool, mark: str = "") -> None:
-        await self._settled()
+        await self.settle()
         # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry
         # the version that the engine process stamped on them.
         self._ahead, self.is_paused = None, True
@@ -116,7 +116,7 @@ class EnginePause:
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return
-        await self._settled()
+        await self.settle()
         self._ahead, self.is_paused, self._gave_back = None, True, True
         await self._call(self._llm.engine_core.sleep_async(1, "keep"))
 
@@ -172,8 +172,8 @@ class EnginePause:
             return stamping, self._llm.engine_core.wake_up_async(None)
         return stamping, self._llm.resume_generation()
 
-    async def _settled(self) -> None:
-        """Waits for answers that are late."""
+    async def settle(self) -> None:
+        """Waits for answers that are late; the next order then reaches the engine at once."""
         await asyncio.gather(*self._late)
         self._late.clear()
 

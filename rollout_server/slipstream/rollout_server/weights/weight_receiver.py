@@ -180,6 +180,11 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies began that `copy_weights` has not ended."""
+        return self._copying is not None
+
     def room(self) -> int:
         """Returns the bytes that an update may take beside the live weights."""
         held_bytes = 0 if self._staging is None else self._staging.held_bytes

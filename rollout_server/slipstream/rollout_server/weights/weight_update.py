@@ -160,13 +160,7 @@ class WeightUpdate:
         already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
             pause_s = 0.0
-            try:
-                await self._carry_out("slipstream_begin", announced.limit_s)
-            except WeightSyncError:
-                # The update is over only when the workers that began it have left it.
-                with contextlib.suppress(WeightSyncError):
-                    await self._carry_out("slipstream_receive", announced.limit_s)
-                raise
+            await self._begin(announced.limit_s)
             # The buckets are on the wire now. The engine takes calls in order: the new version must
             # not wait for the last bucket, so it is given first.
             _, results = await asyncio.gather(
@@ -175,12 +169,12 @@ class WeightUpdate:
             )
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
-            # is told to pause begins no other step.
+            # is told to pause begins no other step. It preempts requests while the device copies.
             mark = f"paused for {publish_id}"
-            pause_s, results = await asyncio.gather(
-                self._paused(announced.limit_s, mark),
-                self._carry_out("slipstream_receive", announced.limit_s, mark),
+            pause_s, _ = await asyncio.gather(
+                self._paused(announced.limit_s, mark), self._begin(announced.limit_s, mark)
             )
+            results = await self._carry_out("slipstream_receive", announced.limit_s)
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
             pause_s = await self._paused(0.0)
@@ -252,6 +246,16 @@ class WeightUpdate:
         begun_s = time.monotonic()
         await self._pause(update_limit_s, mark)
         return time.monotonic() - begun_s
+
+    async def _begin(self, limit_s: float, *mark: str) -> None:
+        """Lets the workers begin to copy; with `mark` behind a pause that they tell by it."""
+        try:
+            await self._carry_out("slipstream_begin", limit_s, *mark)
+        except WeightSyncError:
+            # The update is over only when the workers that began it have left it.
+            with contextlib.suppress(WeightSyncError):
+                await self._carry_out("slipstream_receive", limit_s)
+            raise
 
     async def _carry_out(self, method: str, limit_s: float, *arguments: str) -> list[Any]:
         return await _within(limit_s, self._answers(method, arguments))

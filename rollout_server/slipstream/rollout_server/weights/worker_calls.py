@@ -26,7 +26,8 @@ class WorkerCalls:
 
         A call once made runs to its end, also when its caller no longer waits.
         """
-        if method == "slipstream_begin" and self._line.is_up:
+        # With arguments it must not overtake the order to pause, which goes through vLLM.
+        if method == "slipstream_begin" and not arguments and self._line.is_up:
             return await self._line.begin()
         return await self._line.answers(
             lambda number: self._through_vllm(method, (number, *arguments))

@@ -7,8 +7,11 @@ engine, which registers itself.
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +61,7 @@ class WorkerExtension:
 
         engine = self.weight_transfer_engine
         if self._line is None:
+            _unlink_shared_memory()
             self._line = WorkerEnd(engine.parallel_config.rank)
             self._line.serve(_enqueueing(self.slipstream_begin, engine.device))
         return self._answer(call, prepare)
@@ -70,22 +74,24 @@ class WorkerExtension:
         """Answers the bytes that an update may take beside the live weights."""
         return self._answer(call, self.weight_transfer_engine.room)
 
-    def slipstream_begin(self, call: int) -> dict[str, Any]:
+    def slipstream_begin(self, call: int, pausing: str = "") -> dict[str, Any]:
         """Begins to copy the announced update, without waiting; `slipstream_receive` ends it.
 
-        Only for an engine in which nothing runs; it takes other calls between the two. May run
-        outside the engine's thread.
+        `pausing`: the mark that the server is told when the pause under way is complete. Without
+        it nothing runs in the engine, and this may run outside the engine's thread. The engine
+        takes other calls between the two.
         """
-        return self._answer(call, self.weight_transfer_engine.begin_copies)
 
-    def slipstream_receive(self, call: int, pausing: str = "") -> dict[str, Any]:
-        """Receives and loads the announced update; answers the fields of a `LoadResult`.
+        def begin() -> None:
+            self._tell_when_paused(pausing)
+            self.weight_transfer_engine.begin_copies()
 
-        `pausing`: the mark that the server is told when the pause under way is complete.
-        """
+        return self._answer(call, begin)
+
+    def slipstream_receive(self, call: int) -> dict[str, Any]:
+        """Receives and loads the announced update; answers the fields of a `LoadResult`."""
 
         def receive() -> dict[str, Any]:
-            self._tell_when_paused(pausing)
             engine = self.weight_transfer_engine
             if engine.can_copy:
                 engine.copy_weights()
@@ -102,14 +108,19 @@ class WorkerExtension:
         self.weight_transfer_engine.refresh_kept_linears = enabled
 
     def _tell_when_paused(self, mark: str) -> None:
-        """Tells `mark` whenever vLLM waits for the device: with that it completes a pause."""
+        """Tells `mark` whenever vLLM waits for the device: with that it completes a pause.
+
+        While the device copies new weights there is no wait: the steps before them are over, and
+        the engine preempts its requests meanwhile.
+        """
         self._pausing = mark
         if "synchronize_device" in vars(self):
             return
         wait_for_device = self.synchronize_device
 
         def wait_and_tell() -> None:
-            wait_for_device()
+            if not self.weight_transfer_engine.is_copying:
+                wait_for_device()
             if self._line is not None and self._pausing:
                 self._line.tell(self._pausing)
 
@@ -120,6 +131,16 @@ class WorkerExtension:
         if self._line is not None:
             self._line.answer(call, answer)
         return answer
+
+
+def _unlink_shared_memory() -> None:
+    """Removes the names of the memory that the workers of an engine on a CPU share.
+
+    All of them have opened it by now. vLLM leaves 4 MB for each worker, however the engine ends.
+    """
+    if engine := os.environ.get("VLLM_DIST_IDENT"):
+        for path in Path("/dev/shm").glob(f"{glob.escape(engine)}-*cpushm_*"):
+            path.unlink(missing_ok=True)
 
 
 def _enqueueing(work: Callable[[int], object], device: torch.device) -> Callable[[int], object]:

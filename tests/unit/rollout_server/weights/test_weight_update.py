@@ -44,10 +44,10 @@ def result(
 
 
 class Workers:
-    """Two of them; `answers` holds what both say to each call, in order."""
+    """Two of them; `answers` holds what both say to each call but `begin`, in order."""
 
     def __init__(self, *answers: list[dict[str, Any]]) -> None:
-        self._answers = list(answers)
+        self._answers, self.begun = list(answers), both(None)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.marks: list[str] = []
         # The same, with the beginning and the end of each pause.
@@ -56,7 +56,11 @@ class Workers:
     async def ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         self.calls.append((method.removeprefix("slipstream_"), arguments))
         self.started.append(self.calls[-1][0])
-        return self._answers.pop(0)
+        return self.begun if method == "slipstream_begin" else self._answers.pop(0)
+
+    def numbered(self) -> list[str]:
+        """The names of all calls but `begin`."""
+        return [name for name, _ in self.calls if name != "begin"]
 
     async def pause(self, _: float, mark: str) -> None:
         self.marks.append(mark)
@@ -99,8 +103,9 @@ async def test_adapters_alone_after_weights_are_another_layout() -> None:
     for publish_id, layout in (("p1", LAYOUT), ("p2", alone), ("p3", NO_LAYOUT)):
         await update.prepare(order(publish_id), layout, 3)
         await update.receive(publish_id)
-    assert [name for name, _ in workers.calls] == ["prepare", "receive"] * 2 + ["receive"]
-    assert workers.calls[2][1][1] == alone.SerializeToString()
+    assert workers.numbered() == ["prepare", "receive"] * 2 + ["receive"]
+    prepared = [arguments for name, arguments in workers.calls if name == "prepare"]
+    assert prepared[1][1] == alone.SerializeToString()
 
 
 async def test_an_update_like_the_one_before_asks_the_workers_once() -> None:
@@ -109,7 +114,7 @@ async def test_an_update_like_the_one_before_asks_the_workers_once() -> None:
     for publish_id, layout in (("p1", LAYOUT), ("p2", LAYOUT), ("p3", NO_LAYOUT)):
         await update.prepare(order(publish_id), layout, 3)
         await update.receive(publish_id)
-    assert [name for name, _ in workers.calls] == ["prepare", *3 * ["receive"]]
+    assert workers.numbered() == ["prepare", *3 * ["receive"]]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ async def test_whatever_is_new_is_prepared(
     await update.receive("p1")
     await update.prepare(order("p2", **changed), layout, 3)
     await update.receive("p2")
-    assert [name for name, _ in workers.calls] == 2 * ["prepare", "receive"]
+    assert workers.numbered() == 2 * ["prepare", "receive"]
     assert workers.calls[2][1][1] == layout.SerializeToString()
 
 
@@ -162,9 +167,7 @@ async def test_the_first_update_needs_a_layout() -> None:
         await WeightUpdate(workers.ask, workers.pause, stage=False).prepare(ORDER, NO_LAYOUT, 1)
 
 
-async def test_copies_are_asked_for_while_the_engine_pauses_and_loading_when_it_stands_still() -> (
-    None
-):
+async def test_copies_begin_while_the_engine_pauses_and_loading_when_it_stands_still() -> None:
     loaded = both({**result(), "by_plan": False})
     workers = Workers(both(True), loaded, both(True), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
@@ -174,7 +177,7 @@ async def test_copies_are_asked_for_while_the_engine_pauses_and_loading_when_it_
     del workers.started[:]
     await update.prepare(ORDER, LAYOUT, 1)
     second = await update.receive("p1")
-    assert workers.started == ["prepare", "pause", "receive", "paused"]
+    assert workers.started == ["prepare", "pause", "begin", "paused", "receive"]
     assert min(first.pause_s, second.pause_s) >= 0.01
 
 
@@ -201,12 +204,12 @@ async def test_weights_are_copied_again_after_adapters_alone() -> None:
         del workers.started[:]
         await update.prepare(order(publish_id), layout, 1)
         await update.receive(publish_id)
-    assert workers.started == ["prepare", "pause", "receive", "paused"]
+    assert workers.started == ["prepare", "pause", "begin", "paused", "receive"]
 
 
 async def test_only_an_update_that_is_copied_needs_no_pause_of_an_idle_engine() -> None:
     loaded = both({**result(), "by_plan": False})
-    workers = Workers(both(True), loaded, both(True), both(None), both(result()))
+    workers = Workers(both(True), loaded, both(True), both(result()))
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
     async def resume_idle(version: PolicyVersion, _: float) -> None:
@@ -221,10 +224,12 @@ async def test_only_an_update_that_is_copied_needs_no_pause_of_an_idle_engine() 
     assert workers.started[4:] == ["prepare", "begin", turned, "receive"]
 
 
-async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_an_update_that_could_not_begin_fails_with_that_error(is_busy: bool) -> None:
     errors = [{"value": None}, {"error": "a bucket did not arrive"}]
     late = [{"error": "no update was announced"}, {"error": "no update was announced"}]
-    workers = Workers(both(True), both(result()), both(True), errors, late)
+    workers = Workers(both(True), both(result()), both(True), late)
+    workers.begun = errors
     update = WeightUpdate(workers.ask, workers.pause, stage=False)
 
     async def resume_idle(*_: object) -> None:
@@ -234,12 +239,14 @@ async def test_an_update_that_could_not_begin_fails_with_that_error() -> None:
     await update.receive("p1")
     await update.prepare(order("p2", new_communicator=True), LAYOUT, 1)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
-        await update.receive("p2", resume_idle)
+        await update.receive("p2", None if is_busy else resume_idle)
+    assert workers.numbered() == 2 * ["prepare", "receive"]
 
 
 async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() -> None:
     errors = [{"value": None}, {"error": "a bucket did not arrive"}]
-    workers = Workers(both(True), both(result()), both(True), errors, both(result()))
+    workers = Workers(both(True), both(result()), both(True), both(result()))
+    workers.begun = errors
     is_asked, is_over = asyncio.Event(), asyncio.Event()
 
     async def ask(method: str, arguments: tuple[Any, ...]) -> list[Any]:
@@ -351,8 +358,8 @@ async def test_a_delta_follows_an_update_whose_shares_add_up_to_it() -> None:
         loaded = await update.receive(publish_id)
         assert (loaded.bucket_digests, loaded.takes_deltas) == ((WHOLE,), True)
         # Its sizes are new each time: the workers are told.
-        assert workers.calls[-2][1][0] == told.SerializeToString()
-    assert [name for name, _ in workers.calls] == 3 * ["prepare", "receive"]
+        assert workers.calls[-3][1][0] == told.SerializeToString()
+    assert workers.numbered() == 3 * ["prepare", "receive"]
 
 
 async def test_everything_is_prepared_anew_after_a_delta() -> None:
@@ -363,7 +370,7 @@ async def test_everything_is_prepared_anew_after_a_delta() -> None:
     for told in (ORDER, delta("p2", WHOLE), order("p3")):
         await update.prepare(told, LAYOUT, 3)
         loaded = await update.receive(told.publish_id)
-    assert [name for name, _ in workers.calls] == 3 * ["prepare", "receive"]
+    assert workers.numbered() == 3 * ["prepare", "receive"]
     assert loaded.takes_deltas
 
 
@@ -485,8 +492,8 @@ async def test_an_idle_engine_is_not_asked_after_one_that_was_staged_twice() -> 
     for publish_id, is_busy in (("p1", True), ("p2", True), ("p3", False), ("p4", False)):
         await update.prepare(order(publish_id), LAYOUT, 1, is_busy=is_busy)
         await update.receive(publish_id)
-    names = [name for name, _ in workers.calls]
-    assert names == ["prepare", "receive", "room", *2 * ["prepare", "receive"], "receive"]
+    twice = 2 * ["prepare", "receive"]
+    assert workers.numbered() == ["prepare", "receive", "room", *twice, "receive"]
 
 
 async def test_the_copies_begin_where_the_first_worker_began() -> None:
