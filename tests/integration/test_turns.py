@@ -56,8 +56,9 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(
     assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
 
 
-async def test_auto_tries_both_ways_and_tells_what_it_chose(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "auto", algorithm__max_staleness=1)
+@pytest.mark.parametrize("bound", [0, 1])
+async def test_auto_tries_both_ways_and_tells_what_it_chose(tmp_path: Path, bound: int) -> None:
+    config = config_of(tmp_path, "auto", algorithm__max_staleness=bound)
     server = FakeServer(config.controller.address, "s", delay_s=0.01)
     trainer = TrainerBeside(config, server)
     told: list[str] = []

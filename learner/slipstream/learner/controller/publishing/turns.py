@@ -34,8 +34,9 @@ class EngineTurns:
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
         self._fleet, self._run = fleet, run
-        setting, window = run.config.controller.turns, run.config.algorithm.max_staleness + 1
-        self._rule = TurnRule(setting, window=window)
+        setting, bound = run.config.controller.turns, run.config.algorithm.max_staleness
+        # An even number: with two batches under way, steps are long and short in turn.
+        self._rule = TurnRule(setting, window=2 * (bound // 2 + 1))
         self._gives_back = setting == "sleep"
         self._number = 0
         # True between the orders to rest and `end`.
