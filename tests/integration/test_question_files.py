@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from support.rigs.run_processes import empty_model, run_command, write_config
@@ -24,5 +25,6 @@ def test_a_missing_column_is_one_line_before_anything_starts(tmp_path: Path):
         "slipstream: environment sums: train.jsonl has no column 'question'; "
         "its columns are 'prompt', 'answer'\n"
     )
-    assert done.stdout == ""
+    # All there may be is the word of a busy machine that an environment takes long to load.
+    assert re.fullmatch(r"(environment sums is loaded, within \d+ s\n)?", done.stdout)
     assert not list((tmp_path / "run" / "logs").glob("controller*"))

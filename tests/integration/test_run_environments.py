@@ -213,7 +213,7 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
                 ("submit", "their_environments:Unmade"): "there is no dataset",
                 ("submit", "no_such_module:E"): "no module 'no_such_module'",
                 ("submit", "nonsense"): "a reference is package.module:Class, got 'nonsense'",
-                (*submit[:2], "--name", "x", "--weight", "0"): "weight must be above 0",
+                (*submit[:2], "--name", "x", "--weight", "0"): "weight must be between 1e-06",
             }
             for arguments, cause in refused.items():
                 code, out, err = await ask(*arguments, cwd=other)

@@ -95,7 +95,7 @@ class Reader:
             )
             try:
                 ends_s = time.monotonic() + LIMIT_S
-                while "step   1/" not in (text := shown.read_text()) and "step 1/" not in text:
+                while not re.search(r"step +1/", text := shown.read_text()):
                     assert run.poll() is None and time.monotonic() < ends_s, text
                     time.sleep(0.05)
                 for asked in self.meanwhile:
