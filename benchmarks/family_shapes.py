@@ -10,6 +10,7 @@ fewer experts, so that one GPU of 141 GB holds several models with gradients and
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ TINY = {
     "q_lora_rank": 32,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
+    "mamba_num_heads": 4,
+    "n_groups": 2,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -47,7 +50,12 @@ TINY = {
     "n_group": 4,
     "topk_group": 2,
 }
-TINY_TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+TINY_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+}
 # Sides of images in pixels, before and after the tower's processor.
 IMAGE_SIDE, LARGEST_SIDE = 56, 448
 
@@ -88,8 +96,10 @@ class Family:
             "pad_token_id": None,
         }
         if tiny and "mrope_section" in values.get("rope_parameters", {}):
-            # Half a head has so many frequencies.
-            values["rope_parameters"] = values["rope_parameters"] | {"mrope_section": [4, 6, 6]}
+            # Half of what is turned of a head has so many frequencies.
+            is_part = "partial_rotary_factor" in values["rope_parameters"]
+            sections = [2, 1, 1] if is_part else [4, 6, 6]
+            values["rope_parameters"] = values["rope_parameters"] | {"mrope_section": sections}
         return {**common, "rope_parameters": ROPE, **values}
 
     @property
@@ -109,7 +119,8 @@ class Family:
 
     def tower_settings(self, hidden: int, *, tiny: bool) -> dict[str, Any]:
         """Returns the fields of the tower before a decoder of `hidden` dimensions."""
-        return self.tower | (TINY_TOWER if tiny else {}) | {"out_hidden_size": hidden}
+        smaller = {name: size for name, size in TINY_TOWER.items() if name in self.tower}
+        return self.tower | (smaller if tiny else {}) | {"out_hidden_size": hidden}
 
 
 def _heads(hidden: int, inner: int, heads: int, groups: int, size: int = 0) -> dict[str, Any]:
@@ -184,10 +195,17 @@ _NEXT = {
     "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
 }
 _DEEP_ROPE = ROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
-_DEEP_TOWER = _tower(16, 1152, 4304) | {
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [1, 2],
+_THIRD_TOWER = _tower(16, 1152, 4304) | {"num_position_embeddings": 2304}
+_DEEP_TOWER = _THIRD_TOWER | {"deepstack_visual_indexes": [1, 2]}
+# Qwen3.5 turns a quarter of each head.
+_NETS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rope_parameters": ROPE
+    | {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10], "mrope_interleaved": True},
 }
+# FlashInfer's kernel is compiled for minutes first. States of delta nets take much memory.
+_NETS_ENGINE = {"gdn_prefill_backend": "triton", "kv_cache_memory_bytes": 6 << 30}
 FAMILIES = {
     "qwen3": Family("Qwen3", _heads(4096, 12288, 32, 8, 128)),
     "llama": Family("Llama", _heads(4096, 14336, 32, 8, 128)),
@@ -286,8 +304,13 @@ FAMILIES = {
     "qwen3-next": Family(
         "Qwen3Next",
         _heads(2048, 5120, 16, 2, 256) | _NEXT,
-        # FlashInfer's kernel is compiled for minutes first. States of delta nets take much memory.
-        engine={"gdn_prefill_backend": "triton", "kv_cache_memory_bytes": 6 << 30},
+        engine=_NETS_ENGINE,
+    ),
+    "nemotron-h": Family(
+        "NemotronH",
+        _heads(4096, 21504, 32, 8, 128)
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+        | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
     ),
     "qwen2.5-vl": Family(
         "Qwen2_5_VL",
@@ -306,6 +329,37 @@ FAMILIES = {
         | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"norm_topk_prob": True, "rope_parameters": _DEEP_ROPE},
         tower=_DEEP_TOWER,
+    ),
+    "mistral3": Family(
+        "Mistral3",
+        _heads(4096, 14336, 32, 8, 128)
+        | {"model_type": "ministral3", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        tower={
+            "model_type": "pixtral",
+            "num_hidden_layers": 4,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": LARGEST_SIDE,
+            "hidden_act": "silu",
+        },
+    ),
+    "qwen3.5": Family(
+        "Qwen3_5",
+        _heads(4096, 12288, 16, 4, 256) | _NETS,
+        engine=_NETS_ENGINE,
+        tower=_THIRD_TOWER,
+    ),
+    "qwen3.5-moe": Family(
+        "Qwen3_5Moe",
+        _heads(2048, 512, 16, 2, 256)
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512}
+        | _NETS,
+        engine=_NETS_ENGINE,
+        tower=_THIRD_TOWER,
     ),
 }
 
@@ -334,8 +388,12 @@ def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
             if name == "qwen3-vl-moe" and ".experts." in place:
                 # Published files have these as tokens are multiplied by them.
                 parameter.data = parameter.mT.contiguous()
-    model.save_pretrained(folder, max_shard_size="4GB")
-    if family.tower:
+    # Published files of Qwen3.5 have the experts of a layer in one tensor, as transformers does.
+    is_joined = name == "qwen3.5-moe"
+    model.save_pretrained(folder, max_shard_size="4GB", save_original_format=not is_joined)
+    if name == "mistral3":
+        _save_pixtral_processor(folder, family.tower["patch_size"])
+    elif family.tower:
         _save_processor(folder, family.tower["patch_size"])
     return folder
 
@@ -375,6 +433,15 @@ def _save_processor(folder: Path, patch: int) -> None:
 
     size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2}
     Qwen2VLImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
+
+
+def _save_pixtral_processor(folder: Path, patch: int) -> None:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    size = {"longest_edge": LARGEST_SIDE}
+    PixtralImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
+    names = {"image_break_token": "<video>", "image_end_token": "</vision>"}
+    (folder / "processor_config.json").write_text(json.dumps(names))
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
-"""Makes a tiny random Qwen2.5-VL or Qwen3-VL, dense or with experts, for the example of colours."""
+"""Makes a tiny random Qwen2.5-VL, Qwen3-VL, Qwen3.5 or Mistral 3 for the example of colours."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<reply>", "<vision>", "<image>", "<video>", "</vision>"]
@@ -18,7 +20,15 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
 )
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Family -> transformers' name of its classes.
+FAMILIES = {
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "mistral3": "Mistral3",
+}
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -40,6 +50,61 @@ def make_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _make_mistral(folder: Path, sizes: Mapping[str, object]) -> None:
+    """Saves a random Mistral 3; rows of an image end with <video>, the image with </vision>."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    decoder = {
+        "model_type": "ministral3",
+        "vocab_size": len(SPECIAL_TOKENS) + len(WORDS),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        **sizes,
+    }
+    tower = {
+        "model_type": "pixtral",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 112,
+        "patch_size": 14,
+        "initializer_range": 0.08,
+    }
+    config = Mistral3Config(
+        text_config=decoder,
+        vision_config=tower,
+        image_token_index=SPECIAL_TOKENS.index("<image>"),
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    PixtralImageProcessorPil(patch_size=14, size={"longest_edge": 112}).save_pretrained(folder)
+    names = {"image_break_token": "<video>", "image_end_token": "</vision>"}
+    (folder / "processor_config.json").write_text(json.dumps(names))
+
+
 def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> None:
     """Saves a random model of `family` in float32 with its image processor.
 
@@ -53,14 +118,27 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    is_third = family != "qwen2_5_vl"
+    if family == "mistral3":
+        _make_mistral(folder, sizes)
+        return
+    is_third, has_delta_nets = family != "qwen2_5_vl", family.startswith("qwen3_5")
     mixture = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         # Another number than hidden_size: transformers looks at it to know the form of a file.
         "moe_intermediate_size": 96,
-        "norm_topk_prob": True,
+        **({"shared_expert_intermediate_size": 64} if has_delta_nets else {"norm_topk_prob": True}),
     }
+    # vLLM's kernels for a CPU take these sizes of heads and this convolution only.
+    delta_nets = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    sections = [6, 5, 5] if is_third else [4, 6, 6]
     decoder = {
         "vocab_size": len(SPECIAL_TOKENS) + len(WORDS),
         "hidden_size": 64,
@@ -76,11 +154,13 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
-            "mrope_section": [6, 5, 5] if is_third else [4, 6, 6],
+            "mrope_section": [3, 3, 2] if has_delta_nets else sections,
             **({"mrope_interleaved": True} if is_third else {}),
+            **({"partial_rotary_factor": 0.5} if has_delta_nets else {}),
         },
         **({"head_dim": 32} if is_third else {}),
-        **(mixture if family == "qwen3_vl_moe" else {}),
+        **(mixture if family.endswith("_moe") else {}),
+        **(delta_nets if has_delta_nets else {}),
         **sizes,
     }
     tower = {
@@ -94,11 +174,13 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
         "initializer_range": 0.08,
     }
     if is_third:
-        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        tower["num_position_embeddings"] = 64
+        if not has_delta_nets:
+            tower["deepstack_visual_indexes"] = [0]
     else:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     ids = ("vision_start", "image", "video", "vision_end")
-    kind = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}[family]
+    kind = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(
         text_config=decoder,
         vision_config=tower,
@@ -106,7 +188,9 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
         dtype="float32",
         **{f"{name}_token_id": 4 + place for place, name in enumerate(ids)},
     )
-    getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(folder)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    # Published files of Qwen3.5 have the experts of a layer in one tensor, as transformers does.
+    model.save_pretrained(folder, save_original_format=family != "qwen3_5_moe")
     if family == "qwen3_vl_moe":
         _turn_experts(folder / "model.safetensors")
     Qwen2VLImageProcessorPil(

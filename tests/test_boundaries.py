@@ -61,6 +61,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.passed_table",
         "slipstream.rollout_server.inference.prompts",
         "slipstream.rollout_server.inference.token_counter",
+        "slipstream.rollout_server.inference.nested_models",
         "slipstream.rollout_server.inference.vision_models",
         "slipstream.rollout_server.inference.vision_values",
         "slipstream.rollout_server.inference.vllm_requests",

@@ -44,9 +44,12 @@ SAVED = {
     # A norm that is split over ranks, and latent attention with biases of experts.
     "tp2-olmo2": {"learner": TP2, "model": "olmo2"},
     "tp2-deepseek": {"learner": TP2, "model": "deepseek"},
-    # Experts with biases, sinks, and delta nets, which are all split over ranks.
+    # Experts with biases, sinks, delta nets and Mamba layers, which are all split over ranks.
     "tp2-gpt-oss": {"learner": ETP1, "model": "gpt-oss"},
     "tp2-qwen3-next": {"learner": TP2, "model": "qwen3-next"},
+    "tp2-nemotron-h": {"learner": TP2, "model": "nemotron-h"},
+    # A vision tower, and delta nets whose ranks do not share the tokens.
+    "tp2-qwen35": {"learner": {"world_size": 2, "parallel": {"tp": 2}}, "model": "qwen35"},
 }
 # job -> the run that it loads, and in which layout
 LOADED = {
@@ -80,6 +83,8 @@ LOADED |= {
     "one-from-tp2-gpt-oss": ("tp2-gpt-oss", {}),
     "ep2-from-tp2-gpt-oss": ("tp2-gpt-oss", EP2),
     "pp2-from-tp2-qwen3-next": ("tp2-qwen3-next", PP2),
+    "pp2-from-tp2-nemotron-h": ("tp2-nemotron-h", PP2),
+    "pp2-from-tp2-qwen35": ("tp2-qwen35", PP2),
 }
 # Every shape of the learning rate with several passes and mini-batches, stopped in its middle.
 SCHEDULES = {
@@ -114,6 +119,8 @@ SLOW = (
     "ep2-moe-again",
     "tp2-olmo2-again",
     "ep2-from-tp2-gpt-oss",
+    "pp2-from-tp2-nemotron-h",
+    "pp2-from-tp2-qwen35",
     "distopt-from-one",
     "ep2-distopt-from-ep2-moe",
     # tests/unit/learner/trainer/test_learning_rate.py has the numbers of every shape.

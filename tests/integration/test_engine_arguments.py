@@ -18,6 +18,10 @@ from slipstream.protocol.errors import ConfigError  # noqa: E402
 from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.settings.engine_table import OWNED  # noqa: E402
+from slipstream.protocol.settings.model_sizes import decoder_table  # noqa: E402
+from slipstream.protocol.settings.sampling_section import SamplingSection  # noqa: E402
+from slipstream.rollout_server.inference.vision_values import tower_values  # noqa: E402
+from support.fakes.parity_models import make_mixture  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 from vllm import AsyncEngineArgs  # noqa: E402
 
@@ -58,6 +62,12 @@ def test_settings_reach_vllm_by_name(model: Path) -> None:
     assert settings.model_config.logprobs_mode == "processed_logprobs"
 
 
+def in_bfloat16(config: Config) -> Config:
+    """Returns the settings of a run in the type in which vLLM computes delta nets on a CPU."""
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    return config.model_copy(update={"model": model})
+
+
 def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
     model: Path, tmp_path: Path
 ) -> None:
@@ -68,12 +78,32 @@ def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 32}
     transformers.Qwen3NextConfig(**sizes, architectures=architectures).save_pretrained(delta_nets)
     # On a CPU vLLM chooses the same by itself, so what it was asked for is looked at.
-    config = config_with(delta_nets, {})
+    config = in_bfloat16(config_with(delta_nets, {}))
     assert own_values(config, seed=3)["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in own_values(config_with(model, {}), seed=3)
     assert engine_config(config, seed=3).cache_config.mamba_ssm_cache_dtype == "float32"
-    chosen = config_with(delta_nets, {"mamba_ssm_cache_dtype": "bfloat16"})
+    chosen = in_bfloat16(config_with(delta_nets, {"mamba_ssm_cache_dtype": "bfloat16"}))
+    with pytest.raises(ConfigError, match='model.dtype must be "bfloat16" .* delta nets .* CPU'):
+        engine_config(config_with(delta_nets, {}), seed=3)
     assert engine_config(chosen, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
+
+
+def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import engine_config, own_values
+
+    folder = make_model_folder(tmp_path / "model", **SMALLEST)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "mamba_num_heads": 4}
+    kinds = ["linear_attention", "full_attention"]
+    transformers.NemotronHConfig(
+        **sizes, layers_block_type=kinds, architectures=["NemotronHForCausalLM"], n_groups=2
+    ).save_pretrained(folder)
+    config = config_with(folder, {})
+    assert own_values(config, seed=3)["mamba_ssm_cache_dtype"] == "float32"
+    with pytest.raises(ConfigError, match="enable_prefix_caching must be false .* Mamba layers"):
+        engine_config(config, seed=3)
+    section = config.rollout_server.model_copy(update={"enable_prefix_caching": False})
+    settings = engine_config(config.model_copy(update={"rollout_server": section}), seed=3)
+    assert settings.model_config.hf_config.hybrid_override_pattern == "M*"
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(None, 1), (0, 1), (7, 8)])
@@ -394,4 +424,42 @@ def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path
     (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["GPT2LMHeadModel"]}))
     config = config_with(folder, {}, {"rank": 8, "publish": "adapters"})
     with pytest.raises(ConfigError, match="vLLM's GPT2LMHeadModel takes no adapters"):
+        engine_config(config, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "max_images", "limit"),
+    [
+        ("Gemma3ForConditionalGeneration", "gemma3_text", 0, 0),
+        ("Mistral3ForConditionalGeneration", "ministral3", 0, 0),
+        ("Mistral3ForConditionalGeneration", "mistral", 3, 3),
+        # Its tower is always published.
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", 0, 1),
+    ],
+)
+def test_a_tower_that_is_not_trained_is_left_out(
+    architecture: str, kind: str, max_images: int, limit: int
+) -> None:
+    table = {
+        "architectures": [architecture],
+        "text_config": {"model_type": kind},
+        "vision_config": {"hidden_size": 8},
+    }
+    sampling = SamplingSection(max_reply_tokens=8, max_episode_tokens=16, max_images=max_images)
+    values = tower_values(decoder_table(table), sampling)
+    assert values["limit_mm_per_prompt"] == {"image": limit}
+    assert tower_values({"architectures": ["LlamaForCausalLM"]}, sampling) == {}
+
+
+def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    from slipstream.rollout_server.inference.engine_arguments import engine_config
+
+    folder = tmp_path / "mixture"
+    make_mixture(folder, seed=0, num_hidden_layers=2)
+    lora = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
+    assert engine_config(config_with(folder, {}, lora), seed=3).lora_config is None
+    config = config_with(folder, {}, lora | {"publish": "adapters"})
+    with pytest.raises(
+        ConfigError, match="must be merged on a CPU, where vLLM's Qwen3MoeForCausal"
+    ):
         engine_config(config, seed=3)

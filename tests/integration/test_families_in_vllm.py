@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from support.fakes.field_models import make_field_model  # noqa: E402
+from support.fakes.nested_folders import nest  # noqa: E402
 from support.ranks.field_ranks import probe  # noqa: E402
 from support.rigs import family_engine  # noqa: E402
 from support.rigs.sent_engine import run_engine  # noqa: E402
@@ -31,6 +32,7 @@ CASES = [
     "deepseek.latent",
     "deepseek2.latent",
     "gpt-oss.gpt-oss",
+    "nemotron-h.none",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -60,23 +62,46 @@ def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) ->
     expected = [logprobs(folder) for folder in folders]
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
     np.testing.assert_allclose(
-        np.load(output, allow_pickle=False), np.stack(expected), rtol=0, atol=2e-4
+        np.load(output, allow_pickle=False), sent_back(expected), rtol=0, atol=2e-4
     )
 
 
-def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(tmp_path: Path) -> None:
-    case = "qwen3-next.glm"
+@pytest.mark.parametrize("case", ["gemma3.gemma3", "mistral.default", "ministral3.ministral"])
+def test_an_engine_computes_the_decoder_beside_a_tower(case: str, tmp_path: Path) -> None:
+    for name, seed in (("first", 0), ("second", 1)):
+        make_field_model(tmp_path / name, case, seed=seed)
+        nest(tmp_path / name / case)
+    folders = [tmp_path / name / case for name in ("first", "second")]
+    write_tokenizer(folders[0])
+    output = tmp_path / "found.npy"
+    run_engine(family_engine.__file__, folders[0], folders[1], output)
+    expected = [logprobs(folder, has_tower=True) for folder in folders]
+    assert np.abs(expected[0] - expected[1]).mean() > 0.1
+    np.testing.assert_allclose(
+        np.load(output, allow_pickle=False), sent_back(expected), rtol=0, atol=2e-4
+    )
+
+
+@pytest.mark.parametrize("case", ["qwen3-next.glm", "qwen35.glm", "qwen35-moe.glm"])
+def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(
+    case: str, tmp_path: Path
+) -> None:
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(tmp_path / name, case, seed=seed, **DELTA_NETS)
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
     run_engine(family_engine.__file__, folders[0], folders[1], output)
-    expected = np.stack([logprobs(folder) for folder in folders])
+    expected = sent_back([logprobs(folder) for folder in folders])
     gaps = np.abs(np.load(output, allow_pickle=False) - expected).mean(axis=1)
     apart = np.abs(expected[0] - expected[1]).mean()
     print(f"mean gaps {gaps}, {apart} between the models")
     assert gaps.max() < 0.02 * apart
+
+
+def sent_back(expected: list[np.ndarray]) -> np.ndarray:
+    """What an engine computes as loaded, with the other's weights, and with its own again."""
+    return np.stack([*expected, expected[0]])
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -87,13 +112,12 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text(config)
 
 
-def logprobs(folder: Path) -> np.ndarray:
+def logprobs(folder: Path, *, has_tower: bool = False) -> np.ndarray:
     """Log-probabilities by transformers; its default kernel leaves out Gemma 2's cap of scores."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found = []
     with torch.no_grad():
         for tokens in probe():

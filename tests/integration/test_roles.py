@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.roles.critic import explained_variance
 from slipstream.protocol.types import Trajectory
-from support.fakes.parity_models import make_models
+from support.fakes.parity_models import make_models, rename_as_modules
 from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
@@ -228,6 +229,27 @@ def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, li
     assert divergence[2] == pytest.approx(0.0, abs=1e-9)
     # With the tied model the policy moves from the first step on.
     assert (divergence[1] > 1e-4) == (layout == "one-tied")
+
+
+# The second folder of the decoder beside a tower has the other form of names.
+REFRESHED = ("refresh:gpt-oss:gpt-oss", "refresh:ministral3-tower:renamed")
+
+
+@pytest.fixture(scope="module")
+def refreshed(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
+    shutil.copytree(folder / "ministral3-tower", folder / "renamed")
+    rename_as_modules(folder / "renamed")
+    rank_pool.run(Path(role_ranks.__file__), REFRESHED, world_size=1, folder=folder)
+    return {job: torch.load(folder / f"{job}.pt", weights_only=True) for job in REFRESHED}
+
+
+@pytest.mark.parametrize("job", REFRESHED)
+def test_every_weight_of_a_refreshed_reference_is_the_policys(
+    job: str, refreshed: dict[str, dict]
+) -> None:
+    assert refreshed[job]["stale"] == []
+    has_experts = any(".experts.linear_fc1.weight0" in name for name in refreshed[job]["names"])
+    assert has_experts == ("gpt-oss" in job)
 
 
 def test_the_policy_waits_until_the_critic_is_warm(one_rank: dict[str, list[dict]]) -> None:

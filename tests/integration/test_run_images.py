@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
 from slipstream.client.launch.preflight import free_port  # noqa: E402
 from slipstream.protocol.vision.placed import image_tokens  # noqa: E402
-from support.rigs.run_processes import check_ledger, run_command, summary_of  # noqa: E402
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +31,11 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     make_model(model, family)
     table = tomllib.loads(COLOURS.read_text())
     table["run"] |= {"name": "run", "dir": str(tmp_path)}
-    table["model"]["path"] = str(model)
+    # vLLM's delta nets on a CPU know no other type.
+    is_rounded = family.startswith("qwen3_5")
+    table["model"] = {"path": str(model), "dtype": "bfloat16" if is_rounded else "float32"}
+    replays = family == "qwen3_vl_moe"
+    table["algorithm"]["router_replay"] = "rollout" if replays else "off"
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
     result = run_command("run", "config.toml", cwd=tmp_path, limit_s=900)
@@ -41,9 +45,17 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     # One colour alone, whatever the image shows, has a reward of 0.25.
     assert summary["reward_first"] <= 0.35
     assert summary["reward_last"] >= 0.8
-    assert summary["logprob_gap_mean"] <= 1e-4
-    assert summary["probe_gap_max"] <= 1e-3
+    rows = rows_of(tmp_path / "run")
+    if replays:
+        # Later a reply may cross a publish: tokens before it keep the experts of the older version.
+        assert rows[0]["logprob_gap_tokens"] > 0
+        assert rows[0]["logprob_gap_max"] <= 1e-4
+        assert rows[0]["routing_difference"] == 0
+        assert max(row["routing_unrecorded"] for row in rows if "loss" in row) == 0
+    else:
+        assert summary["logprob_gap_mean"] <= (0.02 if is_rounded else 1e-4)
+    assert summary["probe_gap_max"] <= (0.1 if is_rounded else 1e-3)
     replay = run_command("replay", tmp_path / "run", limit_s=500)
     assert replay.returncode == 0, replay.stdout + replay.stderr
     (exported,) = (path.parent for path in (tmp_path / "run").rglob("model.safetensors"))
-    assert image_tokens(exported) is not None
+    assert image_tokens(exported, max_images=1) is not None

@@ -32,6 +32,7 @@ SLOW = (
     "latent-pp2",
     "latent-cp2",
     "experts-tp2-ep2",
+    "next-tp2",
 )
 # One for each stage of a pipeline, and a dense one before one with experts.
 NUM_LAYERS = 2
@@ -69,7 +70,8 @@ def mixtures(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) 
 
 @pytest.fixture(scope="module")
 def experts(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
-    chosen = dict.fromkeys(["experts-one", *chosen_jobs(request, EXPERTS)])
+    wanted = chosen_jobs(request, EXPERTS)
+    chosen = dict.fromkeys(["experts-one", *map(one_rank, wanted), *wanted])
     for world_size in (1, 2, 4):
         jobs = [job for job in chosen if EXPERTS[job][0] == world_size]
         rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
@@ -320,6 +322,7 @@ def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
     # gate, up and down of 4 experts in each layer; one that no token chose would stay.
     assert moved >= 0.8 * sum(".experts." in name for name in stored)
     latent = {name.split(".")[4] for name in stored if "_a_proj" in name or "_b_proj" in name}
+    latent |= {name.split(".")[4] for name in stored if ".linear_attn." in name and "_proj" in name}
     settings = json.loads((folder / f"lora-{job}-adapters" / "adapter_config.json").read_text())
     assert latent <= set(settings["target_modules"])
     for name in set(settings["target_modules"]):
@@ -350,6 +353,16 @@ def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_
     assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
     for name, tensor in ours["weights"].items():
         assert torch.equal(ours["retrained"][name], tensor), name
+
+
+@pytest.mark.parametrize("job", each_job(["next-tp2"], SLOW))
+def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(
+    job: str, experts: dict[str, dict]
+) -> None:
+    ours, theirs = experts[job]["others"], experts[one_rank(job)]["loaded"]
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_what_adapters_drop_is_the_same_when_a_run_is_trained_again(

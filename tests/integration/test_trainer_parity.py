@@ -10,6 +10,7 @@ import pytest
 import torch
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.protocol.settings.nested_decoders import TOWERS
 from support.fakes.parity_models import NUM_LAYERS, make_models
 from support.ranks import parity_ranks
 from support.ranks.parity_layouts import (
@@ -89,12 +90,24 @@ def test_one_rank_trains_like_plain_transformers(
                 name,
             )
     torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
-    trained, model = plain.model.state_dict(), LAYOUTS[layout].model
+    trained, weights = plain.model.state_dict(), found["weights"]
+    model = LAYOUTS[layout].model
     # The files of gpt-oss, too, have one tensor for all experts of a layer.
-    if model != "gpt-oss":
+    if model.endswith("-tower"):
+        trained = {module_name(name): tensor for name, tensor in trained.items()}
+        weights = {module_name(name): tensor for name, tensor in weights.items()}
+    elif model != "gpt-oss":
         trained = one_by_one(trained, is_mixtral=model == "mixtral")
-    for name, tensor in found["weights"].items():
+    if model == "nemotron-h":
+        trained = {re.sub("^model", "backbone", name): trained[name] for name in trained}
+    for name, tensor in weights.items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
+
+
+def module_name(name: str) -> str:
+    """The name of a tensor of a decoder beside a tower, whichever form it had."""
+    name = name.replace("language_model.lm_head", "lm_head")
+    return name.replace("model.language_model.", "").replace("language_model.model.", "")
 
 
 def one_by_one(weights: dict[str, torch.Tensor], *, is_mixtral: bool) -> dict[str, torch.Tensor]:
@@ -255,12 +268,16 @@ FAMILIES = [
     "one-olmoe",
     "one-gemma2",
     "one-gemma3",
+    "one-gemma3-tower",
+    "one-ministral3-tower",
     "one-glm",
     "one-deepseek",
     "one-moonlight",
     "one-deepseek2",
     "one-deepseek2-lite",
     "one-qwen3-next",
+    "one-nemotron-h",
+    "one-qwen35",
     "one-gpt-oss",
 ]
 
@@ -282,9 +299,34 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(
     from safetensors.torch import load_file
 
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(TOWERS)}
     found = one_rank[layout]["before"]
     assert set(stored) == set(found)
     assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one-gemma3-tower",
+        "one-ministral3-tower",
+        pytest.param("one-mistral-tower", marks=pytest.mark.slow),
+    ],
+)
+def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(
+    layout: str, folder: Path, one_rank: dict[str, dict]
+) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
+    exported = load_file(folder / f"{layout}-final" / "model.safetensors")
+    assert set(exported) == set(stored)
+    tower = [name for name in stored if name.startswith(TOWERS)]
+    assert len(tower) > 10
+    assert not [name for name in tower if not torch.equal(exported[name], stored[name])]
+    decoder = set(stored) - set(tower)
+    changed = [name for name in decoder if not torch.equal(exported[name], stored[name])]
+    assert len(changed) > 0.9 * len(decoder)
 
 
 def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:

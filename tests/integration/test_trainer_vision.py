@@ -4,26 +4,77 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from safetensors.torch import load_file
+from slipstream.learner.trainer.model.value_head import INITIAL_SCALE
 from slipstream.protocol.errors import ConfigError
+from support.fakes.parity_models import rename_as_modules
+from support.fakes.published_qwen35 import MTP, write_as_published
 from support.ranks import vision_ranks
-from support.ranks.rank_pool import RankPool
-from support.ranks.vision_ranks import ADAM_EPS, LAYOUTS, LEARNING_RATE, config_of, conversations
-from support.references.plain_vision import plain_logprobs, plain_model
+from support.ranks.rank_pool import RankPool, each_job
+from support.ranks.vision_ranks import (
+    ADAM_EPS,
+    BLIND,
+    CRITIC,
+    LAYOUTS,
+    LEARNING_RATE,
+    LORA,
+    LORA_ALPHA,
+    LORA_RANK,
+    REPLAY,
+    SAMPLED,
+    SAVED,
+    config_of,
+    conversations,
+    experts_of,
+)
+from support.references.plain_vision import plain_logprobs, plain_model, plain_outputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Megatron trains experts with tensor parallel ranks only if these share the tokens, too.
-LACKING = {("qwen3_vl_moe", "tp2"), ("qwen2_5_vl", "ep2"), ("qwen3_vl", "ep2")}
+LACKING = {
+    *((family, "tp2") for family in FAMILIES if family.endswith("_moe")),
+    *((family, "ep2") for family in FAMILIES if not family.endswith("_moe")),
+}
+QWEN35 = ("qwen3_5", "qwen3_5_moe")
+WITHOUT_DELTA_NETS = [family for family in FAMILIES if family not in QWEN35]
+# Families that train adapters and critics too.
+ADAPTABLE = [family for family in WITHOUT_DELTA_NETS if family != "mistral3"]
+# Layouts of Qwen3.5 in every run; the rest of it is slow.
+QUICK = {("qwen3_5", "tp2"), ("qwen3_5_moe", "ep2")}
 OTHERS = [
-    (family, layout)
+    pytest.param(family, layout, marks=[pytest.mark.slow] if is_slow else [])
     for family, layout in itertools.product(FAMILIES, LAYOUTS)
     if layout != "one" and (family, layout) not in LACKING
+    for is_slow in [family in QWEN35 and (family, layout) not in QUICK]
 ]
+SCALE = LORA_ALPHA / LORA_RANK
+ADAPTED = [
+    pytest.param(
+        family, layout, marks=[pytest.mark.slow] * (layout in slow), id=f"{family}-{layout}"
+    )
+    for family, layouts, slow in (
+        ("qwen2_5_vl", ("sp2", "pp2"), ("sp2",)),
+        ("qwen3_vl", ("tp2", "pp2"), ("pp2",)),
+        ("qwen3_vl_moe", ("sp2", "ep2"), ("sp2", "ep2")),
+    )
+    for layout in layouts
+]
+# The mixture, whose tokens go where a rollout server sent them.
+MIXTURE = "qwen3_vl_moe"
+REPLAYED = each_job(
+    [f"{name}{REPLAY}" for name in ("ep2", "pp2", "sp2")], [f"ep2{REPLAY}", f"sp2{REPLAY}"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Two tensor parallel ranks share two heads of keys.
         heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
         make_model(folder / family, family, **heads)
+    for family in QWEN35:
+        write_as_published(folder / family)
     return folder
 
 
@@ -43,7 +96,7 @@ def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
 
     @functools.cache
     def found(family: str, layout: str) -> dict:
-        job, world_size = f"{family}.{layout}", 1 if layout == "one" else 2
+        job, world_size = f"{family}.{layout}", 1 if layout.startswith("one") else 2
         program = Path(vision_ranks.__file__)
         rank_pool.run(program, [job], world_size=world_size, folder=folder)
         return torch.load(folder / f"{job}.pt", weights_only=True)
@@ -51,15 +104,49 @@ def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
     return found
 
 
-def logprobs_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:
-    return torch.cat(plain_logprobs(model, folder, conversations(folder)))
+def logprobs_of(model: torch.nn.Module, folder: Path, *, replays: bool) -> torch.Tensor:
+    whole = conversations(folder)
+    if not replays:
+        return torch.cat(plain_logprobs(model, folder, whole))
+    experts = experts_of(len(tokens) for tokens, _ in whole)
+    found = []
+    for conversation, ids in zip(whole, experts, strict=True):
+        with sent_to(model, torch.from_numpy(ids.astype(int))):
+            found += plain_logprobs(model, folder, [conversation])
+    return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_trains_images_like_plain_transformers(family: str, folder: Path, trained) -> None:
-    found = trained(family, "one")
+@contextmanager
+def sent_to(model: torch.nn.Module, expert_ids: torch.Tensor) -> Iterator[None]:
+    """Gives passes of one sequence whose tokens go to given experts, [tokens, layers, 2]."""
+
+    def sent(place: int) -> Callable:
+        def chosen(_gate: object, _inputs: object, output: tuple) -> tuple:
+            logits, _, own = output
+            given = expert_ids[:, place]
+            given = torch.where(given == 255, own, given)
+            values = logits.float().softmax(-1).gather(1, given)
+            return logits, values / values.sum(-1, keepdim=True), given
+
+        return chosen
+
+    layers = enumerate(model.model.language_model.layers)
+    hooks = [layer.mlp.gate.register_forward_hook(sent(place)) for place, layer in layers]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*((family, "one") for family in FAMILIES), (MIXTURE, f"one{REPLAY}")],
+)
+def test_one_rank_trains_images_like_plain_transformers(
+    family: str, layout: str, folder: Path, trained
+) -> None:
+    found, replays = trained(family, layout), REPLAY in layout
     model = plain_model(folder / family)
-    logprobs = logprobs_of(model, folder / family)
+    logprobs = logprobs_of(model, folder / family, replays=replays)
     torch.testing.assert_close(found["before"], logprobs.detach(), rtol=1e-5, atol=1e-5)
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0
@@ -69,7 +156,7 @@ def test_one_rank_trains_images_like_plain_transformers(family: str, folder: Pat
     assert found["norm"].item() == pytest.approx(sum(squares).sqrt().item(), rel=1e-5)
     optimizer.step()
     with torch.no_grad():
-        expected = logprobs_of(model, folder / family)
+        expected = logprobs_of(model, folder / family, replays=replays)
     assert (found["after"] - found["before"]).abs().mean() > 0.05
     torch.testing.assert_close(found["after"], expected, rtol=1e-4, atol=1e-4)
 
@@ -78,7 +165,8 @@ def test_one_rank_trains_images_like_plain_transformers(family: str, folder: Pat
 def test_an_image_and_the_tower_matter(family: str, folder: Path, trained) -> None:
     found = trained(family, "one")
     model = plain_model(folder / family)
-    towers = {name for name in found["weights"] if "visual." in name}
+    folders = ("visual.", "vision_tower.", "multi_modal_projector.")
+    towers = {name for name in found["weights"] if any(part in name for part in folders)}
     assert len(towers) > 20
     first = {name.replace("model.", ""): value for name, value in model.state_dict().items()}
     changed = [
@@ -87,15 +175,197 @@ def test_an_image_and_the_tower_matter(family: str, folder: Path, trained) -> No
     assert len(changed) > 0.9 * len(towers)
 
 
+@pytest.mark.parametrize("family", QWEN35)
+def test_a_published_qwen35_is_loaded_whole_and_exported_as_it_was(
+    family: str, folder: Path, trained
+) -> None:
+    weights = trained(family, "one")["weights"]
+    published, exported = (
+        load_file(folder / name / "model.safetensors") for name in (family, f"{family}-final")
+    )
+    assert torch.equal(exported.pop(MTP), published.pop(MTP))
+    shapes = ({name: x.shape for name, x in each.items()} for each in (published, exported))
+    assert next(shapes) == next(shapes)
+    model = plain_model(folder / f"{family}-final").state_dict()
+    assert weights.keys() == exported.keys() == model.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(exported[name], tensor), name
+        assert torch.equal(model[name], tensor), name
+
+
 @pytest.mark.parametrize(("family", "layout"), OTHERS)
 def test_layouts_train_images_like_one_rank(family: str, layout: str, trained) -> None:
-    one, found = (trained(family, name) for name in ("one", layout))
+    check_alike(trained(family, layout), trained(family, "one"))
+
+
+@pytest.mark.parametrize("layout", REPLAYED)
+def test_layouts_send_tokens_of_images_to_the_experts_of_the_rollout(layout: str, trained) -> None:
+    one = trained(MIXTURE, f"one{REPLAY}")
+    check_alike(trained(MIXTURE, layout), one)
+    # The routers themselves choose others.
+    assert (one["before"] - trained(MIXTURE, "one")["before"]).abs().mean() > 1e-3
+
+
+def check_alike(found: dict, one: dict) -> None:
     for name in ("before", "after"):
         torch.testing.assert_close(found[name], one[name], rtol=1e-5, atol=2e-5)
     assert found["norm"].item() == pytest.approx(one["norm"].item(), rel=1e-5)
     assert found["weights"].keys() == one["weights"].keys()
     for name, tensor in one["weights"].items():
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tower_by_the_names_of_modules_trains_alike(
+    rank_pool: RankPool, folder: Path, trained
+) -> None:
+    shutil.copytree(folder / "mistral3", folder / "modules")
+    rename_as_modules(folder / "modules")
+    rank_pool.run(Path(vision_ranks.__file__), ["modules.one"], world_size=1, folder=folder)
+    found = torch.load(folder / "modules.one.pt", weights_only=True)
+    published = trained("mistral3", "one")
+    for name in ("before", "after"):
+        assert torch.equal(found[name], published[name])
+    held = load_file(folder / "modules" / "model.safetensors")
+    assert found["weights"].keys() == held.keys()
+    assert "model.vision_tower.ln_pre.weight" in held
+
+
+@pytest.mark.parametrize("family", ADAPTABLE)
+def test_adapters_of_a_decoder_train_behind_a_frozen_tower(
+    family: str, folder: Path, trained
+) -> None:
+    found = trained(family, f"one{LORA}")
+    model = plain_model(folder / family)
+    before = logprobs_of(model, folder / family, replays=False)
+    torch.testing.assert_close(found["before"], before.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["first"]["switched_off"], found["before"], rtol=0, atol=1e-6)
+    (-before.mean()).backward()
+    first = load_file(folder / f"{family}.one{LORA}-first/adapter_model.safetensors")
+    squares = 0.0
+    for name, parameter in model.named_parameters():
+        # B is 0, so A has no gradient yet, and B has alpha / rank * dW A^T.
+        factor = first.pop(f"base_model.model.{name.removesuffix('weight')}lora_A.weight", None)
+        if factor is not None:
+            squares += (SCALE * parameter.grad @ factor.T).square().sum().item()
+    # Each matrix with an adapter is one of transformers' model.
+    assert not [name for name in first if "lora_A" in name]
+    assert found["norm"].item() == pytest.approx(squares**0.5, rel=1e-5)
+    assert (found["after"] - found["before"]).abs().mean() > 0.01
+    model.load_state_dict(in_memory(family, found["weights"]))
+    with torch.no_grad():
+        after = logprobs_of(model, folder / family, replays=False)
+    torch.testing.assert_close(found["after"], after, rtol=1e-4, atol=1e-4)
+
+
+def in_memory(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with the names and forms that transformers' modules have."""
+    if family == "qwen2_5_vl":
+        renamed = {n.replace("model.", "model.language_model.", 1): t for n, t in weights.items()}
+        return {n.replace("visual.", "model.visual.", 1): t for n, t in renamed.items()}
+    return {n: t.mT if ".experts." in n else t for n, t in weights.items()}
+
+
+@pytest.mark.parametrize("family", ADAPTABLE)
+def test_adapters_are_exported_and_sent_as_what_was_merged(
+    family: str, folder: Path, trained
+) -> None:
+    found = trained(family, f"one{LORA}")
+    path = folder / f"{family}.one{LORA}-adapters"
+    adapters = load_file(path / "adapter_model.safetensors")
+    settings = json.loads((path / "adapter_config.json").read_text())
+    first = in_memory(family, found["first"]["weights"])
+    weights = in_memory(family, found["weights"])
+    modules = [name for name, _ in plain_model(folder / family).named_modules()]
+    targets = [name for name in modules if re.fullmatch(settings["target_modules"], name)]
+    assert len(targets) == 2 * (4 if family == MIXTURE else 7)
+    assert {
+        name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters
+    } == {*targets}
+    for name, base in first.items():
+        expected, module = base, name.removesuffix(".weight")
+        if module in targets:
+            a, b = (adapters[f"base_model.model.{module}.lora_{x}.weight"] for x in "AB")
+            expected = base + SCALE * b @ a
+            assert not torch.equal(weights[name], base)
+        torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-7)
+    sent = found["first"]["sent"]
+    assert sent.keys() == {*found["weights"], *adapters}
+    for name, tensor in (found["first"]["weights"] | adapters).items():
+        assert torch.equal(sent[name], tensor), name
+
+
+@pytest.mark.parametrize(("family", "layout"), ADAPTED)
+def test_layouts_train_adapters_behind_images_like_one_rank(
+    family: str, layout: str, folder: Path, trained
+) -> None:
+    check_alike(trained(family, f"{layout}{LORA}"), trained(family, f"one{LORA}"))
+    ours, one = (
+        load_file(folder / f"{family}.{name}{LORA}-adapters/adapter_model.safetensors")
+        for name in (layout, "one")
+    )
+    torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "mistral3"])
+def test_a_critic_values_replies_behind_images_like_plain_transformers(
+    family: str, folder: Path, trained
+) -> None:
+    found = trained(family, f"one{CRITIC}")
+    config = config_of(folder / family, f"one{CRITIC}")
+    model = plain_model(folder / family)
+    head = torch.nn.Linear(model.lm_head.in_features, 1)
+    generator = torch.Generator().manual_seed(config.run.seed)
+    start = torch.randn(1, head.in_features, generator=generator)
+    head.weight.data = start * INITIAL_SCALE / math.sqrt(head.in_features)
+    head.bias.data.zero_()
+    model.lm_head = head
+
+    def values() -> torch.Tensor:
+        # The value before a token is that of the token before it.
+        found = plain_outputs(model, folder / family, conversations(folder / family))
+        return torch.cat([each[-1 - SAMPLED : -1, 0] for each in found])
+
+    before = values()
+    torch.testing.assert_close(found["before"], before.detach(), rtol=1e-5, atol=1e-5)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0
+    )
+    (0.5 * (before - found["returns"]).square()).mean().backward()
+    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+    assert found["norm"].item() == pytest.approx(sum(squares).sqrt().item(), rel=1e-5)
+    # Features of images reach the values: the tower has gradients.
+    assert any(p.grad.abs().max() > 1e-6 for n, p in model.named_parameters() if "visual" in n)
+    optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(found["after"], values(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_vl", "sp2"),
+        pytest.param("qwen2_5_vl", "pp2", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", "ep2", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_of_a_critic_value_replies_behind_images_like_one_rank(
+    family: str, layout: str, trained
+) -> None:
+    ours, one = (trained(family, f"{name}{CRITIC}") for name in (layout, "one"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_a_run_without_images_refuses_a_checkpoint_whose_tower_it_would_leave_out(
+    folder: Path, rank_pool: RankPool
+) -> None:
+    jobs = [f"mistral3.{layout}" for layout in (SAVED, BLIND)]
+    rank_pool.run(Path(vision_ranks.__file__), jobs, world_size=1, folder=folder)
+    refusal = torch.load(folder / f"{jobs[1]}.pt", weights_only=True)
+    checkpoint = folder / "runs" / "vision" / "checkpoints" / "step-000001"
+    expected = f"sampling.max_images must be at least 1 with checkpoint.load = {checkpoint}, "
+    assert refusal.startswith(expected)
 
 
 def test_context_parallel_ranks_are_refused_images(folder: Path, monkeypatch) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -11,33 +15,169 @@ import torch
 pytest.importorskip("vllm")
 
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
-from support.ranks.vision_ranks import conversations  # noqa: E402
-from support.references.plain_vision import plain_logprobs, plain_model  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.protocol.settings.config_file import check_model, parse_config  # noqa: E402
+from support.fakes.published_qwen35 import write_as_published  # noqa: E402
+from support.ranks.vision_ranks import conversations, replied  # noqa: E402
+from support.references.plain_vision import (  # noqa: E402
+    Conversation,
+    plain_logprobs,
+    plain_model,
+)
 from support.rigs import vision_engine  # noqa: E402
+from support.rigs.adapter_engine import RANK, SCALE, Rig, adapters_for  # noqa: E402
 from support.rigs.sent_engine import run_engine  # noqa: E402
+from support.rigs.started_engine import started_engine  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+NAMES = ("first", "second")
+DELTA_NETS = [family for family in FAMILIES if family.startswith("qwen3_5")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_sees_images_as_transformers_does(family: str, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("first", "second")]
-    for seed, folder in enumerate(folders):
-        make_tokenizer(folder)
-        make_model(folder, family, seed=seed)
-    run_engine(vision_engine.__file__, *folders, tmp_path / "found.npz")
-    with np.load(tmp_path / "found.npz", allow_pickle=False) as found:
-        results = [found[name] for name in found.files]
-    for folder, tokens, logprobs in zip(folders, results[::2], results[1::2], strict=True):
+@pytest.fixture(scope="module", params=[each for each in FAMILIES if each not in DELTA_NETS])
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Path], dict[str, np.ndarray]]:
+    """Two folders of a family, and what an engine replied with the weights of each."""
+    return run_family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def run_family(family: str, folder: Path) -> tuple[list[Path], dict[str, np.ndarray]]:
+    folders = [folder / name for name in NAMES]
+    for seed, each in enumerate(folders):
+        make_tokenizer(each)
+        make_model(each, family, seed=seed)
+        if family in DELTA_NETS:
+            write_as_published(each)
+    run_engine(vision_engine.__file__, *folders, folder / "found.npz")
+    with np.load(folder / "found.npz", allow_pickle=False) as found:
+        return folders, {name: found[name] for name in found.files}
+
+
+def test_an_engine_sees_images_as_transformers_does(seen) -> None:
+    folders, found = seen
+    for folder in folders:
+        expected = reply_logprobs(folder, found[f"{folder.name} tokens"])
+        np.testing.assert_allclose(found[f"{folder.name} logprobs"], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_an_engine_in_bfloat16_sees_images_as_transformers_does(
+    family: str, tmp_path: Path
+) -> None:
+    folders, found = run_family(family, tmp_path)
+    for folder, other in zip(folders, folders[::-1], strict=True):
+        tokens, logprobs = (found[f"{folder.name} {name}"] for name in ("tokens", "logprobs"))
         expected = reply_logprobs(folder, tokens)
-        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
+        gaps = np.abs(logprobs - expected).mean(axis=1)
+        apart = np.abs(reply_logprobs(other, tokens) - expected).mean(axis=1)
+        turned = np.abs(reply_logprobs(folder, tokens, shown=upside_down) - expected).mean(axis=1)
+        print(f"mean gaps {gaps}, {apart} to the other model, {turned} with turned images")
+        assert gaps.mean() < 0.03 * apart.mean()
+        # The last conversation has images that are not one colour.
+        assert gaps[-1] < 0.2 * turned[-1]
 
 
-def reply_logprobs(folder: Path, replies: np.ndarray) -> np.ndarray:
+def upside_down(image: bytes) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.open(io.BytesIO(image)).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_an_engine_says_to_which_experts_it_sent_tokens_of_images(seen) -> None:
+    folders, found = seen
+    if f"{NAMES[0]} experts 0" not in found:
+        assert "moe" not in folders[0].parent.name
+        return
+    for folder in folders:
+        name, model = folder.name, plain_model(folder)
+        # The second turn behind two images: their experts come from the cache.
+        assert found[f"{name} cached"][-1] == 32
+        for place, conversation in enumerate(both_turns(folder, found[f"{name} tokens"])):
+            with chosen_experts(model) as chosen, torch.no_grad():
+                plain_logprobs(model, folder, [conversation])
+            recorded = found[f"{name} experts {place}"]
+            expected = np.stack([ids.numpy() for ids in chosen], axis=1)
+            # The last token is sampled and not computed.
+            np.testing.assert_array_equal(np.sort(recorded), np.sort(expected)[:-1])
+
+
+@contextmanager
+def chosen_experts(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The experts of a pass, [tokens, 2] for each layer."""
+    found: list[torch.Tensor] = []
+    layers = model.model.language_model.layers
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda *args: found.append(args[2][2]))
+        for layer in layers
+    ]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def both_turns(folder: Path, replies: np.ndarray) -> list[Conversation]:
+    """The conversations with their first replies, and with both."""
+    first, second = np.split(replies, 2)
+    asked = replied(conversations(folder), first)
+    return [*asked, *replied(asked, second)]
+
+
+def reply_logprobs(
+    folder: Path,
+    replies: np.ndarray,
+    adapters: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    *,
+    shown: Callable[[bytes], bytes] = bytes,
+) -> np.ndarray:
+    """Log-probabilities by transformers, with `adapters` merged and images as `shown`."""
     model, length = plain_model(folder), replies.shape[1]
+    prefixed = {f"base_model.model.{n}": p for n, p in model.named_parameters()}
+    for name in [name for name in adapters if "lora_A" in name]:
+        a, b = adapters[name], adapters[name.replace("lora_A", "lora_B")]
+        prefixed[name.replace("lora_A.", "")].data += SCALE * b @ a
     whole = [
-        (np.concatenate([tokens, reply]), images)
-        for (tokens, images), reply in zip(conversations(folder), replies, strict=True)
+        (tokens, [(at, shown(image)) for at, image in images])
+        for tokens, images in both_turns(folder, replies)
     ]
     with torch.no_grad():
-        return np.stack([one[-length:].numpy() for one in plain_logprobs(model, folder, whole)])
+        found = plain_logprobs(model, folder, whole)
+    return np.stack([one[-length:].numpy() for one in found])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(
+    family: str, tmp_path: Path
+) -> None:
+    make_tokenizer(tmp_path)
+    make_model(tmp_path, family)
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(tmp_path), "dtype": "float32"},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": 2},
+        "lora": {"rank": RANK, "publish": "adapters"},
+        "rollout_server": {"max_episodes": 8, "threads": 1, "enforce_eager": True},
+    }
+    config = parse_config(table, source="test")
+    check_model(config)
+    base = load_file(tmp_path / "model.safetensors")
+    decoder = {
+        f"model.language_model.{name[name.index('layers.') :]}": tensor
+        for name, tensor in base.items()
+        if ".layers." in name and name.endswith(".weight")
+    }
+    async with started_engine(config) as engine:
+        rig = Rig(engine, tmp_path, base, has_plan=False)
+        for seed in (1, 2):
+            adapters = adapters_for(decoder, seed)
+            await rig.publish(base if seed == 1 else {}, adapters)
+            found = await vision_engine.replies(engine, tmp_path, f"adapters{seed}")
+            tokens, logprobs = (found[f"adapters{seed} {name}"] for name in ("tokens", "logprobs"))
+            expected = reply_logprobs(tmp_path, tokens, adapters)
+            np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
+            without = reply_logprobs(tmp_path, tokens)
+            assert np.abs(logprobs - without).mean() > 1e-2

@@ -10,6 +10,8 @@ from functools import reduce
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.protocol.settings.vision_rules import sees_images
 
 # Setting -> reason why it must not change.
 FIXED = {
@@ -53,6 +55,15 @@ def check_resumable(before: Config, now: Config) -> None:
             raise ConfigError(
                 f"{key} cannot be {change} when a run goes on: its checkpoints hold {held} model; "
                 "choose another run.name for a new run"
+            )
+    if bool(before.sampling.max_images) != bool(now.sampling.max_images):
+        sizes = read_model_sizes(now.model.path)
+        if sees_images(before, sizes) != sees_images(now, sizes):
+            old, new = before.sampling.max_images, now.sampling.max_images
+            raise ConfigError(
+                f"sampling.max_images must stay {'above 0' if old else '0'} when a run goes on, "
+                f"got {new}: its checkpoints hold the model {'with' if old else 'without'} its "
+                "vision tower; choose another run.name for a new run"
             )
     was_asked, is_asked = _likely_tokens(before), _likely_tokens(now)
     if was_asked != is_asked:

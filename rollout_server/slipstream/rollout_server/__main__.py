@@ -119,7 +119,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         config.model.path,
         template=settings.chat_template,
         values=settings.chat_template_kwargs,
-        images=image_tokens(config.model.path),
+        images=image_tokens(config.model.path, max_images=config.sampling.max_images),
     )
     with process.limited_start(settings.start_timeout_s), without_collections():
         from slipstream.rollout_server.inference.engine import VllmEngine

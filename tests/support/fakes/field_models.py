@@ -86,8 +86,16 @@ LATENT = SIGMOID | {
 }
 SIGMOID_CHOICES = {"routed_scaling_factor": 1.0, "num_experts_per_tok": 3}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-
-
+# vLLM's kernels for a CPU take these sizes of heads only.
+DELTA_NETS = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
 GEMMA = {
     "head_dim": 32,
     "sliding_window": 100,
@@ -189,19 +197,32 @@ FAMILIES = {
     "qwen3-next": Family(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
-        MIXTURE
-        | {
-            "head_dim": 32,
-            "norm_topk_prob": True,
-            "shared_expert_intermediate_size": 24,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_conv_kernel_dim": 3,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-        },
+        MIXTURE | DELTA_NETS | {"norm_topk_prob": True, "shared_expert_intermediate_size": 24},
         {"norm_topk_prob": False, "num_experts_per_tok": 2},
+    ),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "head_dim": 32,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "layer_norm_epsilon": 0.02,
+            # Smaller than any step here.
+            "time_step_min": 1e-30,
+        },
+        {"layer_norm_epsilon": 1e-6},
+    ),
+    "qwen35": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA_NETS),
+    "qwen35-moe": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        MIXTURE | DELTA_NETS | {"shared_expert_intermediate_size": 24},
+        {"num_experts_per_tok": 2},
     ),
     # vLLM reads none of the last three fields of the choices: other values are refused.
     "gpt-oss": Family(
@@ -246,6 +267,8 @@ ROPES = {
     "glm": GLM_ROPE,
     "latent": LATENT_ROPE,
     "gpt-oss": GPT_OSS_ROPE,
+    # Attention without positions.
+    "none": {},
 }
 _OTHERS = (
     "mistral",
@@ -257,6 +280,9 @@ _OTHERS = (
     "deepseek2",
     "gpt-oss",
     "qwen3-next",
+    "nemotron-h",
+    "qwen35",
+    "qwen35-moe",
 )
 # What scales only waves of thousands of tokens does not show in a window.
 _ORDINARY = [family for family in FAMILIES if family not in _OTHERS]
@@ -276,6 +302,9 @@ CASES = [
     "deepseek2.latent",
     "gpt-oss.gpt-oss",
     "qwen3-next.glm",
+    "nemotron-h.none",
+    "qwen35.glm",
+    "qwen35-moe.glm",
 ]
 
 
@@ -288,7 +317,7 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     torch.manual_seed(seed)
     config = getattr(transformers, known.config)(
         **SIZES | known.values | sizes,
-        rope_parameters=copy.deepcopy(ROPES[rope]),
+        **({"rope_parameters": copy.deepcopy(ROPES[rope])} if ROPES[rope] else {}),
         tie_word_embeddings=rope in ("default", "gemma3") and family != "olmoe",
     )
     model = getattr(transformers, known.model)(config)
@@ -298,6 +327,12 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
             if name.endswith("experts.gate_up_proj") and family == "gpt-oss":
                 # Some are beyond the limit of the experts' activation.
                 parameter.mul_(20.0)
+            elif name.endswith("mixer.in_proj.weight"):
+                # What the layer keeps of earlier tokens matters.
+                parameter.mul_(10.0)
+            elif name.endswith("dt_bias"):
+                # Steps between 0.00003 and 1, some smaller than transformers' own least one.
+                parameter.uniform_(-10.0, 0.0)
             elif parameter.dim() > 1 and not name.endswith("_bias"):
                 parameter.mul_(3.0)
             else:

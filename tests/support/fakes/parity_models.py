@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         DeepseekV3ForCausalLM,
         Gemma2Config,
         Gemma2ForCausalLM,
+        Gemma3Config,
         Gemma3ForCausalLM,
+        Gemma3ForConditionalGeneration,
         Gemma3TextConfig,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
@@ -31,10 +34,14 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         LlamaForCausalLM,
         Ministral3Config,
         Ministral3ForCausalLM,
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
         MistralConfig,
         MistralForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
+        NemotronHConfig,
+        NemotronHForCausalLM,
         Olmo2Config,
         Olmo2ForCausalLM,
         OlmoeConfig,
@@ -43,6 +50,10 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         Qwen2ForCausalLM,
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -102,6 +113,20 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "query_pre_attn_scalar": 20,
     }
     gemma["layer_types"] = gemma["layer_types"][:num_layers]
+    gemma3 = gemma | {
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 700.0, "rope_type": "default"},
+            "full_attention": {"rope_theta": 5e3, "rope_type": "linear", "factor": 4.0},
+        }
+    }
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    }
     sigmoid = {
         **sizes,
         "n_routed_experts": 4,
@@ -137,6 +162,22 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "linear_num_value_heads": 4,
     }
     delta_net["layer_types"] = delta_net["layer_types"][:num_layers]
+    # Some steps are smaller than those that transformers takes by its own settings.
+    hybrid = {
+        **sizes,
+        # A vocabulary that two ranks do not divide.
+        "vocab_size": VOCAB + 1,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"][
+            :num_layers
+        ],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 10,
+        "conv_kernel": 3,
+        "layer_norm_epsilon": 0.02,
+        "time_step_min": 1e-30,
+    }
     softmax = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
     # Sequences are longer than the original length.
     latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
@@ -185,6 +226,17 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 shared_expert_intermediate_size=32,
             )
         ),
+        "qwen35": Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(**sizes | delta_net | glm_rope, tie_word_embeddings=True)
+        ),
+        "qwen35-moe": Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(
+                **{name: value for name, value in mixture.items() if name != "intermediate_size"}
+                | delta_net
+                | glm_rope,
+                shared_expert_intermediate_size=32,
+            )
+        ),
         "mixtral": MixtralForCausalLM(
             MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
         ),
@@ -194,13 +246,29 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "gemma2": Gemma2ForCausalLM(
             Gemma2Config(**gemma, **rope, attn_logit_softcapping=4.0, final_logit_softcapping=5.0)
         ),
-        "gemma3": Gemma3ForCausalLM(
-            Gemma3TextConfig(
-                **gemma,
-                rope_parameters={
-                    "sliding_attention": {"rope_theta": 700.0, "rope_type": "default"},
-                    "full_attention": {"rope_theta": 5e3, "rope_type": "linear", "factor": 4.0},
+        "gemma3": Gemma3ForCausalLM(Gemma3TextConfig(**gemma3)),
+        "gemma3-tower": Gemma3ForConditionalGeneration(
+            Gemma3Config(
+                text_config=gemma3, vision_config=tower, mm_tokens_per_image=4, image_token_index=5
+            )
+        ),
+        "ministral3-tower": Mistral3ForConditionalGeneration(
+            Mistral3Config(
+                text_config={**sizes, "rope_parameters": yarn, "model_type": "ministral3"},
+                vision_config={**tower, "model_type": "pixtral"},
+                tie_word_embeddings=False,
+            )
+        ),
+        "mistral-tower": Mistral3ForConditionalGeneration(
+            Mistral3Config(
+                text_config={
+                    **sizes,
+                    **rope,
+                    "sliding_window": 6,
+                    "model_type": "mistral",
+                    "tie_word_embeddings": True,
                 },
+                vision_config={**tower, "model_type": "pixtral"},
             )
         ),
         "glm": Glm4MoeForCausalLM(
@@ -236,6 +304,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "olmoe": OlmoeForCausalLM(
             OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
         ),
+        "nemotron-h": NemotronHForCausalLM(NemotronHConfig(**hybrid)),
     }
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.
@@ -244,6 +313,12 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 if place.endswith("experts.gate_up_proj") and name == "gpt-oss":
                     # Some are beyond the limit of the experts' activation.
                     parameter.mul_(20.0)
+                elif place.endswith("mixer.in_proj.weight"):
+                    # What the layer keeps of earlier tokens matters.
+                    parameter.mul_(10.0)
+                elif place.endswith("dt_bias"):
+                    # Steps between 0.00003 and 1.
+                    parameter.uniform_(-10.0, 0.0)
                 elif parameter.dim() > 1 and not place.endswith("_bias"):
                     parameter.mul_(3.0)
                 else:
@@ -253,6 +328,28 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 if place.endswith("e_score_correction_bias"):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
         model.save_pretrained(folder / name)
+    rename_as_modules(folder / "mistral-tower")
+    # Published folders leave it out: their files have a projection, transformers' default is true.
+    path = folder / "ministral3-tower" / "config.json"
+    values = json.loads(path.read_text())
+    del values["tie_word_embeddings"]
+    path.write_text(json.dumps(values))
+
+
+def rename_as_modules(folder: Path) -> None:
+    """Gives the tensors of a model with a tower the names of transformers' modules.
+
+    The other form of names is that of published folders, which transformers writes too.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    found = {}
+    for name, tensor in load_file(path).items():
+        name = name.replace("language_model.model.", "language_model.")
+        name = f"model.{name}".replace("model.language_model.lm_head", "lm_head")
+        found[name] = tensor
+    save_file(found, path, {"format": "pt"})
 
 
 def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:

@@ -60,6 +60,7 @@ def config_of(folder: Path, job: dict) -> Config:
 
 
 def make_models(folder: Path) -> None:
+    from make_tiny_vision_model import make_model as make_vision_model
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
@@ -67,6 +68,8 @@ def make_models(folder: Path) -> None:
         GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
+        NemotronHConfig,
+        NemotronHForCausalLM,
         Olmo2Config,
         Olmo2ForCausalLM,
         Qwen3MoeConfig,
@@ -108,6 +111,17 @@ def make_models(folder: Path) -> None:
     }
     deltas = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts, **delta_net))
     deltas.save_pretrained(folder / "qwen3-next")
+    hybrid = {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "time_step_min": 1e-30,
+    }
+    hybrids = NemotronHForCausalLM(NemotronHConfig(**sizes, **hybrid))
+    hybrids.save_pretrained(folder / "nemotron-h")
+    make_vision_model(folder / "qwen35", "qwen3_5", vocab_size=VOCAB, num_key_value_heads=2)
     del few_layers["head_dim"]
     latent = {
         **few_layers,

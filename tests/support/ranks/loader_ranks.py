@@ -115,6 +115,9 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
         for child in children:
             child.join(5)
             child.kill()
+        # vLLM leaves the memory that the ranks shared.
+        for path in Path("/dev/shm").glob(f"{meeting}-*"):
+            path.unlink()
     wrong = [answer for answer in found.values() if isinstance(answer, str)]
     assert not wrong, wrong[0]
     return [found[rank] for rank in range(num_ranks)]

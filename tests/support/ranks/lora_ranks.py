@@ -64,6 +64,9 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "latent-cp2": (2, "deepseek", {"parallel": {"cp": 2}}),
     # Its queries come from no latent vector.
     "lite-one": (1, "deepseek2-lite", {}),
+    # Most of its layers are delta nets.
+    "next-one": (1, "qwen3-next", {}),
+    "next-tp2": (2, "qwen3-next", {"parallel": SP}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
 # Adapters that drop a share of their inputs.
@@ -74,6 +77,8 @@ DROPOUT: dict[str, tuple[int, str, dict]] = {
     "dropout-experts": (1, "moe", {}),
     "dropout-tp2": (2, "llama", {"parallel": SP}),
 }
+# Jobs that also load the checkpoint of another layout.
+OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
 ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
 
 
@@ -132,6 +137,11 @@ def run_rank(folder: Path, job: str) -> None:
     weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     if published is not None:
         note_sent(published, policy, job, folder, first_identity)
+    if job in OTHERS_CHECKPOINT:
+        load_models(stored, folder / f"lora-{OTHERS_CHECKPOINT[job]}-checkpoint", disk)
+        others = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    else:
+        others = {}
     load_models(stored, folder / f"lora-{job}-checkpoint", disk)
     loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     step.run(batches(config)[-1])
@@ -146,6 +156,7 @@ def run_rank(folder: Path, job: str) -> None:
         "switched_off": torch.from_numpy(np.concatenate(switched_off)),
         "weights": weights,
         "loaded": loaded,
+        "others": others,
         "retrained": retrained,
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # "idle" has no sequences at all, "code" none in the second step.
 NAMES = ("code", "idle", "math")
 ALL = "all"
+ALL_AWAY = dict.fromkeys(("parameters", "gradients", "optimizer"), True)
 # name -> (ranks, model, changes of sections)
 LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one": (1, "llama", {}),
@@ -33,15 +34,32 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
     "one-bfloat16": (1, "llama", {"model": {"dtype": "bfloat16"}}),
     "one-experts": (1, "moe", {}),
+    "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
     "tp2-sp": (2, "llama", {"learner": {"parallel": SP}}),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
     "dp2": (2, "llama", {}),
     "dp2-distributed": (2, "llama", {"learner": OVERLAP}),
     "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
+    "dp2-offload-bfloat16": (
+        2,
+        "llama",
+        {
+            "learner": {"offload": ALL_AWAY, "use_distributed_optimizer": True},
+            "model": {"dtype": "bfloat16"},
+        },
+    ),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
 }
 # What others show too, so that it need not be tried at every change.
-SLOW = {"one-dropout", "one-mini-batches", "one-experts", "pp2", "dp2", "dp2-distributed-bfloat16"}
+SLOW = {
+    "one-dropout",
+    "one-mini-batches",
+    "one-experts",
+    "pp2",
+    "dp2",
+    "dp2-distributed-bfloat16",
+    "dp2-offload-bfloat16",
+}
 
 
 def jobs_of(layouts: Iterable[str], world_size: int) -> list[str]:
@@ -113,12 +131,14 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
+    from slipstream.learner.trainer.model.offload import Part
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())
+    policy.memory.settle()
     step = TrainingStep(policy, config)
     stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
     before = adapters_of(policy)
@@ -128,10 +148,12 @@ def run_rank(folder: Path, job: str) -> None:
     path = folder / f"named-{job.replace(' ', '-')}-checkpoint"
     for batch in planned:
         if batch is planned[-1]:
-            save(stored, path, disk)
+            with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+                save(stored, path, disk)
         metrics[batch.step] = step.run(batch).metrics
         steps[batch.step] = adapters_of(policy)
-    load_models(stored, path, disk)
+    with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        load_models(stored, path, disk)
     loaded = adapters_of(policy)
     step.run(planned[-1])
     result = {

@@ -123,6 +123,8 @@ FORWARD = {"kl": {"coefficient": 0.5, "estimator": "forward_top_k"}}
 REVERSE = {"mini_batches": 2, "kl": {"coefficient": 0.5, "estimator": "reverse_top_k"}}
 TREES = {"max_total_tokens": 120}
 
+OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
+
 # Every common beginning is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
@@ -139,7 +141,8 @@ LAYOUTS = {
     "one-qwen2": Layout(1, "qwen2"),
     "one-llama3": Layout(1, "llama3"),
     "one-tied": Layout(1, "tied"),
-    "one-odd": Layout(1, "odd"),
+    # The folder is written when the memory of its tensors could be given away already.
+    "one-odd": Layout(1, "odd", learner=OFFLOAD),
     "one-moe": Layout(1, "moe"),
     "one-moe-softmax": Layout(1, "moe-softmax"),
     "one-moe-shared": Layout(1, "moe-shared"),
@@ -148,12 +151,18 @@ LAYOUTS = {
     "one-ministral3": Layout(1, "ministral3"),
     "one-gemma2": Layout(1, "gemma2"),
     "one-gemma3": Layout(1, "gemma3"),
+    "one-gemma3-tower": Layout(1, "gemma3-tower"),
+    "one-ministral3-tower": Layout(1, "ministral3-tower"),
+    "one-mistral-tower": Layout(1, "mistral-tower", is_slow=True),
     "one-glm": Layout(1, "glm"),
     "one-deepseek": Layout(1, "deepseek"),
     "one-moonlight": Layout(1, "moonlight"),
     "one-deepseek2": Layout(1, "deepseek2"),
     "one-deepseek2-lite": Layout(1, "deepseek2-lite"),
     "one-qwen3-next": Layout(1, "qwen3-next"),
+    "one-nemotron-h": Layout(1, "nemotron-h"),
+    "one-qwen35": Layout(1, "qwen35"),
+    "one-qwen35-moe": Layout(1, "qwen35-moe", is_slow=True),
     "one-gpt-oss": Layout(1, "gpt-oss"),
     "one-olmo2": Layout(1, "olmo2"),
     "one-olmoe": Layout(1, "olmoe"),
@@ -161,6 +170,7 @@ LAYOUTS = {
     "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY, is_slow=True),
     "one-replay-glm": Layout(1, "glm", algorithm=REPLAY),
     "one-replay-deepseek2": Layout(1, "deepseek2", algorithm=REPLAY),
+    "one-replay-qwen35-moe": Layout(1, "qwen35-moe", algorithm=REPLAY, is_slow=True),
     "one-replay-gpt-oss": Layout(1, "gpt-oss", algorithm=REPLAY, is_slow=True),
     "one-forward-top-k": Layout(1, algorithm=FORWARD),
     "one-reverse-top-k": Layout(1, algorithm=REVERSE, is_slow=True),
@@ -288,6 +298,19 @@ LAYOUTS = {
     ),
     "tp2-sp-qwen3-next": Layout(2, "qwen3-next", parallel=SP, is_slow=True),
     "pp2-vpp2-ep2-qwen3-next": Layout(4, "qwen3-next", parallel=VPP | {"ep": 2}, is_slow=True),
+    "tp2-sp-nemotron-h": Layout(2, "nemotron-h", parallel=SP, is_slow=True),
+    "pp2-vpp2-nemotron-h": Layout(2, "nemotron-h", parallel=VPP, is_slow=True),
+    "tp2-sp-pp2-recompute-nemotron-h": Layout(
+        4, "nemotron-h", parallel=SP | {"pp": 2}, learner=FULL_RECOMPUTE, is_slow=True
+    ),
+    "tp2-pp2-vpp2-qwen35": Layout(4, "qwen35", parallel=VPP | {"tp": 2}, is_slow=True),
+    "tp2-sp-recompute-qwen35": Layout(
+        2, "qwen35", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True
+    ),
+    "tp2-sp-ep2-etp1-qwen35-moe": Layout(
+        2, "qwen35-moe", parallel=SP | {"ep": 2, "etp": 1}, is_slow=True
+    ),
+    "pp2-vpp2-ep2-qwen35-moe": Layout(4, "qwen35-moe", parallel=VPP | {"ep": 2}, is_slow=True),
     "pp2-vpp2-replay-glm": Layout(2, "glm", parallel=VPP, algorithm=REPLAY, is_slow=True),
     "tp2-sp-recompute-replay-deepseek2": Layout(
         2, "deepseek2", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
@@ -299,10 +322,14 @@ LAYOUTS = {
     ),
     "tp2-sp-gemma2": Layout(2, "gemma2", parallel=SP, is_slow=True),
     "pp2-cp2-gemma2": Layout(4, "gemma2", parallel={"pp": 2, "cp": 2}, is_slow=True),
+    "tp2-gemma3-tower": Layout(2, "gemma3-tower", parallel={"tp": 2}),
+    "tp2-sp-ministral3-tower": Layout(2, "ministral3-tower", parallel=SP, is_slow=True),
     "tp2-sp-gemma3": Layout(2, "gemma3", parallel=SP, is_slow=True),
     "tp2-sp-recompute-gemma3": Layout(
         2, "gemma3", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True
     ),
+    "pp2-vpp2-cp2-gemma3-tower": Layout(4, "gemma3-tower", parallel=VPP | {"cp": 2}, is_slow=True),
+    "pp2-cp2-mistral-tower": Layout(4, "mistral-tower", parallel={"pp": 2, "cp": 2}, is_slow=True),
     "pp2-vpp2-cp2-gemma3": Layout(4, "gemma3", parallel=VPP | {"cp": 2}, is_slow=True),
     "pp2-cp2-olmo2": Layout(4, "olmo2", parallel={"pp": 2, "cp": 2}, is_slow=True),
     "tp2-sp-ep2-olmoe": Layout(4, "olmoe", parallel=SP | {"ep": 2}, is_slow=True),

@@ -97,6 +97,8 @@ def run_rank(folder: Path, job: str) -> None:
             load(folder, saved, layout)
         case ["start", saved, layout]:
             start(folder, saved, layout)
+        case ["refresh", model, other]:
+            refresh(folder, model, other)
         case [layout]:
             roles(folder, layout)
 
@@ -217,6 +219,32 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
                 refreshed = sequence_logprobs(reference.model, probe(config), max_tokens=64)
             found["refreshed"] = _joined(refreshed)
     return found
+
+
+def refresh(folder: Path, model: str, other: str) -> None:
+    """Moves each weight of the policy by itself, and refreshes a reference from another folder."""
+    from slipstream.learner.trainer.model.model import unwrapped
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
+
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / model), "dtype": "float32"}
+    table["algorithm"]["kl"] = {"coefficient": 0.1}
+    table["reference"] = {"path": str(folder / other), "refresh_every_steps": 1}
+    config = parse_config(table, source=model)
+    policy = open_policy(config, Launch.from_environment())
+    opened = open_roles(config, policy)
+    ours = dict(unwrapped(policy.chunks[0]).named_parameters())
+    with torch.no_grad():
+        for place, weight in enumerate(ours.values()):
+            weight.add_(0.5 + 0.01 * place)
+    opened.follow(policy, 1)
+    (reference,) = opened.stored_models()
+    theirs = dict(unwrapped(reference.chunks[0]).named_parameters())
+    stale = [name for name, weight in theirs.items() if not torch.equal(weight, ours[name])]
+    torch.save({"stale": stale, "names": list(theirs)}, folder / f"refresh:{model}:{other}.pt")
+    policy.ranks.close()
 
 
 def save(folder: Path, layout: str) -> None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 from slipstream.client.builtin.colours import COLOURS, square_png
+from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import check_model, parse_config
+from slipstream.protocol.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
 from slipstream.protocol.vision.placed import image_tokens
+
+from support.fakes.fake_controller import make_trajectory
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.model import Policy
 
 LAYOUTS = {
     "one": {},
@@ -21,9 +32,17 @@ LAYOUTS = {
     "dp2": {},
     "ep2": {"ep": 2},
 }
+REPLAY = "-replay"
+CRITIC = "-critic"
+# A run with images that saves a checkpoint, and one without them that is given it.
+SAVED, BLIND = "saved", "blind"
+LORA, LORA_RANK, LORA_ALPHA = "-lora", 4, 8.0
 LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
 # The longest conversation has a micro batch of its own, without images.
-MAX_TOKENS = 32
+MAX_TOKENS = 40
+# Tokens of each reply that a critic values.
+SAMPLED = 2
+Conversation = tuple[np.ndarray, Sequence[tuple[int, bytes]]]
 
 
 def noise(width: int, height: int) -> bytes:
@@ -35,13 +54,13 @@ def noise(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def conversations(folder: Path) -> list[tuple[np.ndarray, list[tuple[int, bytes]]]]:
+def conversations(folder: Path) -> list[Conversation]:
     """Token ids and placed images: without images, with one, and with two of other sizes."""
-    tokens = image_tokens(folder)
+    tokens = image_tokens(folder, max_images=2)
     assert tokens is not None
     red, wide, high = square_png(COLOURS["red"], 0, 14), noise(112, 56), noise(60, 100)
     made = [
-        ([1, *[8, 9, 10, 11, 12] * 5, 3, 8, 2], []),
+        ([1, *[8, 9, 10, 11, 12] * 7, 3, 8, 2], []),
         ([1, 8, 9, 10, 3, 8, 2], []),
         ([1, 4, 5, 7, 12, 3, 9, 2], [red]),
         ([1, 4, 5, 7, 12, 4, 5, 7, 3, 10, 9, 8, 2], [wide, high]),
@@ -53,7 +72,25 @@ def conversations(folder: Path) -> list[tuple[np.ndarray, list[tuple[int, bytes]
     return found
 
 
+def replied(asked: Sequence[Conversation], replies: Iterable[np.ndarray]) -> list[Conversation]:
+    """The conversations with a reply behind each."""
+    pairs = zip(asked, replies, strict=True)
+    return [(np.concatenate([tokens, reply]), images) for (tokens, images), reply in pairs]
+
+
+def experts_of(lengths: Iterable[int], *, num_layers: int = 2) -> list[np.ndarray]:
+    """Experts of each conversation's tokens, 2 of 4; some of them are not known (255)."""
+    random = np.random.default_rng(7)
+    found = []
+    for length in lengths:
+        ids = random.random((length, num_layers, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
+        ids[[2, length - 1]] = 255
+        found.append(ids)
+    return found
+
+
 def config_of(folder: Path, layout: str):
+    layout, *kind = layout.split("-")
     parallel = LAYOUTS[layout]
     table = {
         "run": {"name": "vision", "steps": 1},
@@ -69,6 +106,15 @@ def config_of(folder: Path, layout: str):
             "grad_clip": 0.0,
         },
     }
+    if "critic" in kind:
+        table["algorithm"]["advantage"] = "gae"
+        table["critic"] = {"learning_rate": LEARNING_RATE, "value_clip": 0.0, "grad_clip": 0.0}
+    if "replay" in kind:
+        table["algorithm"]["router_replay"] = "rollout"
+    if "lora" in kind:
+        table["lora"] = {"rank": LORA_RANK, "alpha": LORA_ALPHA}
+        if "moe" in folder.name:
+            table["lora"]["target_modules"] = ["linear_qkv", "linear_proj"]
     config = parse_config(table, source="test")
     check_model(config)
     return config
@@ -82,10 +128,16 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model.shares import masked_outputs, rank_micro_batches
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.export import hf_tensors
 
     family, layout = job.split(".")
-    policy = open_policy(config_of(folder / family, layout), Launch.from_environment())
+    if layout in (SAVED, BLIND):
+        see_lost_tower(folder, family, layout)
+        return
+    config = config_of(folder / family, layout)
+    policy = open_policy(config, Launch.from_environment())
+    if config.critic is not None:
+        see_critic(policy, config, folder, job)
+        return
     sequences = [
         dataclasses.replace(
             TrainingSequence.of_tokens(tokens),
@@ -95,6 +147,12 @@ def run_rank(folder: Path, job: str) -> None:
         )
         for tokens, images in conversations(folder / family)
     ]
+    if REPLAY in layout:
+        experts = experts_of(map(len, sequences))
+        sequences = [
+            dataclasses.replace(sequence, expert_ids=ids)
+            for sequence, ids in zip(sequences, experts, strict=True)
+        ]
     forward = functools.partial(forward_logprobs, policy, temperature=1.0)
     outputs = functools.partial(masked_outputs, policy, sequences, forward, max_tokens=MAX_TOKENS)
 
@@ -103,14 +161,125 @@ def run_rank(folder: Path, job: str) -> None:
         total = -(logprobs * mask).sum()
         return TokenLoss(total, mask.sum(), None, logprobs.detach())
 
+    first: dict = {}
+    if config.lora.rank:
+        from slipstream.learner.trainer.weights.export import save_adapters
+
+        first["weights"] = weights_of(policy)
+        save_adapters(policy, config, folder / f"{job}-first")
     before = np.concatenate(outputs())
     batches = rank_micro_batches(policy, sequences, range(len(sequences)), max_tokens=MAX_TOKENS)
     policy.zero_grad()
     forward_backward(policy, batches, loss, temperature=1.0)
     norm = policy.optimizer_step(LEARNING_RATE)
     after = np.concatenate(outputs())
-    weights = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+    found = {
+        "before": torch.from_numpy(before),
+        "after": torch.from_numpy(after),
+        "norm": torch.tensor(norm),
+        "weights": weights_of(policy),
+    }
+    if config.lora.rank:
+        from slipstream.learner.trainer.roles.policy_without_adapters import without_adapters
+
+        save_adapters(policy, config, folder / f"{job}-adapters")
+        with without_adapters(policy.chunks):
+            first["switched_off"] = torch.from_numpy(np.concatenate(outputs()))
+        first["sent"] = sent_apart(policy, config)
+        found["first"] = first
+    if layout == "one":
+        from slipstream.learner.trainer.weights.export import save_hf_folder
+
+        save_hf_folder(policy, folder / family, folder / f"{family}-final")
     if policy.ranks.is_main:
-        found = {"before": torch.from_numpy(before), "after": torch.from_numpy(after)}
-        torch.save(found | {"norm": torch.tensor(norm), "weights": weights}, folder / f"{job}.pt")
+        torch.save(found, folder / f"{job}.pt")
     policy.ranks.close()
+
+
+def see_lost_tower(folder: Path, family: str, layout: str) -> None:
+    """Saves a checkpoint, or notes why a run without images does not start from it."""
+    from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
+    from slipstream.learner.trainer.opening import load_frozen, open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+
+    table = config_of(folder / family, "one").model_dump(mode="json", exclude_none=True)
+    table["run"]["dir"] = str(folder / "runs")
+    table["sampling"]["max_images"] = 2 if layout == SAVED else 0
+    config = parse_config(table, source=layout)
+    policy = open_policy(config, Launch.from_environment())
+    if layout == SAVED:
+        models = stored_policy(policy, with_optimizer=False)
+        checkpointer = Checkpointer(config, policy.ranks, models)
+        checkpointer.load_newest()
+        checkpointer.save(PolicyVersion(0, 1), b"digest")
+        checkpointer.finish()
+    else:
+        table["checkpoint"] = {"load": str(config.run_dir / "checkpoints" / "step-000001")}
+        new = parse_config(table, source="new")
+        with pytest.raises(ConfigError) as caught:
+            load_frozen(new, policy.ranks)
+        torch.save(str(caught.value), folder / f"{family}.{layout}.pt")
+    policy.ranks.close()
+
+
+def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
+    """Values behind images before and after a step of the critic towards its returns."""
+    from slipstream.learner.trainer.algorithms.sequences import ModelEstimates, training_sequences
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.roles.critic import Critic
+    from slipstream.protocol.settings.roles import critic_config
+
+    settings = critic_config(config)
+    assert settings is not None
+    critic, batch = Critic(settings, policy.ranks), Batch(0, "batch", trajectories(config))
+    before = critic.values(batch)
+    estimates = [ModelEstimates(values=values) for values in before]
+    sequences = training_sequences(batch, config, estimates)
+    metrics = critic.train(sequences, [range(len(sequences))])
+    after = critic.values(batch)
+    if policy.ranks.is_main:
+        returns = [each.estimates.returns[each.loss_mask] for each in sequences]
+        found = {"before": before, "after": after, "returns": returns}
+        joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in found.items()}
+        norm = torch.tensor(metrics["critic_grad_norm"])
+        torch.save(joined | {"norm": norm}, folder / f"{job}.pt")
+    policy.ranks.close()
+
+
+def trajectories(config: Config) -> tuple[Trajectory, ...]:
+    """The conversations, whose last `SAMPLED` tokens are replies with rewards 0 and 1."""
+    random, found = np.random.default_rng(3), []
+    for place, (tokens, images) in enumerate(conversations(config.model.path)):
+        plain = make_trajectory(
+            random, group=place // 2, member=place % 2, step=0, vocab_size=8, max_tokens=8
+        )
+        found.append(
+            dataclasses.replace(
+                plain,
+                token_ids=tokens,
+                run_lengths=(len(tokens) - SAMPLED, SAMPLED),
+                behavior_logprobs=np.full(SAMPLED, -1.0, dtype=np.float32),
+                version_spans=(VersionSpan(SAMPLED, PolicyVersion(0, 0)),),
+                reward=float(place % 2),
+                images=tuple(data for _, data in images),
+                image_places=tuple(ImagePlace(at, n) for n, (at, _) in enumerate(images)),
+            )
+        )
+    return tuple(found)
+
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """Every weight by its name in the files, adapters merged."""
+    from slipstream.learner.trainer.weights.export import hf_tensors
+
+    return {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+
+
+def sent_apart(policy: Policy, config: Config) -> dict[str, torch.Tensor]:
+    """What rank 0 sends of matrices and adapters in a run with `lora.publish = "adapters"`."""
+    from support.ranks.lora_ranks import see_published, sent_by
+
+    published = see_published(policy, config)
+    published.fill_ahead()
+    return sent_by(published, policy, adapters_alone=False)["tensors"]

@@ -27,8 +27,10 @@ class ForcedExperts:
     def __init__(self, model: torch.nn.Module) -> None:
         self.expert_ids: np.ndarray | None = None
         self.differing, self.forced = 0, 0
-        for place, layer in enumerate(model.model.layers):
-            router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        decoder = getattr(model.model, "language_model", model.model)
+        for place, layer in enumerate(decoder.layers):
+            mlp = getattr(layer, "mlp", None)
+            router = getattr(mlp, "gate", getattr(mlp, "router", None))
             if router is not None:
                 router.register_forward_hook(functools.partial(self._force, place))
 
@@ -72,13 +74,13 @@ class PlainPolicy:
     """Unpacked, without parallelism; written from the papers' formulas, a sequence at a time."""
 
     def __init__(self, path: Path, config: Config) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         self.config = config
+        has_tower = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
         # The default kernel of transformers leaves out Gemma 2's cap of scores.
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
+        self.model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self.forced = ForcedExperts(self.model)
         named = dict(self.model.named_parameters())
         # Biases of all experts together are a matrix.

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.pixtral import PixtralProcessor
+from slipstream.protocol.vision.processors import load_processor
 
-Conversation = tuple[np.ndarray, Sequence[tuple[int, bytes]]]
+from support.ranks.vision_ranks import Conversation
 
 
 def plain_model(folder: Path) -> torch.nn.Module:
@@ -24,12 +25,20 @@ def plain_model(folder: Path) -> torch.nn.Module:
     return plain
 
 
-def _mask_of(is_image: torch.Tensor):
+def _padded(images: Sequence[torch.Tensor]) -> torch.Tensor:
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    found = torch.zeros(len(images), 3, height, width)
+    for own, image in zip(found, images, strict=True):
+        own[:, : image.shape[1], : image.shape[2]] = image
+    return found
+
+
+def _mask_of(is_image: torch.Tensor, *, has_videos: bool):
     """Says where images are: transformers also takes such tokens that a model has sampled."""
 
-    def mask(_ids, inputs_embeds: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def mask(_ids, inputs_embeds: torch.Tensor, **_: object) -> object:
         found = is_image[..., None].expand_as(inputs_embeds)
-        return found, torch.zeros_like(found)
+        return (found, torch.zeros_like(found)) if has_videos else found
 
     return mask
 
@@ -38,21 +47,42 @@ def plain_logprobs(
     model: torch.nn.Module, folder: Path, conversations: Sequence[Conversation]
 ) -> list[torch.Tensor]:
     """Log-probabilities of all tokens but each first, one tensor for each conversation."""
-    processor, found = ImageProcessor.load(folder), []
+    found = []
+    outputs = plain_outputs(model, folder, conversations)
+    for (tokens, _), output in zip(conversations, outputs, strict=True):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        found.append(output[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    return found
+
+
+def plain_outputs(
+    model: torch.nn.Module, folder: Path, conversations: Sequence[Conversation]
+) -> list[torch.Tensor]:
+    """What the last layer gives for each token, one tensor for each conversation."""
+    processor, found = load_processor(folder), []
     for tokens, images in conversations:
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        given = {}
-        if images:
+        given, is_image = {}, torch.zeros_like(ids)
+        for offset, data in images:
+            token_id = int(tokens[offset])
+            own = torch.tensor(processor.tokens(token_id, data)) == token_id
+            is_image[0, offset : offset + len(own)] = own
+        has_videos = not isinstance(processor, PixtralProcessor)
+        if images and not has_videos:
+            whole = [torch.from_numpy(processor.image(data)) for _, data in images]
+            given = {
+                "pixel_values": _padded(whole),
+                "image_sizes": [tuple(image.shape[1:]) for image in whole],
+            }
+        elif images:
             pixels = [processor.pixels(data) for _, data in images]
-            is_image = torch.zeros_like(ids)
-            for offset, data in images:
-                is_image[0, offset : offset + processor.num_tokens(data)] = 1
             given = {
                 "pixel_values": torch.from_numpy(np.concatenate([p.values for p in pixels])),
                 "image_grid_thw": torch.tensor([p.grid for p in pixels]),
                 "mm_token_type_ids": is_image,
             }
-            model.model.get_placeholder_mask = _mask_of(is_image.bool())
-        scores = model(input_ids=ids, **given).logits[0, :-1].log_softmax(-1)
-        found.append(scores.gather(1, ids[0, 1:, None])[:, 0])
+        if images:
+            mask = _mask_of(is_image.bool(), has_videos=has_videos)
+            model.model.get_placeholder_mask = mask
+        found.append(model(input_ids=ids, **given).logits[0])
     return found

@@ -1,4 +1,4 @@
-"""A program whose OUTPUT gets an engine's log-probabilities before and after a publish."""
+"""A program whose OUTPUT gets an engine's log-probabilities before and after two publishes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from support.ranks.field_ranks import LENGTH, probe
-from support.rigs.sent_engine import parse_folders, seen_twice
+from support.rigs.sent_engine import parse_folders, seen_each_time
 
 
 async def main() -> None:
@@ -15,18 +15,22 @@ async def main() -> None:
     name = str(options.folder)
     # vLLM's delta nets on a CPU know no other type, and its first choice for latent attention no
     # float32.
-    dtype = "bfloat16" if "qwen3-next" in name else "float32"
+    dtype = "bfloat16" if any(family in name for family in ("qwen3-next", "qwen35")) else "float32"
     chosen = {"engine": {"attention_backend": "CPU_MLA"}} if "deepseek" in name else {}
+    if "nemotron-h" in name:
+        # vLLM keeps no states of prefixes on a CPU.
+        chosen = {"enable_prefix_caching": False}
     # The last token has no room after it.
     sequences = [tokens[:-1].tolist() for tokens in probe()]
-    first, second, _ = await seen_twice(
+    found, _ = await seen_each_time(
         options,
         lambda engine, _: engine.teacher_forced_logprobs(sequences),
+        [options.sent, options.folder],
         model={"dtype": dtype},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": LENGTH},
         rollout_server=chosen,
     )
-    np.save(options.output, np.stack([first, second]))
+    np.save(options.output, np.stack(found))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
 from slipstream.protocol.settings.config_file import check_model, parse_config
+from slipstream.protocol.settings.nested_decoders import TOWERS
 from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights
@@ -59,6 +60,20 @@ async def seen_twice(
     **sections: Mapping[str, object],
 ) -> tuple[Seen, Seen, LoadedWeights]:
     """What `look` sees of the engine as it was loaded and after the publish, which is last."""
+    (first, second), loaded = await seen_each_time(options, look, [options.sent], **sections)
+    return first, second, loaded
+
+
+async def seen_each_time(
+    options: argparse.Namespace,
+    look: Callable[[Any, str], Awaitable[Seen]],
+    sent: Sequence[Path],
+    **sections: Mapping[str, object],
+) -> tuple[list[Seen], LoadedWeights]:
+    """What `look` sees of the engine as loaded and after each folder is `sent`; the last publish.
+
+    From the second one on, weights may be copied past vLLM's loader.
+    """
     torch.set_num_threads(1)
     table = {
         "run": {"name": "test", "steps": 1},
@@ -76,18 +91,23 @@ async def seen_twice(
     engine = await VllmEngine.start(with_small_cache(config), seed=1)
     try:
         await engine.resume(PolicyVersion(0, 0))
-        first = await look(engine, "first")
+        seen = [await look(engine, "first")]
         dtype = getattr(torch, config.model.dtype)
-        read = load_file(options.sent / "model.safetensors")
-        weights = {name: tensor.to(dtype) for name, tensor in read.items()}
+        # The learner sends none of a tower that it does not train.
+        left_out = () if config.sampling.max_images else TOWERS
         sender = GlooSender("communicator", deadline_s=60.0)
-        layout = layout_of(weights, BUCKET_BYTES)
-        order = sender.order("publish", 1)
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
-        await engine.prepare_weights(order, layout, 1)
-        loaded = await engine.receive_weights(order.publish_id)
-        assert list(loaded.bucket_digests) == await sending
-        await engine.resume(PolicyVersion(0, 1))
-        return first, await look(engine, "second"), loaded
+        for step, folder in enumerate(sent, 1):
+            read = load_file(folder / "model.safetensors")
+            trained = {name: read[name] for name in read if not name.startswith(left_out)}
+            weights = {name: tensor.to(dtype) for name, tensor in trained.items()}
+            layout = layout_of(weights, BUCKET_BYTES)
+            order = sender.order(f"publish-{step}", step)
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
+            await engine.prepare_weights(order, layout, step)
+            loaded = await engine.receive_weights(order.publish_id)
+            assert list(loaded.bucket_digests) == await sending
+            await engine.resume(PolicyVersion(0, step))
+            seen.append(await look(engine, "second"))
+        return seen, loaded
     finally:
         await engine.aclose()

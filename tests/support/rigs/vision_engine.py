@@ -1,6 +1,7 @@
-"""A program whose engine samples behind images before and after a publish.
+"""A program whose engine samples behind images before and after a publish, two turns each.
 
-OUTPUT gets the replies and their log-probabilities.
+OUTPUT gets the replies and their log-probabilities. From a mixture of experts it also gets the
+experts of each conversation's tokens, and how many of them were computed before.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.vision.placed import PlacedImage
 from slipstream.rollout_server.engine_interface import Sampling
 
-from support.ranks.vision_ranks import conversations
+from support.ranks.vision_ranks import conversations, replied
 from support.rigs.sent_engine import parse_folders, seen_twice
 
 LENGTH, REPLY = 64, 8
@@ -27,31 +29,51 @@ SAMPLING = Sampling(
 )
 
 
-async def replies(engine, folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    found = await asyncio.gather(
-        *(
-            engine.generate(
-                f"{name}{place}",
-                tokens.tolist(),
-                SAMPLING,
-                REPLY,
-                images=[PlacedImage(*image) for image in images],
+async def replies(engine, folder: Path, name: str) -> dict[str, np.ndarray]:
+    """What each conversation gets, and then, without more, what goes on behind that reply."""
+    asked, found = conversations(folder), []
+    for turn in range(2):
+        found += await asyncio.gather(
+            *(
+                engine.generate(
+                    f"{name}{turn}-{place}",
+                    tokens.tolist(),
+                    SAMPLING,
+                    REPLY,
+                    images=[PlacedImage(*image) for image in images],
+                )
+                for place, (tokens, images) in enumerate(asked)
             )
-            for place, (tokens, images) in enumerate(conversations(folder))
         )
-    )
-    return np.stack([one.token_ids for one in found]), np.stack([one.logprobs for one in found])
+        asked = replied(asked, [one.token_ids for one in found[-len(asked) :]])
+    seen = {
+        f"{name} tokens": np.stack([one.token_ids for one in found]),
+        f"{name} logprobs": np.stack([one.logprobs for one in found]),
+        f"{name} cached": np.array([one.cached_tokens for one in found]),
+    }
+    experts = {f"{name} experts {n}": one.expert_ids for n, one in enumerate(found)}
+    return seen | {key: ids for key, ids in experts.items() if ids is not None}
 
 
 async def main() -> None:
     options = parse_folders(__doc__)
+    sizes = read_model_sizes(options.folder)
+    has_delta_nets = bool(sizes.linear_heads)
+    replays = sizes.experts > 0 and not has_delta_nets
+    # Less than a conversation with two images and a reply, so that a second turn finds it. States
+    # of delta nets take larger blocks.
+    engine = {} if has_delta_nets else {"block_size": 32}
     first, second, loaded = await seen_twice(
         options,
         lambda engine, name: replies(engine, options.folder, name),
+        # vLLM's delta nets on a CPU know no other type.
+        model={"dtype": "bfloat16" if has_delta_nets else "float32"},
+        algorithm={"router_replay": "rollout" if replays else "off"},
         sampling={"max_reply_tokens": REPLY, "max_episode_tokens": LENGTH, "max_images": 2},
+        rollout_server={"engine": engine},
     )
     print(f"by_plan={loaded.by_plan}")
-    np.savez(options.output, *first, *second)
+    np.savez(options.output, **first, **second)
 
 
 if __name__ == "__main__":

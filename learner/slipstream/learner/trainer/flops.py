@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
+from slipstream.protocol.settings.hybrid_layers import (
+    NEMOTRON_H,
+    hybrid_tensors,
+    layer_kinds,
+    with_usual_fields,
+)
+from slipstream.protocol.settings.rope_fields import architecture_of
 
 # Dense bfloat16 TFLOP/s of one device, from NVIDIA's data sheets.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
@@ -29,15 +37,17 @@ class ModelSizes:
     @property
     def attention_length(self) -> float:
         """Length of a sequence whose attention needs as much arithmetic as its matrix products."""
-        return self.matrix_parameters / self.attention_width
+        return self.matrix_parameters / max(1, self.attention_width)
 
 
 def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
-    """Returns the sizes of a decoder with gated MLPs, dense or with experts.
+    """Returns the sizes of a decoder with gated MLPs, dense or with experts, or of a Nemotron-H.
 
     `config` is the model's config.json; KeyError names a missing field. Layers with attention
     windows are counted like the others.
     """
+    if architecture_of(config) == NEMOTRON_H:
+        return _hybrid_sizes(config)
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     attention, width = _attention(config, hidden)
     num_sparse = sum(_is_sparse(config, layer) for layer in range(layers))
@@ -48,6 +58,18 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
     if num_sparse:
         matrices += num_sparse * _active_experts(config, hidden)
     return ModelSizes(matrices, layers * width)
+
+
+def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
+    """Returns the sizes of a Nemotron-H; the scans of its Mamba layers are not counted."""
+    shapes = hybrid_tensors(config, has_tied_output=False)
+    matrices = (shape for name, shape in shapes.items() if not name.endswith("embeddings.weight"))
+    usual = with_usual_fields(config)
+    width = _number(usual, "num_attention_heads") * _number(usual, "head_dim")
+    return ModelSizes(
+        sum(math.prod(shape) for shape in matrices if len(shape) == 2),
+        layer_kinds(config).count("full_attention") * width,
+    )
 
 
 def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.learner.trainer.checkpoints.starting_weights import (
     check_no_adapters,
+    check_no_lost_tower,
     check_saved,
     load_starting_weights,
 )
@@ -41,7 +42,8 @@ from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.settings.nested_decoders import NESTED
+from slipstream.protocol.vision.processors import load_processor
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ def open_policy(
         chunks=model.chunks,
         optimizer=model.optimizer,
         gather=model.gather_parameters,
+        memory=model.memory,
     )
     return Policy(**vars(model), adapters=held)
 
@@ -134,9 +137,12 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     return model
 
 
-def _with_weights(chunks: list[Megatron], *, path: Path, ranks: Ranks) -> list[Megatron]:
+def _with_weights(chunks: list[Megatron], *, config: Config, ranks: Ranks) -> list[Megatron]:
+    path = config.checkpoint.load
+    assert path is not None
     check_saved(path, ranks)
     check_no_adapters(path)
+    check_no_lost_tower(config, path)
     load_starting_weights(chunks, path, ranks)
     return chunks
 
@@ -151,15 +157,18 @@ def _load(
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     whole_config = bridge.hf_pretrained.config
+    if whole_config.architectures[0] in NESTED and not config.sampling.max_images:
+        # Such a tower is neither trained nor published: there is none.
+        whole_config.vision_config = None
     hf_config = whole_config.get_text_config()
     if load_weights:
         _note_reads(bridge.hf_pretrained.state.source, ranks.activity)
     provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
-    weights = config.checkpoint.load
-    if weights is not None:
+    if config.checkpoint.load is not None:
         # The weights are loaded before the change, whose parameters they lack, and before the
         # optimizer, which copies them.
-        provider.register_pre_wrap_hook(functools.partial(_with_weights, path=weights, ranks=ranks))
+        load = functools.partial(_with_weights, config=config, ranks=ranks)
+        provider.register_pre_wrap_hook(load)
     provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(
         ddp_config=ddp_config,
@@ -210,7 +219,7 @@ def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision
         return None
     from slipstream.learner.trainer.model.vision import Vision
 
-    processor = ImageProcessor.load(folder)
+    processor = load_processor(folder)
     return Vision([unwrapped(chunk) for chunk in chunks], hf_config, processor)
 
 

@@ -79,7 +79,8 @@ class Trainer:
         )
         models = [*stored_policy(policy), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)
-        loaded = self._checkpointer.load_newest()
+        with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
         self._published = open_published(policy, config, delta=config.weights.delta)

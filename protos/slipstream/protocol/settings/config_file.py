@@ -18,14 +18,19 @@ from slipstream.protocol.routed_experts import routing_bytes_per_token
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
 from slipstream.protocol.settings.model_files import missing_files
-from slipstream.protocol.settings.model_rules import layout_problems, model_problems
+from slipstream.protocol.settings.model_rules import (
+    FUSED_EXPERTS,
+    layout_problems,
+    linear_problems,
+    model_problems,
+)
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.protocol.settings.model_tensors import tensor_problems
 from slipstream.protocol.settings.near_names import did_you_mean, near_names
 from slipstream.protocol.settings.roles import missing_weights, role_folders, role_problems
 from slipstream.protocol.settings.sections import RUN_NAME
 from slipstream.protocol.settings.table_rules import trajectory_problems
-from slipstream.protocol.settings.vision_rules import vision_problems
+from slipstream.protocol.settings.vision_rules import sees_images, vision_problems
 from slipstream.protocol.settings.whole_settings import check_whole
 
 Table: TypeAlias = dict[str, JsonValue]
@@ -89,8 +94,14 @@ def check_model(config: Config) -> None:
     if missing:
         raise ConfigError(missing[0])
     for name, path in (("model", config.model.path), *role_folders(config)):
-        # A critic replaces the output projection by its own head.
-        for problem in tensor_problems(path, f"{name}.path", has_output=name != "critic"):
+        problems = tensor_problems(
+            path,
+            f"{name}.path",
+            # A critic replaces the output projection by its own head.
+            has_output=name != "critic",
+            has_tower=sees_images(config, read_model_sizes(path)),
+        )
+        for problem in problems:
             raise ConfigError(problem)
 
 
@@ -123,13 +134,18 @@ def check_sizes(config: Config) -> list[str]:
     lora_problems = config.lora.problems(
         num_experts=sizes.experts,
         latent_tp=config.learner.parallel.tp if sizes.latent_size else 0,
-        has_delta_net=bool(sizes.linear_heads),
+        delta_net_of=sizes.architecture if sizes.linear_heads else "",
+        has_fused_experts=sizes.architecture in FUSED_EXPERTS,
     )
-    problems = (role_problems(config, sizes), lora_problems, vision_problems(config, sizes))
+    problems = (
+        role_problems(config, sizes),
+        lora_problems,
+        vision_problems(config, sizes),
+        linear_problems(sizes, config.rollout_server),
+    )
     for problem in itertools.chain(*problems):
         raise ConfigError(problem)
     _check_routing(config, sizes)
-    _check_drafts(config, sizes)
     return [
         *missing_files(config.model.path),
         *missing_weights(config),
@@ -206,15 +222,6 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
     for problem in trajectory_problems(config, num_bytes):
         raise ConfigError(
             f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
-        )
-
-
-def _check_drafts(config: Config, sizes: ModelSizes) -> None:
-    drafts = config.rollout_server.drafts
-    if sizes.linear_heads and drafts != "off":
-        raise ConfigError(
-            'rollout_server.drafts must be "off" for a model with delta nets: vLLM takes their '
-            f"state back with a kernel for GPUs, where that was not tested, got {drafts!r}"
         )
 
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from slipstream.protocol.settings.rope_fields import GEMMA, LAYER_KINDS, VISION
+from slipstream.protocol.settings.hybrid_layers import NEMOTRON_H, hybrid_problems
+from slipstream.protocol.settings.rope_fields import (
+    GEMMA,
+    LAYER_KINDS,
+    QWEN35,
+    QWEN35_VISION,
+    VISION,
+)
 
 Values: TypeAlias = tuple[Any, ...]
 
@@ -31,6 +38,14 @@ _SIGMOID: Mapping[str, Values] = {
     "topk_method": (None, "noaux_tc"),
 }
 _UNSHARED: Mapping[str, Values] = {"shared_expert_intermediate_size": ZERO}
+# vLLM reads whether attention is gated, transformers always takes it so.
+_GATED: Mapping[str, Values] = {"attn_output_gate": (None, True)}
+# The weights of a token's experts always add up to 1.
+_GATED_MIXTURE: Mapping[str, Values] = {
+    **_GATED,
+    "num_local_experts": ZERO,
+    "norm_topk_prob": (None, True),
+}
 # Exceptions for one architecture. No program reads attention_bias of a Qwen2, which has biases.
 ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
     {
@@ -42,7 +57,16 @@ ONE_VALUE_OF: Mapping[str, Mapping[str, Values]] = MappingProxyType(
         # transformers lets the weights of a token's experts add up to 1, vLLM if the file says so.
         VISION[2]: {**_UNSHARED, "norm_topk_prob": (True,)},
         "Qwen3MoeForCausalLM": _UNSHARED,
-        "Qwen3NextForCausalLM": {"num_local_experts": ZERO},
+        "Qwen3NextForCausalLM": {**_GATED, "num_local_experts": ZERO},
+        **dict.fromkeys((QWEN35[0], QWEN35_VISION[0]), {**_DENSE, **_GATED}),
+        **dict.fromkeys((QWEN35[1], QWEN35_VISION[1]), _GATED_MIXTURE),
+        NEMOTRON_H: {
+            **_DENSE,
+            "mlp_hidden_act": (None, "relu2"),
+            "use_conv_bias": (None, True),
+            # vLLM has a projection of its own.
+            "tie_word_embeddings": OFF,
+        },
         # vLLM always has these biases.
         "Qwen2MoeForCausalLM": {"attention_bias": _ANY_BIAS, "qkv_bias": (None, True)},
         # The weights of a token's experts always add up to 1.
@@ -111,12 +135,32 @@ _LATENT = (
     "qk_head_dim",
     "v_head_dim",
 )
-_LINEAR = (
+_DELTA_NETS = (
+    "full_attention_interval",
+    "partial_rotary_factor",
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
+)
+_HYBRID = (
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "layer_norm_epsilon",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "n_groups",
+    "ssm_state_size",
+    "conv_kernel",
+    # transformers writes these of a model without experts, too.
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    "num_nextn_predict_layers",
 )
 # Architecture -> fields that config.json must have.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -127,7 +171,10 @@ READ: Mapping[str, tuple[str, ...]] = {
     "Glm4MoeForCausalLM": (*_OF_SIGMOID, "partial_rotary_factor"),
     "DeepseekV2ForCausalLM": (*_OF_SIGMOID, *_LATENT),
     "DeepseekV3ForCausalLM": (*_OF_SIGMOID, *_LATENT),
-    "Qwen3NextForCausalLM": (*_LINEAR, "full_attention_interval", "partial_rotary_factor"),
+    NEMOTRON_H: _HYBRID,
+    "Qwen3NextForCausalLM": _DELTA_NETS,
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    **dict.fromkeys((*QWEN35, *QWEN35_VISION), (*_DELTA_NETS, "mtp_num_hidden_layers")),
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Architectures whose embeddings are tied if config.json does not say so.
@@ -140,6 +187,8 @@ def family_problems(values: Mapping[str, Any], architecture: str) -> Iterator[st
         yield from _group_problems(values)
     if architecture == "GptOssForCausalLM":
         yield from _window_problems(values)
+    if architecture == NEMOTRON_H:
+        yield from hybrid_problems(values)
 
 
 def _group_problems(values: Mapping[str, Any]) -> Iterator[str]:

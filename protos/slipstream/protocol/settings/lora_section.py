@@ -23,6 +23,9 @@ LATENT = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
 }
+# What `linear_qkv` and `linear_proj` stand for in delta nets.
+DELTA = {"in_proj": ("in_proj_qkvz", "in_proj_ba"), "out_proj": ("out_proj",)}
+_ADAPTED_DELTA = "Qwen3NextForCausalLM"
 Target = Literal[
     "linear_qkv",
     "linear_proj",
@@ -64,7 +67,8 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
     # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
-    # first factor. In latent attention linear_qkv names all matrices before the attention.
+    # first factor. In latent attention linear_qkv names all matrices before the attention. In delta
+    # nets it also names in_proj_qkvz and in_proj_ba, and linear_proj names out_proj.
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
@@ -129,17 +133,29 @@ class LoraSection(Section):
         return f"adapter must be one of lora.adapters ({known}), got {found}"
 
     def problems(
-        self, *, num_experts: int, latent_tp: int = 0, has_delta_net: bool = False
+        self,
+        *,
+        num_experts: int,
+        latent_tp: int = 0,
+        delta_net_of: str = "",
+        has_fused_experts: bool = False,
     ) -> Iterator[str]:
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
         `latent_tp` is the tensor parallel size of a model with latent attention, else 0;
-        `has_delta_net` says that some layers have no attention.
+        `delta_net_of` names the architecture if some layers have no attention. `has_fused_experts`
+        says that files hold one tensor for all experts of a layer.
 
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.
         """
-        if num_experts and self.has_mlp and self.adapters:
+        if has_fused_experts and self.has_mlp:
+            yield (
+                f"lora.target_modules must leave {' and '.join(_MLP)} out for a model whose files "
+                "hold one tensor for all experts of a layer: adapters of single experts have no "
+                f"names there, got {', '.join(self.target_modules)}"
+            )
+        elif num_experts and self.has_mlp and self.adapters:
             yield (
                 f"lora.adapters must be empty with adapters on experts, got "
                 f"{', '.join(self.adapters)}: or leave {' and '.join(_MLP)} out of "
@@ -150,10 +166,10 @@ class LoraSection(Section):
                 f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
                 f"leave {' and '.join(_MLP)} out of lora.target_modules"
             )
+        rule, found = "lora.publish must be merged", repr(self.publish)
+        if self.adapters:
+            rule, found = "lora.adapters must be empty", ", ".join(self.adapters)
         if latent_tp and self.publishes_adapters:
-            rule, found = "lora.publish must be merged", repr(self.publish)
-            if self.adapters:
-                rule, found = "lora.adapters must be empty", ", ".join(self.adapters)
             yield (
                 f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
                 "into other matrices once, without adapters"
@@ -163,5 +179,13 @@ class LoraSection(Section):
                 "learner.parallel.tp must be 1 for adapters in a model with latent attention, "
                 f"got {latent_tp}"
             )
-        if self.rank and has_delta_net:
-            yield f"lora.rank must be 0 for a model with delta nets, got {self.rank}"
+        if self.rank and delta_net_of not in ("", _ADAPTED_DELTA):
+            yield (
+                f"lora.rank must be 0 for a {delta_net_of}: only the delta nets of a "
+                f"{_ADAPTED_DELTA} have adapters, got {self.rank}"
+            )
+        elif delta_net_of and self.publishes_adapters:
+            yield (
+                f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
+                "GPUs only, where that was not tested"
+            )

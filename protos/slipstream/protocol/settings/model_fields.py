@@ -25,6 +25,7 @@ from slipstream.protocol.settings.family_fields import (
 )
 from slipstream.protocol.settings.rope_fields import (
     ALTERNATING,
+    DELTA_NETS,
     LAYER_KINDS,
     architecture_of,
     rope_problems,
@@ -80,11 +81,15 @@ HARMLESS = frozenset(
         "_name_or_path",
         "add_cross_attention",
         "attention_dropout",
+        "attention_head_dim",
         "aux_loss_alpha",
         "bad_words_ids",
         "begin_suppress_tokens",
         "cache_implementation",
+        "boi_token_index",
         "bos_token_id",
+        # Tokens that a Mamba layer multiplies as one matrix.
+        "chunk_size",
         "chunk_size_feed_forward",
         "classifier_dropout",
         "cross_attention_hidden_size",
@@ -93,7 +98,9 @@ HARMLESS = frozenset(
         "dtype",
         "embd_pdrop",
         "ep_size",
+        "eoi_token_index",
         "eos_token_id",
+        "expand",
         # gpt-oss says these twice.
         "experts_per_token",
         "finetuning_task",
@@ -103,13 +110,22 @@ HARMLESS = frozenset(
         "hidden_dropout",
         "id2label",
         "image_token_id",
+        "image_token_index",
         "initial_context_length",
         "initializer_range",
         "is_decoder",
         "is_encoder_decoder",
         "is_llama_config",
+        # Servers keep the states of delta nets in float32 if the run does not say otherwise.
+        "mamba_ssm_dtype",
         "label2id",
+        "mamba_ssm_cache_dtype",
         "max_length",
+        "moe_shared_expert_overlap",
+        "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+        "num_logits_to_keep",
+        "mtp_use_dedicated_embeddings",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -118,6 +134,7 @@ HARMLESS = frozenset(
         "pretraining_tp",
         "problem_type",
         "repetition_penalty",
+        "rescale_prenorm_residual",
         "resid_pdrop",
         "return_dict",
         "router_aux_loss_coef",
@@ -126,16 +143,28 @@ HARMLESS = frozenset(
         "seq_aux",
         "task_specific_params",
         "temperature",
+        # How a fresh model is made. transformers also takes no smaller steps than the least one;
+        # learner and rollout servers take any.
+        "time_step_floor",
+        "time_step_limit",
+        "time_step_max",
+        "time_step_min",
+        "time_step_rank",
         "tokenizer_class",
         "torch_dtype",
         "top_k",
         "top_p",
         "torchscript",
+        # These are read where images are.
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "spatial_merge_size",
         "transformers.js_config",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
         "use_cache",
+        "use_mamba_kernels",
         "video_token_id",
         "vision_end_token_id",
         "vision_start_token_id",
@@ -148,6 +177,7 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "hidden_act": ("silu",),
         "hidden_activation": (None, "silu"),
         "attention_bias": OFF,
+        "attn_output_gate": OFF,
         "bias": OFF,
         "qkv_bias": OFF,
         "mlp_bias": OFF,
@@ -181,6 +211,8 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "v_head_dim": NONE,
         "num_nextn_predict_layers": ZERO,
         "num_mtp_layers": ZERO,
+        "mtp_num_hidden_layers": ZERO,
+        "layer_scale": OFF,
         "rope_interleave": (None, True),
         "topk_method": NONE,
         "moe_layer_freq": ONE,
@@ -193,6 +225,28 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "linear_num_key_heads": NONE,
         "linear_num_value_heads": NONE,
         "full_attention_interval": NONE,
+        "hybrid_override_pattern": NONE,
+        "layers_block_type": NONE,
+        "layer_norm_epsilon": NONE,
+        "mamba_num_heads": NONE,
+        "mamba_head_dim": NONE,
+        "n_groups": NONE,
+        "ssm_state_size": NONE,
+        "conv_kernel": NONE,
+        "mamba_hidden_act": (None, "silu"),
+        "mlp_hidden_act": NONE,
+        "use_conv_bias": NONE,
+        "use_bias": OFF,
+        "mamba_proj_bias": OFF,
+        "residual_in_fp32": OFF,
+        "moe_latent_size": NONE,
+        "moe_shared_expert_intermediate_size": NONE,
+        # Older names, which transformers puts above the newer ones.
+        "mamba_n_groups": NONE,
+        "mamba_d_conv": NONE,
+        "mamba_conv_bias": NONE,
+        "vision_feature_layer": (None, -1),
+        "projector_hidden_act": (None, "gelu"),
     }
 )
 
@@ -217,7 +271,7 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 "got none: rollout servers take another value if config.json has none"
             )
     kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
-    if architecture == "Qwen3NextForCausalLM":
+    if architecture in DELTA_NETS:
         kinds = (*kinds, "linear_attention")
     for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
         yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"

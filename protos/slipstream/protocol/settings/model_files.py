@@ -43,6 +43,14 @@ def missing_weights(folder: Path, setting: str) -> list[str]:
     if not any(folder.glob("*.safetensors")):
         return [f"{setting} must hold safetensors weights, but {folder} has none"]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
+    # Rollout servers read no other folder.
+    is_served = setting == "model.path"
+    if is_served and any(name.startswith("consolidated") for name in names):
+        return [
+            f"{setting} must not hold Mistral's own form beside that of Hugging Face, which "
+            f"rollout servers would read in its place: remove consolidated*.safetensors and "
+            f"params.json from {folder}"
+        ]
     return [f"{setting} must hold whole files: {each}" for each in _damages(folder, names)]
 
 

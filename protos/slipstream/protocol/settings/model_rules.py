@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pydantic import JsonValue
+from slipstream.protocol.settings.hybrid_layers import NEMOTRON_H
 from slipstream.protocol.settings.model_sizes import ModelSizes
-from slipstream.protocol.settings.rope_fields import VISION
-from slipstream.protocol.settings.sections import ParallelSection
+from slipstream.protocol.settings.nested_decoders import NESTED
+from slipstream.protocol.settings.rope_fields import QWEN35, VISION
+from slipstream.protocol.settings.sections import ParallelSection, RolloutServerSection
 
 # Architectures that Megatron-Bridge loads and exports, and tests compare with transformers.
 ARCHITECTURES = (
@@ -31,8 +33,12 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
     "Qwen3NextForCausalLM",
+    NEMOTRON_H,
+    *QWEN35,
     *VISION,
 )
+# Architectures whose files hold one tensor for all experts of a layer.
+FUSED_EXPERTS = ("GptOssForCausalLM", VISION[2])
 # Architectures whose windows the learner, transformers and vLLM compute alike.
 WINDOWED = (
     "MistralForCausalLM",
@@ -55,7 +61,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         kind = "mixture of experts" if sizes.experts else "model"
         yield (
             f"model.path holds a {kind} of architecture {sizes.architecture or 'without a name'}, "
-            f"which cannot be loaded; known are {', '.join(ARCHITECTURES)}"
+            f"which cannot be loaded; known are {', '.join((*ARCHITECTURES, *NESTED))}"
         )
         return
     if sizes.is_quantized:
@@ -95,7 +101,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
 
 def _conversion(sizes: ModelSizes) -> str:
     if sizes.architecture != "GptOssForCausalLM":
-        return ""
+        return ": take the folder in bfloat16"
     return ": write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"
 
 
@@ -113,7 +119,7 @@ def layout_problems(
     if sizes.dense_layers and sizes.ffn % tp:
         yield f"learner.parallel.tp must divide the intermediate size of {sizes.ffn}, got {tp}"
     if sizes.linear_heads:
-        yield from _delta_net_problems(sizes, parallel)
+        yield from _linear_problems(sizes, parallel)
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel, transformer)
     if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
@@ -123,17 +129,41 @@ def layout_problems(
         )
 
 
-def _delta_net_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
+def _linear_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
     if parallel.cp > 1:
         yield (
-            f"learner.parallel.cp must be 1 for a {sizes.architecture}: a delta net reads the "
-            f"tokens of a sequence in turn, got {parallel.cp}"
+            f"learner.parallel.cp must be 1 for a {sizes.architecture}: {sizes.linear_name} read "
+            f"the tokens of a sequence in turn, got {parallel.cp}"
         )
     for number in sizes.linear_heads:
         if number % parallel.tp:
             yield (
-                f"learner.parallel.tp must divide the delta nets' {number} heads, got {parallel.tp}"
+                f"learner.parallel.tp must divide the {number} heads or groups of "
+                f"{sizes.linear_name}, got {parallel.tp}"
             )
+
+
+def linear_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
+    """Yields one line for each setting with which vLLM's layers that read tokens in turn fail."""
+    drafts, rollout_tp = server.drafts, server.tensor_parallel_size
+    if sizes.linear_heads and drafts != "off":
+        yield (
+            f'rollout_server.drafts must be "off" for a model with {sizes.linear_name}: vLLM takes '
+            f"their state back with a kernel for GPUs, where that was not tested, got {drafts!r}"
+        )
+    if not sizes.has_mamba:
+        return
+    if server.quantization != "off":
+        yield (
+            f'rollout_server.quantization must be "off" for a {sizes.architecture}: it was not '
+            f"tested with Mamba layers, got {server.quantization!r}"
+        )
+    groups, heads = sizes.linear_heads
+    if heads % rollout_tp or (groups > 1 and groups % rollout_tp):
+        yield (
+            f"rollout_server.tensor_parallel_size must divide the {groups} groups and {heads} "
+            f"heads of Mamba layers, got {rollout_tp}"
+        )
 
 
 def _expert_problems(

@@ -9,8 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.hybrid_layers import NEMOTRON_H, layer_kinds, with_usual_fields
 from slipstream.protocol.settings.model_fields import has_tied_output
-from slipstream.protocol.settings.rope_fields import rope_table
+from slipstream.protocol.settings.nested_decoders import (
+    NESTED,
+    SEEING,
+    is_nested,
+    nested_table,
+    outer_class,
+)
+from slipstream.protocol.settings.rope_fields import (
+    QWEN35_VISION,
+    VISION,
+    architecture_of,
+    rope_table,
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,11 @@ class ModelSizes:
     # of that for queries; 0: there is none.
     latent_size: int
     query_latent_size: int
-    # Heads of keys and values of delta nets; () without delta nets.
+    # What is split over ranks in layers that read tokens in turn: heads of keys and values of delta
+    # nets, groups and heads of Mamba layers. () without such layers.
     linear_heads: tuple[int, ...]
+    # Layers that have a cache of keys and values.
+    cached_layers: int
     norm_eps: float
     has_tied_output: bool
     rope_type: str
@@ -56,20 +72,40 @@ class ModelSizes:
     rope: tuple[tuple[str, Any], ...]
     uses_sliding_window: bool
     is_quantized: bool
-    # Whether there is a vision tower, and the number of layers behind which it adds features.
+    # Whether it can be trained on images, and whether its tower is left out without any.
     has_vision: bool
+    is_nested: bool
+    # Number of layers behind which the tower adds features.
     deep_layers: int
+    # The token that stands for features of an image, as config.json says it; 0 without vision.
+    image_token: Any
 
     def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
         """Returns the bytes of a token's keys and values in the cache of one of `tp` workers."""
         if self.latent_size:
             # Every worker holds all of it.
             return self.layers * self.latent_size * item_bytes
-        return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+        return 2 * self.cached_layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+
+    @property
+    def folder_class(self) -> str:
+        """The class that config.json names, for a message."""
+        return outer_class(self.architecture) if self.is_nested else self.architecture
+
+    @property
+    def linear_name(self) -> str:
+        """The name of layers that read the tokens of a sequence in turn, for a message."""
+        return "Mamba layers" if self.has_mamba else "delta nets"
+
+    @property
+    def has_mamba(self) -> bool:
+        """Whether some layers are Mamba's."""
+        return self.architecture == NEMOTRON_H
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
         """Reads the table of a config.json, as transformers 4 or 5 writes it."""
+        values = with_usual_fields(values)
 
         def number(*names: str) -> int:
             found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
@@ -110,9 +146,15 @@ class ModelSizes:
             query_latent_size=number("q_lora_rank"),
             linear_heads=tuple(
                 number(name)
-                for name in ("linear_num_key_heads", "linear_num_value_heads")
+                for name in (
+                    "linear_num_key_heads",
+                    "linear_num_value_heads",
+                    "n_groups",
+                    "mamba_num_heads",
+                )
                 if number(name)
             ),
+            cached_layers=layer_kinds(values).count("full_attention") or layers,
             norm_eps=values.get("rms_norm_eps", 0.0),
             has_tied_output=has_tied_output(values),
             rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
@@ -123,20 +165,43 @@ class ModelSizes:
                 values.get("use_sliding_window", values.get("sliding_window"))
             ),
             is_quantized="quantization_config" in values,
-            has_vision=bool(values.get("vision_config")),
+            has_vision=_has_vision(values),
+            is_nested=is_nested(values),
             deep_layers=len(
                 (values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
             ),
+            image_token=_image_token(values),
         )
 
 
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
     """Whether the weights of a token's experts add up to 1, by the table of a config.json.
 
-    Those of Mixtral and gpt-oss always do, without a field in their tables.
+    Those of Mixtral, gpt-oss and Qwen3.5 always do, without a field in their tables.
     """
-    always = values.get("model_type") in ("mixtral", "gpt_oss")
+    always = values.get("model_type") in (
+        "mixtral",
+        "gpt_oss",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+    )
     return bool(values.get("norm_topk_prob", always))
+
+
+def _has_vision(values: Mapping[str, Any]) -> bool:
+    architecture = architecture_of(values)
+    return architecture in VISION or (is_nested(values) and architecture in SEEING)
+
+
+def _image_token(values: Mapping[str, Any]) -> object:
+    if not _has_vision(values):
+        return 0
+    if is_nested(values):
+        # transformers takes both names, and the second if it finds both.
+        return values.get("image_token_id", values.get("image_token_index", 10))
+    # The default is that of transformers.
+    default = 248056 if architecture_of(values) in QWEN35_VISION else 151655
+    return values.get("image_token_id", default)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
@@ -164,11 +229,31 @@ def read_model_table(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
+    _check_ties(values)
     return decoder_table(values)
 
 
+def _check_ties(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a Qwen3.5 that says in two places whether embeddings are tied."""
+    if architecture_of(values) not in QWEN35_VISION:
+        return
+    decoder = values.get("text_config") or {}
+    outer, inner = (bool(table.get("tie_word_embeddings")) for table in (values, decoder))
+    if outer != inner:
+        raise ConfigError(
+            f"model.path: tie_word_embeddings is {str(outer).lower()} in config.json and "
+            f"{str(inner).lower()} in its text_config: transformers reads the first and rollout "
+            "servers the second"
+        )
+
+
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the fields of its decoder, which models with vision nest."""
+    """Returns a config.json with the fields of its decoder, which models with vision nest.
+
+    ConfigError for a decoder of `NESTED` that is not known.
+    """
+    if architecture_of(values) in NESTED:
+        return nested_table(values)
     decoder = values.get("text_config")
     if not isinstance(decoder, Mapping):
         return dict(values)

@@ -6,23 +6,34 @@ Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from slipstream.protocol.settings.hybrid_layers import hybrid_tensors
 from slipstream.protocol.settings.model_files import INDEX, read_header
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
-from slipstream.protocol.settings.rope_fields import VISION
+from slipstream.protocol.settings.nested_decoders import is_nested, nested_name, tower_name
+from slipstream.protocol.settings.rope_fields import (
+    DELTA_NETS,
+    QWEN35_VISION,
+    VISION,
+    architecture_of,
+)
 
 Shape: TypeAlias = tuple[int, ...]
 
 OUTPUT = "lm_head.weight"
+# Parts of the projector of Mistral 3.
+_PROJECTOR = tuple(
+    f"multi_modal_projector.{part}." for part in ("norm", "patch_merger", "linear_1", "linear_2")
+)
 _NORMED_HEADS = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
-    "Qwen3NextForCausalLM",
+    *DELTA_NETS,
     *VISION[1:],
 )
 # Architectures whose norm is over all heads together.
@@ -46,6 +57,7 @@ _EXPERTS = {
     "DeepseekV2ForCausalLM": ("mlp.", _PROJECTIONS),
     "DeepseekV3ForCausalLM": ("mlp.", _PROJECTIONS),
     "Qwen3NextForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen3_5MoeForCausalLM": ("mlp.", _PROJECTIONS),
     "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
 }
 
@@ -55,18 +67,26 @@ _SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
 _SHARED = (*_SIGMOID, "DeepseekV2ForCausalLM")
 
 
-def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> Iterator[str]:
+def tensor_problems(
+    folder: Path, setting: str, *, has_output: bool = True, has_tower: bool = False
+) -> Iterator[str]:
     """Yields one clause for each tensor that is missing or has a wrong shape; for complete files.
 
     `setting` names the folder, of a supported architecture. The projection to the vocabulary is
-    needed if `has_output`. Further tensors in the files do not matter.
+    needed if `has_output`, the vision tower if `has_tower`. Further tensors do not matter.
     """
     values = read_model_table(folder)
     held = _held(folder)
-    architecture = ModelSizes.of(values).architecture
+    architecture = ModelSizes.of(values).folder_class
+    for name in _missing_of_tower(values, held) if has_tower else ():
+        yield (
+            f"{setting} must hold every tensor of a {architecture}: {_place(folder)} has no {name}"
+        )
     for name, shape in needed_tensors(values).items():
         if name == OUTPUT and not has_output:
             continue
+        if is_nested(values):
+            name = nested_name(name, held)
         if name not in held:
             yield (
                 f"{setting} must hold every tensor of a {architecture}: "
@@ -80,9 +100,49 @@ def tensor_problems(folder: Path, setting: str, *, has_output: bool = True) -> I
             )
 
 
+def _missing_of_tower(values: Mapping[str, Any], held: Collection[str]) -> Iterator[str]:
+    """Yields names that a vision tower lacks; Megatron-Bridge would leave random weights there.
+
+    Each part must have a tensor, and each block those that another block has.
+    """
+    for alike in _tower_parts(values, held):
+        found = {
+            part: {name.removeprefix(part) for name in held if name.startswith(part)}
+            for part in alike
+        }
+        needed = set().union(*found.values()) or {"*"}
+        yield from (f"{part}{name}" for part in alike for name in sorted(needed - found[part]))
+
+
+def _tower_parts(values: Mapping[str, Any], held: Collection[str]) -> list[list[str]]:
+    """Returns the beginnings of the names of a tower's tensors; those in one list are alike."""
+    architecture, tower = architecture_of(values), values.get("vision_config") or {}
+
+    def numbered(folder: str, number: object, default: int) -> list[str]:
+        count = number if isinstance(number, int) else default
+        return [f"{folder}.{place}." for place in range(count)]
+
+    if is_nested(values):
+        layers = tower_name("vision_tower.transformer.layers", held)
+        single = ("vision_tower.patch_conv.", "vision_tower.ln_pre.", *_PROJECTOR)
+        parts = [[tower_name(name, held)] for name in single]
+        return [*parts, numbered(layers, tower.get("num_hidden_layers"), 24)]
+    is_first = architecture == VISION[0]
+    start = "visual" if is_first else "model.visual"
+    names = ("patch_embed", "merger") if is_first else ("patch_embed", "merger", "pos_embed")
+    deep = len(tower.get("deepstack_visual_indexes") or ())
+    return [
+        *([f"{start}.{name}."] for name in names),
+        numbered(f"{start}.blocks", tower.get("depth"), 32 if is_first else 27),
+        numbered(f"{start}.deepstack_merger_list", deep, 0),
+    ]
+
+
 def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns name and shape of each tensor, by the config.json of a known architecture."""
     sizes = ModelSizes.of(values)
+    if sizes.has_mamba:
+        return hybrid_tensors(values, has_tied_output=sizes.has_tied_output)
     needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
     for layer in range(sizes.layers):
         mixer = _delta_net if _has_delta_net(values, layer) else _attention
@@ -92,7 +152,6 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     if not sizes.has_tied_output:
         needed[OUTPUT] = (sizes.vocab, sizes.hidden)
     if sizes.architecture in VISION[1:]:
-        # The tensors of the tower are not checked.
         inner = "model.language_model."
         needed = {name.replace("model.", inner, 1): shape for name, shape in needed.items()}
     return needed
@@ -147,14 +206,16 @@ def _delta_net(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     )
     keys, inner = key_heads * key_dim, heads * value_dim
     found: dict[str, Shape] = {
-        "in_proj_qkvz.weight": (2 * keys + 2 * inner, hidden),
-        "in_proj_ba.weight": (2 * heads, hidden),
         "conv1d.weight": (2 * keys + inner, 1, kernel),
         "dt_bias": (heads,),
         "A_log": (heads,),
         "norm.weight": (value_dim,),
         "out_proj.weight": (hidden, inner),
     }
+    inputs = {"qkv": 2 * keys + inner, "z": inner, "b": heads, "a": heads}
+    if sizes.architecture == "Qwen3NextForCausalLM":
+        inputs = {"qkvz": 2 * keys + 2 * inner, "ba": 2 * heads}
+    found |= {f"in_proj_{name}.weight": (rows, hidden) for name, rows in inputs.items()}
     return {f"{norm}_layernorm.weight": (hidden,) for norm in _BEFORE} | {
         f"linear_attn.{name}": shape for name, shape in found.items()
     }
@@ -189,6 +250,8 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
         return _fused_experts(sizes, "router") | _biases(sizes)
     if sizes.architecture == VISION[2]:
         return _fused_experts(sizes, "gate")
+    if sizes.architecture == QWEN35_VISION[1]:
+        return _fused_experts(sizes, "gate", is_turned=False) | _gated_expert(sizes)
     prefix, names = _EXPERTS[sizes.architecture]
     found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
     for expert in range(sizes.experts):
@@ -198,18 +261,26 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     if sizes.architecture in _SHARED:
         found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
     elif sizes.shared_expert_ffn:
-        found |= _gated(f"{prefix}shared_expert.", names, hidden, sizes.shared_expert_ffn)
-        found[f"{prefix}shared_expert_gate.weight"] = (1, hidden)
+        found |= _gated_expert(sizes)
     return found
 
 
-def _fused_experts(sizes: ModelSizes, router: str) -> dict[str, Shape]:
-    """Returns the tensors of all experts together, in the form in which tokens multiply them."""
+def _gated_expert(sizes: ModelSizes) -> dict[str, Shape]:
+    """Returns the tensors of an expert that every token goes to, with a gate of its own."""
+    found = _gated("mlp.shared_expert.", _PROJECTIONS, sizes.hidden, sizes.shared_expert_ffn)
+    return found | {"mlp.shared_expert_gate.weight": (1, sizes.hidden)}
+
+
+def _fused_experts(sizes: ModelSizes, router: str, *, is_turned: bool = True) -> dict[str, Shape]:
+    """Returns the tensors of all experts together.
+
+    With `is_turned` they have the form in which tokens multiply them, else that of a linear layer.
+    """
     experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
-    return {
-        f"mlp.{router}.weight": (experts, hidden),
-        "mlp.experts.gate_up_proj": (experts, hidden, 2 * ffn),
-        "mlp.experts.down_proj": (experts, ffn, hidden),
+    shapes = {"gate_up": (hidden, 2 * ffn), "down": (ffn, hidden)}
+    return {f"mlp.{router}.weight": (experts, hidden)} | {
+        f"mlp.experts.{name}_proj": (experts, *(shape if is_turned else shape[::-1]))
+        for name, shape in shapes.items()
     }
 
 

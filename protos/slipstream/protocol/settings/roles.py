@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from slipstream.protocol.settings.role_sections import (
     RoleSection,
     in_place_of,
     renamed,
+)
+from slipstream.protocol.settings.vision_rules import (
+    critic_problems,
+    sees_images,
+    vision_layout_problems,
 )
 
 
@@ -94,7 +100,9 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
         role = config.roles.get(name)
         # Without a table the role has the policy's folder and layout, which are already checked.
         if role is not None:
-            for problem in _problems(settings, policy):
+            for problem in _problems(
+                settings, policy, config.model.path, is_critic=name == "critic"
+            ):
                 yield renamed(problem, name, role)
     reference = config.reference
     if reference is None or reference.path is None or not reference.refresh_every_steps:
@@ -106,7 +114,9 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
         )
 
 
-def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
+def _problems(
+    settings: Config, policy: ModelSizes, policy_folder: Path, *, is_critic: bool
+) -> Iterator[str]:
     folder, learner = settings.model.path, settings.learner
     try:
         sizes = read_model_sizes(folder)
@@ -116,6 +126,29 @@ def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
     yield from model_problems(sizes)
     yield from field_problems(read_model_table(folder))
     yield from layout_problems(sizes, learner.parallel, learner.transformer)
+    # With the policy's folder the policy's own rules say it.
+    if is_critic and folder != policy_folder:
+        yield from critic_problems(sizes)
+    sees = sees_images(settings, sizes)
+    if sees:
+        yield from vision_layout_problems(learner, sizes)
+    if sees != sees_images(settings, policy):
+        yield (
+            f"model.path must see images if and only if the policy does, got a "
+            f"{sizes.folder_class} beside a {policy.folder_class}"
+        )
+    elif sees:
+        mine, others = _images(folder, sizes), _images(policy_folder, policy)
+        differing = [
+            f"{name} {mine.get(name)}, not {others.get(name)}"
+            for name in sorted({*mine, *others})
+            if mine.get(name) != others.get(name)
+        ]
+        if differing:
+            yield (
+                "model.path must make the policy's tokens of images, by config.json and the "
+                f"image processor's file, others in {folder}: {'; '.join(differing)}"
+            )
     if sizes.vocab != policy.vocab:
         yield (
             f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
@@ -127,6 +160,42 @@ def _problems(settings: Config, policy: ModelSizes) -> Iterator[str]:
             f"model.path must have room for sampling.max_episode_tokens = {longest}, "
             f"got {sizes.max_positions_field} {sizes.max_positions} in {folder}"
         )
+
+
+def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
+    """Returns by names how a folder makes tokens of images, with transformers' defaults."""
+    table = read_model_table(folder)
+    tower = table.get("vision_config") or {}
+    return _processor(folder) | {
+        "image token": sizes.image_token,
+        "spatial_merge_size": tower.get("spatial_merge_size", table.get("spatial_merge_size", 2)),
+        "vision_config.patch_size": tower.get("patch_size"),
+        "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
+    }
+
+
+def _processor(folder: Path) -> dict[str, object]:
+    """Returns the settings of an image processor, from the file that transformers takes."""
+    whole = _read_table(folder / "processor_config.json")
+    if "image_processor" not in whole:
+        return _read_table(folder / "preprocessor_config.json")
+    found = whole["image_processor"]
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{folder / 'processor_config.json'}: image_processor must be a table, got {found!r}"
+        )
+    return found
+
+
+def _read_table(path: Path) -> dict[str, object]:
+    """Returns the table in a JSON file, {} without one; ConfigError if it cannot be read."""
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a table, got a {type(found).__name__}")
+    return found
 
 
 def _in_place_of_policy(config: Config, section: RoleSection) -> Config:

@@ -9,6 +9,11 @@ GEMMA = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 # Architectures with layers of several kinds: some have windows.
 ALTERNATING = (*GEMMA, "GptOssForCausalLM")
 LAYER_KINDS = ("full_attention", "sliding_attention")
+# Qwen3.5, dense and with experts: the language model alone, and with a vision tower.
+QWEN35 = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+QWEN35_VISION = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+# Architectures with delta nets, whose attention is gated.
+DELTA_NETS = ("Qwen3NextForCausalLM", *QWEN35, *QWEN35_VISION)
 # Architecture -> its kinds of rotary embedding, if they are not all that are known.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(GEMMA, ("default", "linear")),
@@ -17,6 +22,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": ("default",),
     "Qwen3VLForConditionalGeneration": ("default",),
     "Qwen3VLMoeForConditionalGeneration": ("default",),
+    **dict.fromkeys(QWEN35_VISION, ("default",)),
 }
 # Architectures with latent attention.
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -25,9 +31,10 @@ VISION = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    *QWEN35_VISION,
 )
 # Architectures whose positions turn a part of each head.
-_PARTIAL = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
+_PARTIAL = ("Glm4MoeForCausalLM", *DELTA_NETS)
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _LLAMA3_KEYS = (
     "factor",
@@ -98,6 +105,9 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
         # Published files call the same kind by another name.
         kind = "default" if kind == "mrope" else kind
         needed, optional = (*needed, "mrope_section"), (*optional, "mrope_interleaved")
+    if architecture_of(values) in QWEN35:
+        # Text has one axis of positions: vLLM takes these away.
+        optional = (*optional, "mrope_section", "mrope_interleaved")
     kinds = _KINDS.get(architecture_of(values), (kind,))
     if kind not in kinds:
         yield (
@@ -112,6 +122,8 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
     for name in (name for name in needed if table.get(name) is None):
         yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
     yield from _yarn_problems(kind, table, values)
+    if architecture_of(values) in QWEN35_VISION and table.get("mrope_section"):
+        yield from _axes_problems(table, values)
     if architecture_of(values) in LATENT and kind != "default":
         yield from _latent_problems(kind, table)
     if is_partial and kind != "default":
@@ -120,6 +132,24 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
         yield (
             f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
             "transformers, learner and rollout servers would compute different models"
+        )
+
+
+def _axes_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Checks the three axes of positions, which share the turned part of each head in turn."""
+    architecture, sections = architecture_of(values), table["mrope_section"]
+    if table.get("mrope_interleaved") is not True:
+        yield (
+            f"model.path: mrope_interleaved of a {architecture} must be true in rope_parameters, "
+            f"as transformers takes it, got {table.get('mrope_interleaved')!r}"
+        )
+    # transformers takes a quarter if config.json does not say which part is turned.
+    part = table.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.25))
+    turned = int(values.get("head_dim", 256) * part) // 2
+    if len(sections) != 3 or sum(sections) != turned:
+        yield (
+            f"model.path: mrope_section of a {architecture} must be three numbers that add up to "
+            f"half of the turned part of a head, {turned}, got {sections}"
         )
 
 

@@ -165,7 +165,6 @@ def lora_problems(config: Tables) -> Iterator[str]:
     excluded = {
         "a critic": config.critic is not None,
         "reference.refresh_every_steps": config.reference and config.reference.refresh_every_steps,
-        "learner.offload": any(config.learner.offload.model_dump().values()),
         **{name: config.learner.optimizer.get(name) for name in NOT_EXCHANGED},
     }
     for name, is_set in excluded.items():

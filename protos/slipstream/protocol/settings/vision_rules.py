@@ -6,51 +6,114 @@ from collections.abc import Iterator
 
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_sizes import ModelSizes
+from slipstream.protocol.settings.rope_fields import QWEN35_VISION
+from slipstream.protocol.settings.sections import LearnerSection
+
+# vLLM norms the features of Mistral 3's tower with no other.
+PROJECTOR_EPS = 1e-5
+
+
+def sees_images(config: Config, sizes: ModelSizes) -> bool:
+    """Whether a model of these sizes has its vision tower in a run."""
+    return sizes.has_vision and (not sizes.is_nested or config.sampling.max_images > 0)
 
 
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Checks a model and the images of its episodes."""
+    if sizes.is_nested and not sees_images(config, sizes):
+        yield from _nested_problems(config, sizes)
+        return
     if not sizes.has_vision:
         if config.sampling.max_images:
             yield (
-                f"sampling.max_images must be 0 for a {sizes.architecture}, which sees no images, "
+                f"sampling.max_images must be 0 for a {sizes.folder_class}, which sees no images, "
                 f"got {config.sampling.max_images}"
             )
         return
-    learner = config.learner
-    if learner.parallel.cp > 1:
+    if sizes.is_nested:
+        yield from _seeing_nested_problems(config, sizes)
+    token, vocab = sizes.image_token, sizes.vocab
+    if not isinstance(token, int) or token < 0 or token >= vocab > 0:
+        name = "image_token_index" if sizes.is_nested else "image_token_id"
         yield (
-            f"learner.parallel.cp must be 1 for a {sizes.architecture}: chunks of a sequence would "
-            f"cut its images, got {learner.parallel.cp}"
+            f"model.path: {name} of a {sizes.folder_class} must be a token of the vocabulary, "
+            f"0 to {vocab - 1}, got {token!r}"
         )
-    if config.lora.rank:
+    yield from vision_layout_problems(config.learner, sizes)
+    if sizes.architecture in QWEN35_VISION and config.algorithm.router_replay != "off":
         yield (
-            f"lora.rank must be 0 for a {sizes.architecture}: matrices of the vision tower have "
-            f"the names of the decoder's, got {config.lora.rank}"
-        )
-    if config.critic is not None:
-        yield f"[critic] is not supported for a {sizes.architecture}"
-    if config.algorithm.router_replay != "off":
-        yield (
-            f'algorithm.router_replay must be "off" for a {sizes.architecture}: it was not tested '
-            f"with images, got {config.algorithm.router_replay!r}"
+            f'algorithm.router_replay must be "off" for a {sizes.folder_class}: it was not tested '
+            f"with its images, got {config.algorithm.router_replay!r}"
         )
     server, reference = config.rollout_server, config.reference
     for setting, value in (("drafts", server.drafts), ("quantization", server.quantization)):
         if value != "off":
             yield (
-                f'rollout_server.{setting} must be "off" for a {sizes.architecture}: it was not '
+                f'rollout_server.{setting} must be "off" for a {sizes.folder_class}: it was not '
                 f"tested with images, got {value!r}"
             )
     if reference is not None and reference.server is not None:
-        yield f"reference.server gets no images: a {sizes.architecture} needs reference.path"
+        yield f"reference.server gets no images: a {sizes.folder_class} needs reference.path"
+
+
+def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterator[str]:
+    """Checks the layout of a model with vision, the policy or one beside it."""
+    if learner.parallel.cp > 1:
+        yield (
+            f"learner.parallel.cp must be 1 for a {sizes.folder_class}: chunks of a sequence would "
+            f"cut its images, got {learner.parallel.cp}"
+        )
     if sizes.deep_layers and learner.recompute == "auto":
         yield (
-            f'learner.recompute must be "off" for a {sizes.architecture}: features of images are '
+            f'learner.recompute must be "off" for a {sizes.folder_class}: features of images are '
             "added between its layers, got 'auto'"
         )
     if sizes.deep_layers and learner.transformer.get("recompute_granularity") == "full":
         yield (
             "learner.transformer.recompute_granularity must be selective or left out for a "
-            f"{sizes.architecture}: features of images are added between its layers, got 'full'"
+            f"{sizes.folder_class}: features of images are added between its layers, got 'full'"
         )
+
+
+def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
+    """Checks a run whose model has a vision tower that is left out."""
+    if config.sampling.max_images:
+        yield (
+            "sampling.max_images must be 0 for a Gemma3ForConditionalGeneration, whose tokens of "
+            "an image attend to each other in both directions, the learner's to those before "
+            f"them alone, got {config.sampling.max_images}"
+        )
+    yield from _untested_problems(config, sizes)
+    for setting in ("drafts", "quantization"):
+        value = getattr(config.rollout_server, setting)
+        if value != "off":
+            yield (
+                f'rollout_server.{setting} must be "off" for a {sizes.folder_class} with a vision '
+                f"tower: it was not tested, got {value!r}"
+            )
+
+
+def _seeing_nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
+    """Checks a run whose model is a Mistral 3 that sees images."""
+    if sizes.norm_eps != PROJECTOR_EPS:
+        yield (
+            f"model.path: rms_norm_eps of a {sizes.folder_class} that sees images must be "
+            f"{PROJECTOR_EPS}, with which rollout servers norm the features, got {sizes.norm_eps}"
+        )
+    yield from _untested_problems(config, sizes)
+
+
+def _untested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
+    if config.lora.rank:
+        yield (
+            f"lora.rank must be 0 for a {sizes.folder_class} with a vision tower: the names of "
+            f"its adapters were not compared, got {config.lora.rank}"
+        )
+    if config.critic is not None:
+        yield from critic_problems(sizes)
+
+
+def critic_problems(sizes: ModelSizes) -> Iterator[str]:
+    """Checks the sizes of a critic."""
+    if sizes.is_nested:
+        yield f"[critic] is not supported for a {sizes.folder_class} with a vision tower"

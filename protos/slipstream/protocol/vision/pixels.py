@@ -5,17 +5,14 @@ Both call transformers' PIL processor, on every host: torchvision would resize o
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.errors import ConfigError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # An image of so many pixels takes 50 MB before it is made smaller.
@@ -25,7 +22,7 @@ MAX_PIXELS = 1 << 24
 class Pixels(NamedTuple):
     """One image: float32 [patches, values of a patch], and its grid of patches, (1, height, width).
 
-    The patches of one token follow each other.
+    The patches of one token follow each other, or all patches do by rows: see the processor.
     """
 
     values: npt.NDArray[np.float32]
@@ -34,15 +31,13 @@ class Pixels(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The processor of one model folder, from its preprocessor_config.json."""
+    """The processor of one model folder, from its preprocessor_config.json: Qwen's."""
 
-    # transformers' Qwen2VLImageProcessorPil.
+    # transformers' PIL processor, here Qwen2VLImageProcessorPil.
     inner: Any
 
-    @classmethod
-    def load(cls, folder: str | Path) -> ImageProcessor:
-        """Returns the processor of a folder; ConfigError for one that cannot be read."""
-        return _load(str(folder))
+    # Whether positions of its tokens have three axes.
+    has_axes = True
 
     @property
     def merge(self) -> int:
@@ -60,13 +55,21 @@ class ImageProcessor:
 
         ValueError for bytes that are no image, or one of too many pixels.
         """
-        with _opened(data) as image:
+        with opened(data) as image:
             width, height = image.size
         return int(self.inner.get_number_of_image_patches(height, width)) // self.merge**2
 
+    def tokens(self, token_id: int, data: bytes) -> list[int]:
+        """Returns the tokens that stand for an image, of which `token_id` takes features."""
+        return [token_id] * self.num_tokens(data)
+
+    def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
+        """Says which tokens of an image take features, given its tokens in rows and columns."""
+        return np.ones(height * width, dtype=np.bool_)
+
     def pixels(self, data: bytes) -> Pixels:
         """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
-        with _opened(data) as image:
+        with opened(data) as image:
             found = self.inner(images=[image.convert("RGB")], return_tensors="np")
         grid = found["image_grid_thw"][0]
         values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
@@ -74,7 +77,7 @@ class ImageProcessor:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
+def opened(data: bytes) -> Iterator[Any]:
     """Gives an image whose header is read; ValueError for one that cannot be read."""
     from PIL import Image
 
@@ -88,15 +91,3 @@ def _opened(data: bytes) -> Iterator[Any]:
             yield image
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
-
-
-@functools.lru_cache(maxsize=4)
-def _load(folder: str) -> ImageProcessor:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    try:
-        return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"model.path must hold the image processor of a model with vision: {folder}: {error}"
-        ) from error

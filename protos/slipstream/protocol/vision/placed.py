@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.protocol.settings.model_sizes import read_model_sizes, read_model_table
+from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.processors import load_processor
 
 
 class PlacedImage(NamedTuple):
@@ -51,12 +52,16 @@ class ImageTokens:
                 continue
             image = next(left)
             placed.append(PlacedImage(len(found), image))
-            found += [token] * self.processor.num_tokens(image)
+            found += self.processor.tokens(token, image)
         return found, placed
 
 
-def image_tokens(folder: Path) -> ImageTokens | None:
-    """Returns the tokens of images of a Hugging Face folder; None for a model without vision."""
-    if not read_model_sizes(folder).has_vision:
+def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
+    """Returns the tokens of images of a Hugging Face folder; None for a model without vision.
+
+    A model whose tower can be left out has none without `max_images`: it reads their text.
+    """
+    sizes = read_model_sizes(folder)
+    if not sizes.has_vision or (sizes.is_nested and not max_images):
         return None
-    return ImageTokens(int(read_model_table(folder)["image_token_id"]), ImageProcessor.load(folder))
+    return ImageTokens(int(sizes.image_token), load_processor(folder))

@@ -142,6 +142,8 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     client: Any = RecordingClient(parts, settings.tool_parser)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
-    images = image_tokens(Path(arguments.model))
+    shown = parts.vllm_config.model_config.multimodal_config
+    max_images = 0 if shown is None else shown.get_limit_per_prompt("image")
+    images = image_tokens(Path(arguments.model), max_images=max_images)
     app.state.online_renderer.renderer = PromptRenderer(parts.renderer, images)
     return app

@@ -128,7 +128,10 @@ class Renderer:
         images = [image for message in messages for image in message.images]
         if self._images is None:
             if images:
-                raise RenderingFailed("a message has an image, but the model sees none")
+                raise RenderingFailed(
+                    "a message has an image, but the model sees none: it has no vision tower, or "
+                    "sampling.max_images is 0"
+                )
             return tokens, []
         try:
             return self._images.expanded(tokens, images)

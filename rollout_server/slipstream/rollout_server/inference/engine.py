@@ -233,6 +233,8 @@ class VllmEngine:
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """See `Engine`."""
         if self._requests.num_open:
+            # The order to pause waits for late answers; the update must not overtake it.
+            await self._pauses.settle()
             return await self._updates.receive(publish_id)
         # Nothing runs, and requests are held until `resume`: the update needs no pause.
         self._pauses.hold_requests()

@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.model_sizes import read_model_table
+from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
+from slipstream.protocol.settings.rope_fields import QWEN35, architecture_of
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.drafting_scheduler import draft_values
 from slipstream.rollout_server.inference.passed_table import table_problems
 from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
-from slipstream.rollout_server.inference.vision_values import vision_values
+from slipstream.rollout_server.inference.vision_values import (
+    register_language_models,
+    tower_values,
+)
 from slipstream.rollout_server.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
 from slipstream.rollout_server.weights.weight_receiver import BACKEND
@@ -32,6 +36,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     passed = passed_through(config.rollout_server.engine)
     on_cpu = current_platform.is_cpu()
     check_precision(config.rollout_server.quantization, on_cpu=on_cpu)
+    check_linear_layers(config, on_cpu=on_cpu)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.router_replay != "off":
@@ -44,7 +49,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"vLLM refuses its settings: {said}") from error
     if config.lora.publishes_adapters:
-        check_adapted(settings)
+        check_adapted(settings, on_cpu=on_cpu)
     if on_cpu and settings.speculative_config is not None:
         from slipstream.rollout_server.inference.cpu_drafts import repair_expansion
 
@@ -70,6 +75,26 @@ def check_precision(quantization: str, *, on_cpu: bool) -> None:
         raise ConfigError(f"{start} of compute capability 8.9 or above; set 'off'")
 
 
+def check_linear_layers(config: Config, *, on_cpu: bool) -> None:
+    """Raises ConfigError for what vLLM's layers that read tokens in turn lack on a CPU.
+
+    Its scan of Mamba layers does not return the states in the middle of a prompt, which cached
+    prefixes need. Its delta nets fail at the first request in any type but bfloat16.
+    """
+    sizes = ModelSizes.of(read_model_table(config.model.path))
+    dtype = config.model.dtype
+    if on_cpu and sizes.linear_heads and not sizes.has_mamba and dtype != "bfloat16":
+        raise ConfigError(
+            'model.dtype must be "bfloat16" for a model with delta nets whose rollout servers run '
+            f"on a CPU: vLLM computes them in no other type there, got {dtype!r}"
+        )
+    if on_cpu and config.rollout_server.enable_prefix_caching and sizes.has_mamba:
+        raise ConfigError(
+            "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
+            "a CPU: vLLM keeps no states of their prefixes there, got true"
+        )
+
+
 def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
     """Returns the values of `rollout_server.engine`; ConfigError for one that vLLM refuses."""
     for problem in table_problems(table):
@@ -83,6 +108,8 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     table = read_model_table(config.model.path)
     longest = table.get("max_position_embeddings", math.inf)
     on_cpu = current_platform.is_cpu()
+    if architecture_of(table) in QWEN35:
+        register_language_models()
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
@@ -109,8 +136,8 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         # On a CPU vLLM's workers keep their memory and only pause.
         "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
         **draft_values(settings, on_cpu=on_cpu),
-        **(vision_values(sampling) if table.get("vision_config") else {}),
+        **tower_values(table, sampling),
         **lora_arguments(config.lora, on_cpu=on_cpu),
-        # vLLM would round the states of delta nets to the model's type after each token.
-        **({"mamba_ssm_cache_dtype": "float32"} if table.get("linear_num_value_heads") else {}),
+        # vLLM would round the states of these layers to the model's type after each token.
+        **({"mamba_ssm_cache_dtype": "float32"} if ModelSizes.of(table).linear_heads else {}),
     }

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.pixtral import PixtralProcessor
 from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.protocol.vision.processors import load_processor
 from slipstream.rollout_server.inference.engine_pause import EnginePause
 from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 from vllm.multimodal.inputs import (
@@ -52,17 +53,26 @@ class Prompts:
             {"image": [f"{_name(image.data)}:{pauses.version}" for image in images]},
             {
                 "image": [
-                    PlaceholderRange(offset=image.offset, length=length)
-                    for image, (_, length) in zip(images, items, strict=True)
+                    PlaceholderRange(
+                        offset=image.offset, length=len(has_features), is_embed=has_features
+                    )
+                    for image, (_, has_features) in zip(images, items, strict=True)
                 ]
             },
             cache_salt=pauses.salt,
         )
 
-    def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, int]:
-        """Returns the pixels of an image for vLLM, and the number of its tokens."""
-        processor = ImageProcessor.load(self._folder)
+    def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
+        """Returns the pixels of an image for vLLM, and which of its tokens take features."""
+        processor = load_processor(self._folder)
         pixels = processor.pixels(data)
+        rows, columns = (side // processor.merge for side in pixels.grid[1:])
+        has_features = torch.from_numpy(processor.has_features(rows, columns))
+        if isinstance(processor, PixtralProcessor):
+            image = MultiModalFieldElem(
+                torch.from_numpy(processor.image(data)), MultiModalBatchedField()
+            )
+            return MultiModalKwargsItem({"pixel_values": image}), has_features
         values, grid = torch.from_numpy(pixels.values), torch.tensor(pixels.grid)
         whole = MultiModalFlatField(slices=[slice(0, len(values))])
         item = MultiModalKwargsItem(
@@ -73,7 +83,7 @@ class Prompts:
                 ),
             }
         )
-        return item, processor.num_tokens(data)
+        return item, has_features
 
 
 @lru_cache(_KEPT_IMAGES)

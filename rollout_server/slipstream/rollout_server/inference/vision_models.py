@@ -14,7 +14,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.processors import load_processor
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 _PROCESSING = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
@@ -39,12 +39,17 @@ _stand_in_for_torchvision()
 from vllm.model_executor.models import (  # noqa: E402
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
     qwen3_vl,
     qwen3_vl_moe,
 )
 
+# vLLM's language models of a Qwen3.5, whose module cannot be imported without the stand-in.
+Qwen3_5ForCausalLM = qwen3_5.Qwen3_5ForCausalLM
+Qwen3_5MoeForCausalLM = qwen3_5.Qwen3_5MoeForCausalLM
 
-class _ImagesAlone:
+
+class ImagesAlone:
     """What vLLM asks about a model's images before it starts."""
 
     ctx: Any
@@ -57,19 +62,27 @@ class _ImagesAlone:
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
         """Returns the tokens of the largest image."""
-        processor = ImageProcessor.load(self.ctx.model_config.model)
+        processor = load_processor(self.ctx.model_config.model)
         return {"image": min(seq_len, processor.max_tokens)}
 
 
-class _Qwen25Info(_ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
+class _Qwen25Info(ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
     pass
 
 
-class _Qwen3Info(_ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
+class _Qwen3Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
     pass
 
 
-class _Qwen3MixtureInfo(_ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # type: ignore[misc]
+class _Qwen3MixtureInfo(ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+class _Qwen35Info(ImagesAlone, qwen3_5.Qwen3_5ProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+class _Qwen35MixtureInfo(ImagesAlone, qwen3_5.Qwen3_5MoeProcessingInfo):  # type: ignore[misc]
     pass
 
 
@@ -102,3 +115,25 @@ class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration  # type: ignore[misc]
 ):
     """vLLM's Qwen3-VL with experts."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen35Info,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3_5ForConditionalGeneration(  # noqa: N801
+    qwen3_5.Qwen3_5ForConditionalGeneration  # type: ignore[misc]
+):
+    """vLLM's Qwen3.5."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen35MixtureInfo,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3_5MoeForConditionalGeneration(  # noqa: N801
+    qwen3_5.Qwen3_5MoeForConditionalGeneration  # type: ignore[misc]
+):
+    """vLLM's Qwen3.5 with experts."""

@@ -1,22 +1,40 @@
-"""vLLM's settings for a model with vision, whose classes are ours."""
+"""vLLM's settings for a model with a vision tower, whose classes are registered here."""
 
 from __future__ import annotations
 
-from slipstream.protocol.settings.rope_fields import VISION
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.protocol.settings.nested_decoders import NESTED, is_nested
+from slipstream.protocol.settings.rope_fields import QWEN35, VISION
 from slipstream.protocol.settings.sampling_section import SamplingSection
 from vllm import ModelRegistry
 
-_MODELS = "slipstream.rollout_server.inference.vision_models"
+_INFERENCE = "slipstream.rollout_server.inference"
 
 
-def vision_values(sampling: SamplingSection) -> dict[str, object]:
-    """Makes vLLM take our classes, and returns its settings for images whose pixels are ours."""
-    for architecture in VISION:
+def register_language_models() -> None:
+    """Makes vLLM take the language models of Qwen3.5 with or without torchvision."""
+    for architecture in QWEN35:
+        ModelRegistry.register_model(architecture, f"{_INFERENCE}.vision_models:{architecture}")
+
+
+def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
+    """Makes vLLM take our classes of a model with a vision tower, and returns its settings.
+
+    There are none for a model without a tower. That of `NESTED` is left out if no episode has
+    images: it is not trained, so that no weights come for it.
+    """
+    if not table.get("vision_config"):
+        return {}
+    for architecture in (*VISION, *NESTED):
+        module = "nested_models" if architecture in NESTED else "vision_models"
         # vLLM imports the module by its name, in processes of its own too.
-        ModelRegistry.register_model(architecture, f"{_MODELS}:{architecture}")
+        ModelRegistry.register_model(architecture, f"{_INFERENCE}.{module}:{architecture}")
+    # Without any image vLLM would leave the tower out, and its weights could not be published.
+    fewest = 0 if is_nested(table) else 1
     return {
-        # Without any image vLLM would leave the tower out, and its weights could not be published.
-        "limit_mm_per_prompt": {"image": max(1, sampling.max_images)},
+        "limit_mm_per_prompt": {"image": max(fewest, sampling.max_images)},
         # It would make images with transformers' processors, whose video half needs torchvision.
         "skip_mm_profiling": True,
         # Pixels come as the trainer has them.

@@ -47,6 +47,26 @@ def test_adapters_of_experts_reach_servers_merged() -> None:
     assert list(attention.problems(num_experts=4)) == []
 
 
+def test_experts_of_which_files_hold_one_tensor_get_no_adapters() -> None:
+    (problem,) = LoraSection(rank=8).problems(num_experts=4, has_fused_experts=True)
+    assert problem.startswith("lora.target_modules must leave linear_fc1 and linear_fc2 out for a")
+    assert list(LoraSection().problems(num_experts=4, has_fused_experts=True)) == []
+    attention = LoraSection(rank=8, target_modules=("linear_qkv", "o_proj"))
+    assert list(attention.problems(num_experts=4, has_fused_experts=True)) == []
+
+
+def test_adapters_on_delta_nets_reach_servers_merged() -> None:
+    assert (
+        list(LoraSection(rank=8).problems(num_experts=4, delta_net_of="Qwen3NextForCausalLM")) == []
+    )
+    section = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv", "o_proj"))
+    (problem,) = section.problems(num_experts=4, delta_net_of="Qwen3NextForCausalLM")
+    assert problem.startswith("lora.publish must be merged for a model with delta nets, got 'ad")
+    (problem,) = LoraSection(rank=8).problems(num_experts=0, delta_net_of="Qwen3_5ForCausalLM")
+    assert problem.startswith("lora.rank must be 0 for a Qwen3_5ForCausalLM: only the delta nets o")
+    assert list(LoraSection().problems(num_experts=0, delta_net_of="Qwen3_5ForCausalLM")) == []
+
+
 def test_adapters_on_latent_attention_reach_servers_merged_and_from_whole_matrices() -> None:
     assert list(LoraSection(rank=8).problems(num_experts=4, latent_tp=1)) == []
     assert list(LoraSection().problems(num_experts=4, latent_tp=2)) == []
@@ -109,10 +129,6 @@ def config_of(**changes: object) -> Config:
         ),
         ({"lora": {}}, "e: adapter must be left out without lora.adapters, got 'math'"),
         (
-            {"learner": {"offload": {"optimizer": True}}},
-            "lora.adapters must be empty with learner.offload, got code, math",
-        ),
-        (
             {
                 "learner": {
                     "use_distributed_optimizer": True,
@@ -150,3 +166,20 @@ def test_each_environment_names_an_adapter_that_there_is(
 def test_a_critic_serves_one_policy() -> None:
     with pytest.raises(ConfigError, match="lora.adapters must be empty with a critic"):
         config_of(algorithm=ALGORITHM | {"advantage": "gae"}, critic={"learning_rate": 1e-3})
+
+
+def test_several_adapters_are_refused_by_their_own_name_where_none_can_be_published() -> None:
+    section = LoraSection(**NAMED | {"target_modules": ("linear_qkv",)})
+    for kind in ({"delta_net_of": "Qwen3NextForCausalLM"}, {"latent_tp": 1}):
+        (problem,) = section.problems(num_experts=0, **kind)
+        assert problem.startswith("lora.adapters must be empty for a model with")
+        assert "got code, math" in problem
+    one = LoraSection(rank=4, publish="adapters", target_modules=("linear_qkv",))
+    (problem,) = one.problems(num_experts=0, delta_net_of="Qwen3NextForCausalLM")
+    assert problem.startswith("lora.publish must be merged for a model with delta nets")
+
+
+def test_adapters_on_experts_in_one_tensor_are_refused_first() -> None:
+    for section in (LoraSection(rank=4, publish="adapters"), LoraSection(**NAMED)):
+        (problem,) = section.problems(num_experts=4, has_fused_experts=True)
+        assert problem.startswith("lora.target_modules must leave")

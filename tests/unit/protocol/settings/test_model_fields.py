@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from slipstream.protocol.settings.model_fields import (
     unknown_fields,
 )
 from slipstream.protocol.settings.model_rules import ARCHITECTURES
-from slipstream.protocol.settings.rope_fields import ALTERNATING
+from slipstream.protocol.settings.model_sizes import read_model_table
+from slipstream.protocol.settings.rope_fields import ALTERNATING, DELTA_NETS
 from support.fakes.model_folders import write_loadable_files
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
-GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT, *SEEING = LATER
+GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT, NEMOTRON_H, *LATEST = LATER
+QWEN35, QWEN35_MOE, *SEEING = LATEST
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -43,7 +46,22 @@ WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     DEEPSEEK2: {"n_group": 1, "topk_group": 1},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
-    SEEING[-1]: {"norm_topk_prob": True},
+    NEMOTRON_H: {
+        "hybrid_override_pattern": "M-*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+    },
+    SEEING[2]: {"norm_topk_prob": True},
+}
+# Positions of a Qwen3.5 with heads of 256 dimensions, a quarter of which is turned.
+AXES = {
+    "rope_type": "default",
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
 }
 LIMITED = {"topk_method": "group_limited_greedy"}
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
@@ -137,6 +155,40 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (QWEN3_NEXT, {"attention_bias": True}, "attention_bias"),
     (QWEN3_NEXT, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
     (QWEN3_NEXT, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
+    (NEMOTRON_H, {"hybrid_override_pattern": None}, "needs hybrid_override_pattern or layers_"),
+    (NEMOTRON_H, {"hybrid_override_pattern": "M-E"}, "got 'E': layers of experts are not trained"),
+    (NEMOTRON_H, {"layers_block_type": ["mlp"]}, "must say the same of each layer, got 'M-*' and"),
+    (
+        NEMOTRON_H,
+        {"n_groups": None},
+        "n_groups of a NemotronHForCausalLM must be a number, got None",
+    ),
+    (NEMOTRON_H, {"n_groups": 3}, "n_groups must divide the 4 mamba_num_heads, got 3"),
+    (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act of a NemotronHForCausalLM must be"),
+    (NEMOTRON_H, {"use_conv_bias": False}, "use_conv_bias"),
+    (NEMOTRON_H, {"use_bias": True}, "use_bias"),
+    (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (NEMOTRON_H, {"mamba_n_groups": 4}, "mamba_n_groups"),
+    (NEMOTRON_H, {"residual_in_fp32": True}, "residual_in_fp32"),
+    (QWEN3, {"mamba_num_heads": 4}, "mamba_num_heads"),
+    (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate of a Qwen3Next"),
+    (QWEN35, {"attn_output_gate": False}, "attn_output_gate of a Qwen3_5ForCausalLM must be left"),
+    (QWEN35, {"num_experts": 4}, "num_experts"),
+    (QWEN35, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
+    (QWEN35, {"layer_scale": True}, "layer_scale"),
+    (QWEN35, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
+    (QWEN35_MOE, {"norm_topk_prob": False}, "norm_topk_prob of a Qwen3_5MoeForCausalLM must be"),
+    (QWEN3, {"mtp_num_hidden_layers": 1}, "mtp_num_hidden_layers"),
+    *(
+        (one, {"rope_parameters": AXES | change}, message)
+        for one in SEEING[3:]
+        for change, message in (
+            ({"mrope_interleaved": False}, "mrope_interleaved of a Qwen3_5"),
+            ({"mrope_section": [24, 20, 20]}, "half of the turned part of a head, 32, got [24"),
+            ({"partial_rotary_factor": 0.5}, "half of the turned part of a head, 64, got [11"),
+            ({"mrope_section": [16, 16]}, "must be three numbers"),
+        )
+    ),
     (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
     (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
@@ -176,11 +228,11 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (one, {"rope_parameters": LLAMA3})
         for one in ARCHITECTURES
-        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, QWEN3_NEXT, *SEEING)
+        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, *DELTA_NETS, *SEEING)
     ),
     *(
         (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
-        for one in SEEING
+        for one in SEEING[:3]
         for kind, name in (("type", "mrope"), ("rope_type", "default"))
     ),
     (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
@@ -196,8 +248,20 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
     (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),
     (QWEN3_NEXT, {"linear_num_value_heads": 32, "linear_num_key_heads": 16}),
+    *((one, {"rope_parameters": AXES, "head_dim": 256}) for one in (QWEN35, *SEEING[3:])),
+    # Fields with which Qwen3.5 was published.
+    *(
+        (one, {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"})
+        for one in (QWEN35, QWEN35_MOE)
+    ),
+    (QWEN35, {"mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),
+    (QWEN35, {"full_attention_interval": 4, "layer_types": ["linear_attention"]}),
     (QWEN3_NEXT, {"full_attention_interval": 4, "partial_rotary_factor": 0.25}),
     (QWEN3_NEXT, {"layer_types": ["linear_attention", "full_attention"]}),
+    (NEMOTRON_H, {"rms_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}),
+    (NEMOTRON_H, {"time_step_limit": [0.0, math.inf], "time_step_min": 0.001, "expand": 2}),
+    (NEMOTRON_H, {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    (NEMOTRON_H, {"n_routed_experts": 8, "n_group": 1, "moe_latent_size": None, "use_bias": False}),
     (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (MISTRAL, {"sliding_window": 4096}),
@@ -360,19 +424,55 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
             QWEN3_NEXT,
             {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
             {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
-            "cp must be 1 for a Qwen3Next",
+            "cp must be 1 for a Qwen3Next.*: delta nets read the tokens",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
+            "cp must be 1 for a NemotronH.*: Mamba layers read the tokens",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0, "n_groups": 1},
+            {"learner": GPT_OSS_RANKS},
+            "tp must divide the 1 heads or groups of Mamba layers, got 2",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"rollout_server": {"quantization": "fp8_per_channel"}},
+            'quantization must be "off" for a NemotronHForCausalLM',
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"rollout_server": {"tensor_parallel_size": 4}},
+            "tensor_parallel_size must divide the 2 groups and 4 heads of Mamba layers, got 4",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
+            "lora.rank must be 0 for a NemotronHForCausalLM: only the delta nets of a",
+        ),
+        (
+            QWEN35,
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_experts": None},
+            {"learner": GPT_OSS_RANKS},
+            "must divide the 1 heads or groups of delta nets, got 2",
         ),
         (
             QWEN3_NEXT,
             {"linear_num_key_heads": 1, "linear_num_value_heads": 4},
             {"learner": GPT_OSS_RANKS},
-            "must divide the delta nets' 1 heads, got 2",
+            "must divide the 1 heads or groups of delta nets, got 2",
         ),
         (
             QWEN3_NEXT,
             {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
-            "lora.rank must be 0 for a model with delta nets",
+            {"lora": {"rank": 8, "target_modules": ["linear_proj"], "publish": "adapters"}},
+            "lora.publish must be merged for a model with delta nets",
         ),
         (
             QWEN3_NEXT,
@@ -396,6 +496,20 @@ def test_what_a_family_lacks_is_refused(
     table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
     with pytest.raises(ConfigError, match=message):
         check_model(parse_config(table, source="test"))
+
+
+@pytest.mark.parametrize("tied", [(True, False), (False, True), (True, None), (None, True)])
+def test_a_qwen35_that_says_in_two_places_whether_embeddings_are_tied_is_refused(
+    tmp_path: Path, tied: tuple[bool | None, bool | None]
+) -> None:
+    outer, inner = ({} if one is None else {"tie_word_embeddings": one} for one in tied)
+    table = {"architectures": [SEEING[3]], "text_config": SIZES | inner, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings is \w+ in config.json and \w+ in"):
+        read_model_table(tmp_path)
+    table["text_config"] |= {"tie_word_embeddings": outer.get("tie_word_embeddings", False)}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    assert read_model_table(tmp_path)["hidden_size"] == SIZES["hidden_size"]
 
 
 def test_a_reference_is_refused_by_its_own_name(tmp_path: Path) -> None:

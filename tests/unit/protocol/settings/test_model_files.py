@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.model_files import missing_files
+from slipstream.protocol.settings.model_files import missing_files, missing_weights
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from support.fakes.model_folders import write_loadable_files, write_safetensors
 
@@ -111,3 +111,11 @@ def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(
         ConfigError, match=f"got models/tiny, which does not exist below {tmp_path}$"
     ):
         read_model_sizes(Path("models/tiny"))
+
+
+def test_a_folder_with_mistrals_own_form_too_is_refused(folder: Path) -> None:
+    write_safetensors(folder / "consolidated.safetensors")
+    (problem,) = missing_files(folder)
+    assert "remove consolidated*.safetensors and params.json from" in problem
+    # Rollout servers read no other folder.
+    assert missing_weights(folder, "critic.path") == []

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config_file import check_model
+from slipstream.protocol.settings.config_file import check_model, parse_config
 from slipstream.protocol.settings.model_files import INDEX, read_header
 from slipstream.protocol.settings.model_tensors import needed_tensors, tensor_problems
 from support.fakes.model_folders import write_loadable_files, write_safetensors
@@ -65,6 +66,31 @@ def test_a_tensor_of_another_shape_is_named_with_its_file(folder: Path) -> None:
     ]
 
 
+def test_files_of_a_nemotron_h_have_names_and_parts_of_their_own(tmp_path: Path) -> None:
+    sizes = SIZES | {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": ["mlp", "linear_attention", "full_attention"],
+        "head_dim": 4,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 5,
+        "n_groups": 2,
+        "ssm_state_size": 7,
+        "conv_kernel": 3,
+    }
+    del sizes["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    write_loadable_files(tmp_path)
+    found = needed_tensors(sizes)
+    assert found["backbone.layers.0.mixer.up_proj.weight"] == (24, 8)
+    assert found["backbone.layers.1.mixer.in_proj.weight"] == (30 + 30 + 2 * 14 + 6, 8)
+    assert found["backbone.layers.1.mixer.conv1d.weight"] == (30 + 2 * 14, 1, 3)
+    assert found["backbone.layers.2.mixer.k_proj.weight"] == (8, 8)
+    assert problems(tmp_path) == []
+    renamed = {name.replace("backbone.", "model."): shape for name, shape in found.items()}
+    write_safetensors(tmp_path / "model.safetensors", beside=renamed)
+    assert "has no backbone.embeddings.weight" in problems(tmp_path)[0]
+
+
 def test_of_shards_those_count_to_which_the_index_leads(folder: Path) -> None:
     whole = folder / "model.safetensors"
     shard = folder / "model-1.safetensors"
@@ -95,3 +121,67 @@ def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: 
 def test_tensors_beside_those_that_are_needed_do_not_matter(folder: Path) -> None:
     assert "w" in read_header(folder / "model.safetensors")
     assert problems(folder) == []
+
+
+def drop(folder: Path, part: str) -> None:
+    """Rewrites the weights of a folder without the tensors whose names hold `part`."""
+    file = folder / "model.safetensors"
+    kept = {name: each["shape"] for name, each in read_header(file).items() if part not in name}
+    write_safetensors(file, beside=kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "whole", family)
+    parts = ["visual.patch_embed.", "visual.blocks.1.", "visual.merger.", "visual.blocks.0.norm1."]
+    if family != "qwen2_5_vl":
+        parts.append("visual.pos_embed.")
+    if family.startswith("qwen3_vl"):
+        parts.append("visual.deepstack_merger_list.0.")
+    if family == "mistral3":
+        blocks = "vision_tower.transformer.layers"
+        parts = ["vision_tower.patch_conv.", f"{blocks}.1.", f"{blocks}.0.ffn_norm."]
+        parts += ["vision_tower.ln_pre.", "multi_modal_projector.linear_1."]
+    assert list(tensor_problems(tmp_path / "whole", "model.path", has_tower=True)) == []
+    for number, part in enumerate(parts):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        drop(folder, part)
+        problems = list(tensor_problems(folder, "critic.path", has_tower=True))
+        assert problems, part
+        assert problems[0].startswith("critic.path must hold every tensor of a ")
+        assert part in problems[0]
+        assert list(tensor_problems(folder, "critic.path", has_tower=False)) == []
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_every_folder_that_sees_images_has_its_tower(
+    role: str, images: int, tmp_path: Path
+) -> None:
+    for name in ("model", "reference"):
+        make_model(tmp_path / name, "mistral3")
+        make_tokenizer(tmp_path / name)
+    drop(tmp_path / role, "vision_tower.")
+    config = parse_config(
+        {
+            "run": {"name": "r", "steps": 2},
+            "model": {"path": str(tmp_path / "model")},
+            "algorithm": {
+                "group_size": 2,
+                "groups_per_step": 2,
+                "learning_rate": 1e-5,
+                "kl": {"coefficient": 0.1},
+            },
+            "reference": {"path": str(tmp_path / "reference")},
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 32, "max_images": images},
+        },
+        source="test",
+    )
+    if not images:
+        check_model(config)
+        return
+    with pytest.raises(ConfigError, match=f"{role}.path must hold .* Mistral3.* no vision_tower"):
+        check_model(config)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.settings.model_sizes import ModelSizes
+from slipstream.protocol.settings.roles import role_problems
 from slipstream.protocol.settings.vision_rules import vision_problems
 
 DECODER = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
@@ -15,6 +19,7 @@ SEEING = {
     "vision_config": {"deepstack_visual_indexes": [0, 1]},
     **DECODER,
 }
+QWEN35 = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 2}}
 BLIND = {"architectures": ["Qwen3ForCausalLM"], **DECODER}
 BASE: dict[str, Any] = {
     "run": {"name": "r", "dir": "runs", "steps": 2},
@@ -51,8 +56,6 @@ def test_images_need_a_model_that_sees() -> None:
     ("changes", "named"),
     [
         ({"learner": {"parallel": {"cp": 2}, "world_size": 2}}, "learner.parallel.cp must be 1"),
-        ({"lora": {"rank": 4}}, "lora.rank must be 0"),
-        ({"algorithm": {"router_replay": "rollout"}}, "algorithm.router_replay must be"),
         ({"rollout_server": {"drafts": "shared"}}, "rollout_server.drafts must be"),
         (
             {"rollout_server": {"quantization": "fp8_per_channel"}},
@@ -76,3 +79,139 @@ def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(
     found = problems(SEEING, changes)
     assert [problem for problem in found if problem.startswith(named)], found
     assert problems(BLIND, changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "table", "processor", "named"),
+    [
+        ({}, SEEING, {"patch_size": 14}, ""),
+        ({}, BLIND, {}, "critic.path must see images if and only if the policy does, got a Qwen3F"),
+        ({}, SEEING, {"patch_size": 16}, "critic.path must make the policy's tokens of images"),
+        (
+            {"parallel": {"cp": 2}},
+            SEEING,
+            {"patch_size": 14},
+            "critic.parallel.cp must be 1 for a Qwen3VLForConditionalGeneration",
+        ),
+    ],
+    ids=["alike", "blind", "processor", "cp"],
+)
+def test_a_critic_sees_the_images_of_the_policy(
+    changes: dict[str, Any],
+    table: dict[str, Any],
+    processor: dict[str, Any],
+    named: str,
+    tmp_path: Path,
+) -> None:
+    folders = {"policy": (SEEING, {"patch_size": 14}), "critic": (table, processor)}
+    for name, (sizes, pixels) in folders.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(pixels))
+    config = parse_config(
+        BASE
+        | {
+            "model": {"path": str(tmp_path / "policy")},
+            "algorithm": {**BASE["algorithm"], "advantage": "gae"},
+            "critic": {"path": str(tmp_path / "critic"), "learning_rate": 1e-3, **changes},
+            "learner": {"world_size": 2},
+        },
+        source="test",
+    )
+    found = list(role_problems(config, ModelSizes.of(SEEING)))
+    about = [each for each in found if "images" in each]
+    assert [each.startswith(named) for each in about] == [True] * bool(named), found
+
+
+def test_a_qwen35_with_images_excludes_router_replay() -> None:
+    (problem,) = problems(QWEN35 | DECODER, {"algorithm": {"router_replay": "rollout"}})
+    assert problem.startswith('algorithm.router_replay must be "off" for a Qwen3_5Moe')
+    assert problems(SEEING, {"algorithm": {"router_replay": "rollout"}}) == []
+
+
+MERGE_4 = SEEING | {"vision_config": {"deepstack_visual_indexes": [0, 1], "spatial_merge_size": 4}}
+
+
+@pytest.mark.parametrize(
+    ("table", "files", "differing"),
+    [
+        (SEEING, {"processor_config.json": {"image_processor": {"mean": 1}}}, ""),
+        (
+            SEEING,
+            {
+                "processor_config.json": {"image_processor": {"mean": 1}},
+                "preprocessor_config.json": {"mean": 2},
+            },
+            "",
+        ),
+        (SEEING, {"processor_config.json": {}, "preprocessor_config.json": {"mean": 1}}, ""),
+        (SEEING, {"processor_config.json": {"image_processor": {"mean": 2}}}, "mean 2, not 1"),
+        (
+            SEEING,
+            {
+                "processor_config.json": {"image_processor": {"mean": 2}},
+                "preprocessor_config.json": {"mean": 1},
+            },
+            "mean 2, not 1",
+        ),
+        (SEEING, {}, "mean None, not 1"),
+        (MERGE_4, {"preprocessor_config.json": {"mean": 1}}, "spatial_merge_size 4, not 2"),
+        (
+            SEEING | {"image_token_id": 7},
+            {"preprocessor_config.json": {"mean": 1}},
+            "image token 7, not 151655",
+        ),
+    ],
+)
+def test_pixels_and_tokens_are_compared_as_transformers_reads_them(
+    table: dict[str, Any], files: dict[str, Any], differing: str, tmp_path: Path
+) -> None:
+    found = processor_problems(tmp_path, table, files)
+    assert bool(found) == bool(differing), found
+    if differing:
+        assert found[0].endswith(f"in {tmp_path / 'reference'}: {differing}")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"image_processor": 3}'])
+@pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json"])
+def test_a_file_of_an_image_processor_that_cannot_be_read_is_refused_by_name(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    if name.startswith("pre") and "3" in text:
+        text = "3"
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'reference' / name}"):
+        processor_problems(tmp_path, SEEING, {name: text})
+
+
+def processor_problems(folder: Path, table: dict[str, Any], files: dict[str, Any]) -> list[str]:
+    """Returns what is said of images of a reference with `files`, beside a usual policy."""
+    folders = {"policy": (SEEING, {"preprocessor_config.json": {"mean": 1}})}
+    folders["reference"] = (table, files)
+    for name, (sizes, processors) in folders.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(sizes))
+        for file, values in processors.items():
+            text = values if isinstance(values, str) else json.dumps(values)
+            (folder / name / file).write_text(text)
+    config = parse_config(
+        BASE
+        | {
+            "model": {"path": str(folder / "policy")},
+            "algorithm": {**BASE["algorithm"], "kl": {"coefficient": 0.1}},
+            "reference": {"path": str(folder / "reference")},
+        },
+        source="test",
+    )
+    return [each for each in role_problems(config, ModelSizes.of(SEEING)) if "images" in each]
+
+
+@pytest.mark.parametrize(("token", "vocab"), [(99, 100), (100, 100), (-1, 100), (None, 151655)])
+def test_the_token_of_images_is_one_of_the_vocabulary(token: int | None, vocab: int) -> None:
+    table = SEEING | {"vocab_size": vocab} | ({} if token is None else {"image_token_id": token})
+    found = problems(table, {"sampling": {"max_images": 2}})
+    assert len(found) == (token != 99)
+    if found:
+        assert found[0] == (
+            f"model.path: image_token_id of a Qwen3VLForConditionalGeneration must be a token of "
+            f"the vocabulary, 0 to {vocab - 1}, got {151655 if token is None else token}"
+        )

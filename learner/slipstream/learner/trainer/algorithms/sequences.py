@@ -31,6 +31,7 @@ from slipstream.protocol.settings.algorithm_section import AdvantageKind, Algori
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.types import LogprobArray, Trajectory
 from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.processors import load_processor
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def training_sequences(
 
 def _processor(batch: Batch, config: Config) -> ImageProcessor | None:
     has_images = any(trajectory.images for trajectory in batch.trajectories)
-    return ImageProcessor.load(config.model.path) if has_images else None
+    return load_processor(config.model.path) if has_images else None
 
 
 def weighted(

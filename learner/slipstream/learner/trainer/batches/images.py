@@ -40,12 +40,12 @@ def images_of(
             continue
         data = trajectory.images[image]
         try:
-            end = offset + processor.num_tokens(data)
+            expected = processor.tokens(int(trajectory.token_ids[offset]), data)
         except ValueError as error:
             raise _untrainable(trajectory, str(error)) from error
-        here = trajectory.token_ids[offset:end]
-        if end > tokens.stop or (here != here[0]).any():
-            raise _untrainable(trajectory, f"an image of {end - offset} tokens has others")
+        end = offset + len(expected)
+        if end > tokens.stop or trajectory.token_ids[offset:end].tolist() != expected:
+            raise _untrainable(trajectory, f"an image of {len(expected)} tokens has others")
         found.append(PlacedImage(offset - tokens.start, data, processor))
     return tuple(found)
 
@@ -79,12 +79,15 @@ class ImageInputs:
             for image in placed:
                 found = image.processor.pixels(image.data)
                 height, width = (side // image.processor.merge for side in found.grid[1:])
+                has_features = image.processor.has_features(height, width)
                 first = start + image.offset
-                rows[first : first + height * width] = num_rows + np.arange(height * width)
+                own = rows[first : first + len(has_features)]
+                own[has_features] = num_rows + np.arange(height * width)
                 num_rows += height * width
                 pixels.append(found.values)
                 grids.append(found.grid)
-                spans.append((image.offset, height, width))
+                if image.processor.has_axes:
+                    spans.append((image.offset, height, width))
             positions.append(image_positions(length, spans))
             start += length
         return cls(

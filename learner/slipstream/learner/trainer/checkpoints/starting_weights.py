@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
+from slipstream.learner.trainer.model.lora import TOWER
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
 from slipstream.protocol.errors import ConfigError
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.protocol.settings.vision_rules import sees_images
 
 
 def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) -> None:
@@ -51,12 +55,32 @@ def check_no_adapters(path: Path) -> None:
 
     A model without adapters would load the matrices only, and lose all that was trained.
     """
-    index = read_index(_distributed_files(path) / ".metadata")
-    if any(".adapter." in key for key in index.state_dict_metadata):
+    if any(".adapter." in name for name in _names(path)):
         raise ConfigError(
             f"checkpoint.load must hold no adapters, those of {path} would be left out: "
             "`slipstream export` merges them into a folder for model.path"
         )
+
+
+def check_no_lost_tower(config: Config, path: Path) -> None:
+    """Raises ConfigError when the files for `load_starting_weights` hold a tower without use.
+
+    A run of `config` would train their decoder, and export it beside the tower of `model.path`.
+    """
+    sizes = read_model_sizes(config.model.path)
+    if not sizes.is_nested or sees_images(config, sizes):
+        return
+    if any(name.startswith(f"{TOWER}.") for name in _names(path)):
+        raise ConfigError(
+            f"sampling.max_images must be at least 1 with checkpoint.load = {path}, whose vision "
+            "tower would be left out: `slipstream export` writes both into a folder for model.path"
+        )
+
+
+def _names(path: Path) -> Iterable[str]:
+    """Returns the names of all that the files hold."""
+    names: Iterable[str] = read_index(_distributed_files(path) / ".metadata").state_dict_metadata
+    return names
 
 
 def _distributed_files(path: Path) -> Path:

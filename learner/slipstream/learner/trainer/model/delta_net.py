@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from slipstream.learner.trainer.model.length_groups import Masks, Split, length_groups, rows
 from slipstream.learner.trainer.model.norms import RMSNorm
 from slipstream.learner.trainer.untyped import Megatron
@@ -35,7 +36,15 @@ class PlainNorm(RMSNorm):
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
-        self._is_offset = False
+        self._sums_gradients = not config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension, of this rank's heads."""
+        weight: Tensor = self.weight
+        if self._sums_gradients:
+            # Megatron sums the gradients of tensor parallel ranks with sequence parallelism alone.
+            weight = copy_to_tensor_model_parallel_region(weight)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
@@ -49,6 +58,23 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         """Fills the parameters with NaN: every weight is loaded later."""
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             torch.nn.init.constant_(parameter, torch.nan)
+
+    def sharded_state_dict(self, prefix: str = "", *args: object, **named: object) -> Megatron:
+        """Returns the state for checkpoints; an adapter's rows are split like those of `in_proj`.
+
+        Each tensor parallel rank has rows of all parts: unsplit, other layouts would mix them up.
+        """
+        found = super().sharded_state_dict(prefix, *args, **named)
+        name = f"{prefix}in_proj.adapter.linear_out.weight"
+        if name in found:
+            sizes = [self.qk_dim] * 2 + [self.v_dim] * 2 + [self.num_value_heads] * 2
+            found[name] = gated_delta_net._split_tensor_factory(
+                found[name],
+                [size // self.tp_size for size in sizes],
+                ["query", "key", "value", "z", "beta", "alpha"],
+                0,
+            )
+        return found
 
     def forward(
         self,

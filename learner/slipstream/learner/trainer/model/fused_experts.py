@@ -22,6 +22,8 @@ class FusedExperts:
     """
 
     hf_config: Megatron
+    # Whether the files have matrices as tokens are multiplied by them, not as Megatron has them.
+    is_turned = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +41,9 @@ class FusedExperts:
             return hf_state_dict[hf_param]
         if hf_param not in self.hf_weights_cache:
             whole = hf_state_dict[hf_param]
-            # The files have matrices as tokens are multiplied by them.
-            self.hf_weights_cache = {hf_param: whole.mT if whole.dim() == 3 else whole}
+            is_matrix = whole.dim() == 3
+            turned = whole.mT if is_matrix and self.is_turned else whole
+            self.hf_weights_cache = {hf_param: turned}
         found: Tensor = self.hf_weights_cache[hf_param]
         return found
 
@@ -54,7 +57,8 @@ class FusedExperts:
         if ".mlp.experts." not in task.param_name:
             return converted_weights_dict
         ((name, tensor),) = converted_weights_dict.items()
-        num_experts = self.hf_config.get_text_config().num_local_experts
+        settings = self.hf_config.get_text_config()
+        num_experts = getattr(settings, "num_local_experts", None) or settings.num_experts
         num_ranks = task.mapping.ep_size
         per_rank = num_experts // num_ranks
         first = extract_expert_number_from_param(task.param_name) % per_rank
@@ -70,6 +74,8 @@ class FusedExperts:
 class _OneExpert(AutoMapping):  # type: ignore[misc]
     """A matrix of one expert in the tensor of all, which has its columns as rows."""
 
+    is_turned = True
+
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
         """Returns this rank's part of the expert's matrix."""
         expert = extract_expert_number_from_param(self.megatron_param)
@@ -81,10 +87,13 @@ class _OneExpert(AutoMapping):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """Returns the expert's matrix, or one of each rank of experts."""
         found = super().megatron_to_hf(megatron_weights, megatron_module)
-        return {name: tensor.mT.contiguous() for name, tensor in found.items()}
+        return {name: self._as_in_files(tensor) for name, tensor in found.items()}
 
     def _validate_patterns(self, *_args: object, **_named: object) -> None:
         """Lets the files' name have no place for the number of an expert."""
+
+    def _as_in_files(self, tensor: Tensor) -> Tensor:
+        return (tensor.mT if self.is_turned else tensor).contiguous()
 
 
 class _OneGatedExpert(_OneExpert):
@@ -107,20 +116,36 @@ class _OneGatedExpert(_OneExpert):
             return {}
         gate, up = (found[f"{self.hf_param}.{name}"] for name in ("gate", "up"))
         both = torch.cat([gate, up], dim=-2)
-        return {str(self.hf_param): both.mT.contiguous()}
+        return {str(self.hf_param): self._as_in_files(both)}
 
     def _both(self) -> Megatron:
         names = {name: f"{self.hf_param}.{name}" for name in ("gate", "up")}
         return GatedMLPMapping(megatron_param=self.megatron_param, **names)
 
 
-def fused_experts() -> list[Megatron]:
-    """Returns the mappings of the router and of all experts of a layer together."""
+class _OneExpertAsIs(_OneExpert):
+    """A matrix of one expert in a tensor of all that has matrices as Megatron has them."""
+
+    is_turned = False
+
+
+class _OneGatedExpertAsIs(_OneGatedExpert):
+    """Gate and up of one expert in such a tensor."""
+
+    is_turned = False
+
+
+def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
+    """Returns the mappings of the router and of all experts of a layer together.
+
+    `is_turned`: see `FusedExperts`.
+    """
     folder = f"{LAYER}mlp.experts."
+    gated, plain = _OneGatedExpertAsIs, _OneExpertAsIs
+    if is_turned:
+        gated, plain = _OneGatedExpert, _OneExpert
     return [
         *renamed({f"{DECODER}mlp.router.weight": f"{LAYER}mlp.gate.weight"}),
-        _OneGatedExpert(
-            megatron_param=f"{EXPERTS}linear_fc1.weight*", hf_param=f"{folder}gate_up_proj"
-        ),
-        _OneExpert(megatron_param=f"{EXPERTS}linear_fc2.weight*", hf_param=f"{folder}down_proj"),
+        gated(megatron_param=f"{EXPERTS}linear_fc1.weight*", hf_param=f"{folder}gate_up_proj"),
+        plain(megatron_param=f"{EXPERTS}linear_fc2.weight*", hf_param=f"{folder}down_proj"),
     ]

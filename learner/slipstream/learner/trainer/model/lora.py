@@ -17,9 +17,14 @@ from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.lora_section import LATENT
 
+# Name of the vision tower in a chunk.
+TOWER = "visual"
+
 
 def adapters(config: Config, ranks: Ranks) -> Change:
-    """Returns the change that adds adapters to the matrices of `config.lora` and freezes the rest.
+    """Returns the change that adds adapters to the decoder's matrices of `config.lora`.
+
+    All else is frozen, a vision tower too.
 
     New adapters have no effect (B is 0), and their values are the same in every layout.
     """
@@ -29,10 +34,15 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         from slipstream.learner.trainer.model.expert_adapters import add_adapter
         from slipstream.learner.trainer.model.experts import GroupedLinear
 
-        class OneAdapterForEachExpert(LoRA):  # type: ignore[misc]
+        class DecoderAdapters(LoRA):  # type: ignore[misc]
+            """Adapters of the decoder, one for each expert, and none of the vision tower."""
+
             def transform(
                 self, module: Megatron, name: str | None = None, prefix: str | None = None
             ) -> Megatron:
+                if (prefix or "").partition(".")[0] == TOWER:
+                    # Matrices of a tower may have the decoder's names.
+                    return module
                 if not isinstance(module, GroupedLinear):
                     return super().transform(module, name, prefix)
                 if self.match(module, name, prefix) is not None:
@@ -42,9 +52,11 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
         matrices = list(config.lora.modules)
         if "linear_qkv" in matrices:
-            # A model has either that one or some of these.
-            matrices += LATENT
-        lora = OneAdapterForEachExpert(
+            # A layer has either that one or some of these.
+            matrices += [*LATENT, "in_proj"]
+        if "linear_proj" in matrices:
+            matrices.append("out_proj")
+        lora = DecoderAdapters(
             target_modules=matrices,
             dim=config.lora.rank,
             alpha=config.lora.alpha,
@@ -131,6 +143,9 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
             if not isinstance(module, LoRALinear):
                 continue
             module._register_load_state_dict_pre_hook(_as_wrapped)
+            if name.endswith("in_proj"):
+                # By the name Bridge would split the rows for checkpoints like those of Mamba.
+                module.adapter.base_linear_name = "delta_net"
             weight = module.adapter.linear_in.weight
             is_split_by_input = module.adapter.input_is_parallel
             rank, inputs = weight.shape

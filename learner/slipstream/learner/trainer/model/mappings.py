@@ -5,7 +5,7 @@ Importing it imports Bridge's classes, so do it only after Bridge itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -28,6 +28,17 @@ SHARED = f"{DECODER}mlp.shared_experts."
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
     """Returns mappings from Megatron's names to the files' names of the same tensors."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
+
+
+def renamed_files(mapping: Megatron, placed: Callable[[str], str]) -> Megatron:
+    """Changes the names of the files' tensors in a mapping, and returns it."""
+    known = mapping.hf_param
+    mapping.hf_param = (
+        placed(known)
+        if isinstance(known, str)
+        else {part: placed(name) for part, name in known.items()}
+    )
+    return mapping
 
 
 def ends() -> list[Megatron]:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from slipstream.learner.trainer.model.offload import master_weights, parameters
+from slipstream.learner.trainer.model.offload import (
+    HostMemory,
+    Part,
+    master_weights,
+    parameters,
+)
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
@@ -43,11 +48,14 @@ class NamedAdapters:
         chunks: Sequence[Megatron],
         optimizer: Megatron,
         gather: Callable[[], None],
+        memory: HostMemory,
     ) -> None:
         """Collective with several names, for which every moment is made at once.
 
-        `gather` completes the parameters of `chunks`, which `optimizer` updates.
+        `gather` completes the parameters of `chunks`, which `optimizer` updates. `memory` may keep
+        these and the state of the active adapter on the host; the other adapters never leave.
         """
+        self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
         self.names = tuple(names) or ("",)
         self._active = self.names[0]
@@ -79,11 +87,15 @@ class NamedAdapters:
         finally:
             self._exchange(before)
 
-    @torch.no_grad()
     def _exchange(self, name: str) -> None:
         if name == self._active:
             return
-        self._gather()
+        with self._memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            self._gather()
+            self._put_in(name)
+
+    @torch.no_grad()
+    def _put_in(self, name: str) -> None:
         other = self._waiting.pop(name)
         for tensor, value in zip(self._tensors(), other.values, strict=True):
             kept = tensor.clone()

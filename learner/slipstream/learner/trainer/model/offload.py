@@ -57,6 +57,10 @@ class HostMemory:
         """Sets functions that return each part's tensors; an optimizer's tensors come and go."""
         self._tensors.update(tensors)
 
+    def offloads(self, part: Part) -> bool:
+        """Whether a part leaves the device with its last user."""
+        return self._is_offloaded[part]
+
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
         """Keeps the parts on the device inside; offloaded parts leave with their last user.

@@ -102,7 +102,10 @@ class Recompute:
     """The plan of one trained model: measures in the first pass, decides before the second."""
 
     def __init__(self, models: Sequence[Megatron], learner: LearnerSection, memory: Memory) -> None:
-        """Takes this rank's chunks without wrappers; at first one layer of each keeps its own."""
+        """Takes this rank's chunks without wrappers; at first one layer of each keeps its own.
+
+        With Mamba layers it stays so: a layer of another kind would be measured.
+        """
         blocks = [model.decoder for model in models]
         self._configs = {
             id(config): config
@@ -114,7 +117,9 @@ class Recompute:
         self._learner, self._memory = learner, memory
         # What the first training pass took; None before it.
         self.measured: Measured | None = None
-        self._is_planned = False
+        # The last layer says nothing about Mamba layers, which keep most.
+        forms = getattr(blocks[0].config, "layer_forms", None) or ()
+        self._is_planned = "mamba" in forms
         self._recompute(self._layers - 1)
 
     @contextlib.contextmanager

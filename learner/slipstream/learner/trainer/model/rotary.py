@@ -22,6 +22,8 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
     Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
     10000. Its settings for a scaling are taken away: `set_frequencies` does all of it.
     """
+    if provider.position_embedding_type == "none":
+        return {}
     for name in [name for name in vars(provider) if name.startswith("yarn_")]:
         delattr(provider, name)
     rope: dict[str, Any] = hf_config.rope_parameters

@@ -6,6 +6,7 @@ Importing it imports classes that inherit from Megatron's, so do it only after `
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -17,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slipstream.learner.trainer.model.attention import CoreAttention
 from slipstream.learner.trainer.model.delta_net import PackedDeltaNet, PlainNorm
 from slipstream.learner.trainer.model.experts import GroupedExperts
+from slipstream.learner.trainer.model.mamba import PackedMamba
 from slipstream.learner.trainer.model.norms import (
     NormedResidual,
     RMSNorm,
@@ -60,9 +62,10 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             # TransformerEngine's experts are one module, to which Bridge gives one adapter.
             layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         _place_norms(layer.submodules, config, norm)
-    if getattr(config, "has_delta_net", None) is not None:
+    forms = getattr(config, "layer_forms", None)
+    if forms is not None:
         block.layer_specs = [
-            _with_delta_net(layer, norm) if config.has_delta_net[place] else layer
+            _FORMS[forms[place]](layer, norm)
             for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True)
         ]
     block.layer_norm = norm
@@ -81,18 +84,61 @@ def _places(config: Megatron, vp_stage: int | None) -> list[int]:
 
 def _with_delta_net(layer: Megatron, norm: Megatron) -> Megatron:
     """Returns a layer with a gated delta net in place of the attention of `layer`."""
-    linear_in, linear_out = ColumnParallelLinear, RowParallelLinear
-    if compat.has_transformer_engine():
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TERowParallelLinear,
-        )
-
-        linear_in, linear_out = TEColumnParallelLinear, TERowParallelLinear
+    linear_in, linear_out = _linears()
     parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
     attention = ModuleSpec(module=PackedDeltaNet, submodules=parts)
     changed = replace(layer.submodules, self_attention=attention, input_layernorm=norm)
     return replace(layer, submodules=changed)
+
+
+def _linears() -> tuple[Megatron, Megatron]:
+    """Returns the classes of matrices that are split by columns and by rows."""
+    if not compat.has_transformer_engine():
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TERowParallelLinear,
+    )
+
+    return TEColumnParallelLinear, TERowParallelLinear
+
+
+def _attention_alone(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns `layer` without its MLP."""
+    changed = replace(
+        layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+    )
+    return replace(layer, submodules=changed)
+
+
+def _mamba_alone(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns a layer with Mamba-2 in place of the attention of `layer`, without an MLP."""
+    linear_in, linear_out = _linears()
+    mamba = ModuleSpec(module=PackedMamba, params={"in_proj": linear_in, "out_proj": linear_out})
+    alone = _attention_alone(layer, norm)
+    changed = replace(alone.submodules, self_attention=mamba, input_layernorm=norm)
+    return replace(alone, submodules=changed)
+
+
+def _mlp_alone(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns `layer` without its attention."""
+    changed = replace(
+        layer.submodules,
+        input_layernorm=IdentityOp,
+        self_attention=IdentityOp,
+        self_attn_bda=IdentityFuncOp,
+    )
+    return replace(layer, submodules=changed)
+
+
+# What a recipe says in `layer_forms` of a layer -> the function that makes it of Megatron's.
+_FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
+    "whole": lambda layer, _: layer,
+    "delta net": _with_delta_net,
+    "mamba": _mamba_alone,
+    "attention": _attention_alone,
+    "mlp": _mlp_alone,
+}
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:

@@ -30,8 +30,14 @@ from slipstream.learner.trainer.model.mappings import (
     ends,
     gated,
     norms_before,
+    renamed_files,
 )
-from slipstream.learner.trainer.model.vision_tower import Tower, frequency_axes, smallest_image
+from slipstream.learner.trainer.model.vision_tower import (
+    Tower,
+    add_tower,
+    frequency_axes,
+    smallest_image,
+)
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.vision.pixels import ImageProcessor
@@ -48,7 +54,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 
-class _VisionBridge(FamilyBridge):
+class VisionBridge(FamilyBridge):
     """What models with a vision tower share; the classes below have these three."""
 
     tower: Megatron
@@ -62,17 +68,13 @@ class _VisionBridge(FamilyBridge):
         provider = super().provider_bridge(SimpleNamespace(config=settings.text_config))
         provider.share_embeddings_and_output_weights = bool(settings.tie_word_embeddings)
 
-        def with_tower(chunks: list[Megatron]) -> list[Megatron]:
-            for chunk in chunks:
-                if chunk.pre_process:
-                    made = self.tower._from_config(
-                        settings.vision_config, attn_implementation="sdpa", dtype=torch.float32
-                    )
-                    embedding = next(chunk.embedding.parameters())
-                    chunk.visual = Tower(made.to(embedding.device, embedding.dtype))
-            return chunks
+        def made() -> Tower:
+            inner = self.tower._from_config(
+                settings.vision_config, attn_implementation="sdpa", dtype=torch.float32
+            )
+            return Tower(inner)
 
-        provider.register_pre_wrap_hook(with_tower)
+        add_tower(provider, made)
         return provider
 
     def mapping_registry(self) -> Megatron:
@@ -93,23 +95,13 @@ class _VisionBridge(FamilyBridge):
 
     def _placed(self, mapping: Megatron) -> Megatron:
         """Returns a mapping of the decoder with the names of this family's files."""
-
-        def placed(name: str) -> str:
-            return name.replace("model.", self.decoder_folder, 1)
-
-        known = mapping.hf_param
-        mapping.hf_param = (
-            placed(known)
-            if isinstance(known, str)
-            else {part: placed(name) for part, name in known.items()}
-        )
-        return mapping
+        return renamed_files(mapping, lambda name: name.replace("model.", self.decoder_folder, 1))
 
 
 @MegatronModelBridge.register_bridge(
     source=Qwen2_5_VLForConditionalGeneration, target=GPTModel, model_type="qwen2_5_vl"
 )
-class Qwen25VisionBridge(_VisionBridge):
+class Qwen25VisionBridge(VisionBridge):
     """Qwen2.5-VL: a tower with windows before a Qwen2.
 
     Source: arXiv:2502.13923, section 2.1.
@@ -131,7 +123,7 @@ class Qwen25VisionBridge(_VisionBridge):
 @MegatronModelBridge.register_bridge(
     source=Qwen3VLForConditionalGeneration, target=GPTModel, model_type="qwen3_vl"
 )
-class Qwen3VisionBridge(_VisionBridge):
+class Qwen3VisionBridge(VisionBridge):
     """Qwen3-VL: a tower whose deeper features are added behind the first layers of a Qwen3.
 
     Source: arXiv:2511.21631, section 2.
@@ -179,13 +171,16 @@ class Vision:
         """`chunks` are unwrapped; ConfigError for a layout in which they cannot take images."""
         self.processor = processor
         rope = hf_config.text_config.rope_parameters
-        self._axes = frequency_axes(rope["mrope_section"], rope.get("mrope_interleaved", False))
-        self._smallest = smallest_image(hf_config.vision_config)
+        has_axes = "mrope_section" in rope
+        if has_axes:
+            self._axes = frequency_axes(rope["mrope_section"], rope.get("mrope_interleaved", False))
+        self._smallest = smallest_image(hf_config)
         self._images: ImageInputs | None = None
         self._features: list[Tensor] = []
         depth = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
         for chunk in chunks:
-            chunk.rotary_pos_emb.register_forward_hook(self._by_positions)
+            if has_axes:
+                chunk.rotary_pos_emb.register_forward_hook(self._by_positions)
             if not chunk.pre_process:
                 continue
             if len(chunk.decoder.layers) < depth:
@@ -195,6 +190,7 @@ class Vision:
                     f"{len(chunk.decoder.layers)}"
                 )
             self._chunk = chunk
+            self._is_trained = any(p.requires_grad for p in chunk.visual.parameters())
             chunk.embedding.register_forward_hook(self._embedded)
             for place, layer in enumerate(chunk.decoder.layers[:depth]):
                 layer.register_forward_hook(self._deeper(place + 1))
@@ -225,7 +221,7 @@ class Vision:
         """
         images = self._images
         if images is None:
-            if torch.is_grad_enabled():
+            if self._is_trained and torch.is_grad_enabled():
                 unused = self._chunk.visual(self._smallest.to(states.device))
                 states = states + sum((one.sum() for one in unused), states.new_zeros(())) * 0
             return states

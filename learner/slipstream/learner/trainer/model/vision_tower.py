@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,11 +48,28 @@ def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
     return axes
 
 
-def smallest_image(settings: Megatron) -> ImageInputs:
+def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
+    """Makes the first pipeline stage have a tower, before weights are loaded."""
+
+    def with_tower(chunks: list[Megatron]) -> list[Megatron]:
+        for chunk in chunks:
+            if chunk.pre_process:
+                embedding = next(chunk.embedding.parameters())
+                chunk.visual = make().to(embedding.device, embedding.dtype)
+        return chunks
+
+    provider.register_pre_wrap_hook(with_tower)
+
+
+def smallest_image(hf_config: Megatron) -> ImageInputs:
     """Returns an image of one token, of which no token of a micro batch takes features."""
-    merge = settings.spatial_merge_size
-    channels = settings.in_channels
-    width = channels * settings.temporal_patch_size * settings.patch_size**2
+    settings = hf_config.vision_config
+    if hf_config.model_type == "mistral3":
+        merge, depth = hf_config.spatial_merge_size, settings.num_channels
+    else:
+        merge, depth = settings.spatial_merge_size, settings.in_channels
+        depth *= settings.temporal_patch_size
+    width = depth * settings.patch_size**2
     nothing = torch.zeros(0, dtype=torch.int64)
     return ImageInputs(
         positions=nothing,

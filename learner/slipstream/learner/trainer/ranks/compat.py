@@ -70,7 +70,16 @@ def install() -> Megatron:
         auto_bridge = _import_bridge()
         _cure_names()
     # These imports register recipes that Bridge lacks.
-    for name in ("families", "gpt_oss", "mixture_families", "qwen3_next", "vision"):
+    for name in (
+        "families",
+        "gpt_oss",
+        "mixture_families",
+        "nested",
+        "nemotron_h",
+        "qwen3_next",
+        "vision",
+        "qwen3_5",
+    ):
         importlib.import_module(f"slipstream.learner.trainer.model.{name}")
     _cure_retries()
     _cure_padded_vocabulary()

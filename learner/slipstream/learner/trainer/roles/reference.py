@@ -55,33 +55,30 @@ class Reference:
 
     def _refresh(self, policy: Policy) -> None:
         with self._ranks.in_force():
-            tasks = _conversions(self._model)
+            tasks = _conversions(self._model, policy)
         waiting: dict[str, Tensor] = {}
-        needed_by = {name: task for task in tasks for name in _sources(task)}
-        done: set[str] = set()
+        # One tensor may hold the matrices of all experts, each of which is a parameter.
+        needed_by: dict[str, dict[str, Megatron]] = {}
+        for task in tasks:
+            for name in _sources(task):
+                needed_by.setdefault(name, {})[task.global_param_name] = task
         for name, tensor in hf_tensors(policy, self._model.dtype):
-            task = needed_by.get(name)
-            if task is None:
+            if name not in needed_by:
                 continue
             waiting[name] = tensor
-            if all(source in waiting for source in _sources(task)):
+            for task in list(needed_by[name].values()):
+                if any(source not in waiting for source in _sources(task)):
+                    continue
                 with self._ranks.in_force():
-                    self._convert(task, waiting)
-                done.update(_sources(task))
+                    _convert(policy.bridge._model_bridge, task, waiting)
                 for source in _sources(task):
-                    del waiting[source]
-        missing = sorted(set(needed_by) - done)
+                    del needed_by[source][task.global_param_name]
+                    if not needed_by[source]:
+                        del needed_by[source], waiting[source]
+        missing = sorted(needed_by.keys() - waiting.keys())
         assert not missing, f"the policy has no {', '.join(missing)}"
         with self._ranks.in_force():
             self._model.bridge._model_bridge._broadcast_shared_embeddings(self._model.chunks)
-
-    def _convert(self, task: Megatron, tensors: dict[str, Tensor]) -> None:
-        """Converts and copies one parameter, the way Bridge loads a folder."""
-        bridge = self._model.bridge._model_bridge
-        found = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
-        part = task.mapping.hf_to_megatron(found, task.megatron_module)
-        if part is not None:
-            task.param_weight.copy_(part)
 
 
 def reference_logprobs(
@@ -111,10 +108,21 @@ def reference_logprobs(
     ]
 
 
-def _conversions(model: ParallelModel) -> list[Megatron]:
-    """Returns Bridge's conversion task for each parameter of this rank."""
-    tasks = model.bridge.get_conversion_tasks(model.chunks)
+def _conversions(model: ParallelModel, policy: Policy) -> list[Megatron]:
+    """Returns Bridge's conversion task for each parameter of `model` on this rank.
+
+    The tasks have the names of the policy's files; those of the model's own folder may be others.
+    """
+    tasks = policy.bridge.get_conversion_tasks(model.chunks)
     return [task for task in tasks if task is not None and task.megatron_module is not None]
+
+
+def _convert(bridge: Megatron, task: Megatron, tensors: dict[str, Tensor]) -> None:
+    """Converts and copies one parameter, the way Bridge loads a folder."""
+    found = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
+    part = task.mapping.hf_to_megatron(found, task.megatron_module)
+    if part is not None:
+        task.param_weight.copy_(part)
 
 
 def _sources(task: Megatron) -> Sequence[str]:

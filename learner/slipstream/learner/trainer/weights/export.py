@@ -13,11 +13,11 @@ from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type
+from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.lora_section import FUSED, LATENT
+from slipstream.protocol.settings.lora_section import DELTA, FUSED, LATENT
 from torch import Tensor
 
 
@@ -52,12 +52,15 @@ def adapter_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields both factors of every adapter by PEFT's names, with the rules of `hf_tensors`."""
+    has_vision = policy.vision is not None
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
         for name, weight in policy.bridge.export_adapter_weights(
             policy.chunks, cpu=to_host, show_progress=False
         ):
-            yield f"base_model.model.{name}", weight.detach().to(dtype).contiguous()
+            path, factor, _ = name.rsplit(".", 2)
+            name = peft_name(f"{path}.weight", factor, has_vision=has_vision)
+            yield name, weight.detach().to(dtype).contiguous()
         matrices = _adapted_experts(policy)
         for factor in ("lora_A", "lora_B") if matrices else ():
             for name, weight in policy.bridge.export_hf_weights(
@@ -67,7 +70,7 @@ def adapter_tensors(
                 conversion_tasks=_factor_tasks(policy, factor, matrices),
                 merge_adapter_weights=False,
             ):
-                name = f"base_model.model.{name.removesuffix('weight')}{factor}.weight"
+                name = peft_name(name, factor, has_vision=has_vision)
                 yield name, weight.detach().to(dtype).contiguous()
 
 
@@ -110,6 +113,8 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     writer = HfFolderWriter(partial, disk.moved) if ranks.is_main else None
     disk.together(lambda: writer.begin(source) if writer is not None else None)
+    # On a CPU an exported tensor can be the model's own memory, which offloading takes away.
+    keeps = Tensor.clone if policy.memory.offloads(Part.PARAMETERS) else Tensor.detach
     with policy.memory.resident(Part.PARAMETERS):
         for name, tensor in hf_tensors(policy, policy.dtype):
             ranks.activity.note()
@@ -117,7 +122,7 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
             if ranks.broadcast_bytes(is_full if ranks.is_main else None):
                 disk.together(lambda: writer.flush() if writer is not None else None)
             if writer is not None:
-                writer.add(name, tensor)
+                writer.add(name, keeps(tensor))
     # Each rank waits here while the main rank copies.
     disk.together(lambda: writer.copy_untrained(source) if writer is not None else None)
     dtype = str(policy.dtype).removeprefix("torch.")
@@ -155,11 +160,18 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     disk.together(write)
 
 
-def _targets(config: Config, tensors: Collection[str]) -> list[str]:
-    """Returns the names of the matrices with adapters, as PEFT looks for them."""
+def _targets(config: Config, tensors: Collection[str]) -> list[str] | str:
+    """Returns the names of the matrices with adapters, as PEFT looks for them.
+
+    With vision it is a pattern of whole names: the tower's matrices may have the decoder's names.
+    """
     names = [part for name in config.lora.modules for part in FUSED[name]]
-    names += [part for parts in LATENT.values() for part in parts if part not in names]
-    return [name for name in names if any(f".{name}.lora_" in each for each in tensors)]
+    others = [*LATENT.values(), *DELTA.values()]
+    names += [part for parts in others for part in parts if part not in names]
+    found = [name for name in names if any(f".{name}.lora_" in each for each in tensors)]
+    if any(".language_model." in name for name in tensors):
+        return rf".*\.language_model\..*\.({'|'.join(found)})"
+    return found
 
 
 def _write_adapter(

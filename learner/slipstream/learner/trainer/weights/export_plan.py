@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Endings of the tensors with a row for each token.
 EMBEDDING, HEAD = ".embed_tokens.weight", "lm_head.weight"
-VOCABULARY = (EMBEDDING, HEAD)
+VOCABULARY = (EMBEDDING, HEAD, "backbone.embeddings.weight")
 # Ending of tensors that are float32 in every model: rounded, they would choose other experts.
 _EXACT = ".e_score_correction_bias"
 
@@ -100,8 +100,19 @@ def plan_adapters(policy: Policy) -> list[Piece]:
     for task in _tasks_here(policy):
         adapter = adapters.get(id(task.megatron_module))
         if adapter is not None and task.param_name.endswith(".weight"):
-            pieces += _adapter_pieces(task, adapter)
+            pieces += _adapter_pieces(task, adapter, has_vision=policy.vision is not None)
     return pieces
+
+
+def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
+    """Returns PEFT's name of a factor, lora_A or lora_B, of the matrix with a name in the files.
+
+    PEFT goes by transformers' modules. With vision files name the decoder otherwise.
+    """
+    path = name.removesuffix("weight")
+    if has_vision:
+        path = f"model.language_model.{path[path.index('layers.') :]}"
+    return f"base_model.model.{path}{factor}.weight"
 
 
 def _tasks_here(policy: Policy) -> list[Megatron]:
@@ -109,7 +120,7 @@ def _tasks_here(policy: Policy) -> list[Megatron]:
     return [task for task in tasks if task is not None and task.param_weight is not None]
 
 
-def _adapter_pieces(task: Megatron, adapter: Megatron) -> Iterator[Piece]:
+def _adapter_pieces(task: Megatron, adapter: Megatron, *, has_vision: bool) -> Iterator[Piece]:
     """Yields pieces of both factors of the adapter on one matrix.
 
     The rows of the second factor are split and fused like those of the matrix. The first factor is
@@ -123,13 +134,15 @@ def _adapter_pieces(task: Megatron, adapter: Megatron) -> Iterator[Piece]:
     for name, rows, dim in _parts(task, second):
         if dim is None:
             raise UnknownMapping(f"{task.param_name} is whole on every rank")
-        prefix = f"base_model.model.{name.removesuffix('weight')}"
+        lora_a, lora_b = (
+            peft_name(name, factor, has_vision=has_vision) for factor in ("lora_A", "lora_B")
+        )
         split = 1 if dim == 1 else 0
         sizes = list(first.shape)
         sizes[split] *= num_parts
-        yield Piece(f"{prefix}lora_A.weight", first, tuple(sizes), split, group, False)
+        yield Piece(lora_a, first, tuple(sizes), split, group, False)
         sizes = [rows.numel() // second.shape[1] * num_parts, second.shape[1]]
-        yield Piece(f"{prefix}lora_B.weight", rows, tuple(sizes), 0, group, False)
+        yield Piece(lora_b, rows, tuple(sizes), 0, group, False)
 
 
 def _plain(parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -13,7 +14,8 @@ from pathlib import Path
 from safetensors import safe_open
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.protocol.checkpoints import sync_folder
-from slipstream.protocol.settings.model_sizes import read_model_table
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.protocol.settings.nested_decoders import TOWERS
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
@@ -22,9 +24,10 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.in
 
 
 def _is_untrained(name: str, *, layers: int) -> bool:
-    """Whether a tensor of a folder belongs to a layer that predicts further tokens."""
+    """Whether a tensor is of a layer that predicts further tokens, or of a tower left alone."""
     place = _LAYER.match(name)
-    return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
+    apart = name.startswith(("mtp.", *TOWERS))
+    return apart or (place is not None and int(place[1]) >= layers)
 
 
 class HfFolderWriter:
@@ -72,11 +75,14 @@ class HfFolderWriter:
         self._waiting_bytes += tensor.nbytes
 
     def copy_untrained(self, source: Path) -> None:
-        """Copies the layers of `source` that predict further tokens, which are not trained."""
-        layers = read_model_table(source)["num_hidden_layers"]
+        """Copies the tensors of `source` that are not trained, unchanged."""
+        layers = read_model_sizes(source).layers
+        written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for path in sorted(source.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for name in filter(functools.partial(_is_untrained, layers=layers), file.keys()):
+                    if name in written:
+                        continue
                     tensor = file.get_tensor(name)
                     if not self.has_room(tensor):
                         self.flush()

@@ -14,6 +14,7 @@ from slipstream.learner.trainer.batches.training_sequence import TokenEstimates,
 from slipstream.protocol.errors import UntrainableBatch
 from slipstream.protocol.types import ImagePlace
 from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.protocol.vision.processors import load_processor
 from support.fakes.fake_trajectories import make_trajectory
 
 RED = square_png(COLOURS["red"], 0, 0)
@@ -23,7 +24,7 @@ RED = square_png(COLOURS["red"], 0, 0)
 def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
     folder = tmp_path_factory.mktemp("vision")
     make_model(folder, "qwen2_5_vl")
-    return ImageProcessor.load(folder)
+    return load_processor(folder)
 
 
 def test_text_behind_an_image_goes_on_after_its_longer_side() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ torch = pytest.importorskip("torch")
 
 from slipstream.learner.trainer.checkpoints.starting_weights import (  # noqa: E402
     check_no_adapters,
+    check_no_lost_tower,
     check_saved,
 )
 from slipstream.protocol.errors import CheckpointError, ConfigError  # noqa: E402
+from slipstream.protocol.settings.config import Config  # noqa: E402
+from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from support.fakes.small_checkpoints import save_checkpoint  # noqa: E402
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
@@ -20,6 +24,29 @@ from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 MATRIX = "decoder.layers.self_attention.linear_qkv.weight"
 # The name that Megatron-Bridge gives the adapter beside that matrix.
 ADAPTER = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
+# A tower that a run has only for images.
+MISTRAL3 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    },
+    "vision_config": {"hidden_size": 64, "model_type": "pixtral", "patch_size": 14},
+}
+
+
+def mistral3_config(folder: Path, *, max_images: int) -> Config:
+    table = {
+        "run": {"name": "r", "steps": 2},
+        "model": {"path": str(folder)},
+        "algorithm": {"group_size": 2, "groups_per_step": 2, "learning_rate": 1e-5},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
+    }
+    return parse_config(table, source="test")
 
 
 def write(folder: Path, *names: str) -> None:
@@ -37,6 +64,21 @@ def test_adapters_that_would_be_left_out_are_refused(tmp_path: Path, folder: str
         ConfigError, match=f"checkpoint.load must hold no adapters, .* {tmp_path}/with "
     ):
         check_no_adapters(tmp_path / "with")
+
+
+@pytest.mark.parametrize("folder", ["", "state"])
+def test_a_trained_tower_that_would_be_left_out_is_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL3))
+    seeing, alone = (mistral3_config(tmp_path, max_images=number) for number in (2, 0))
+    write(tmp_path / "without" / folder, MATRIX)
+    check_no_lost_tower(alone, tmp_path / "without")
+    write(tmp_path / "with" / folder, MATRIX, "visual.inner.vision_tower.ln_pre.weight")
+    check_no_lost_tower(seeing, tmp_path / "with")
+    with pytest.raises(
+        ConfigError,
+        match="sampling.max_images must be at least 1 with checkpoint.load = .*/with, ",
+    ):
+        check_no_lost_tower(alone, tmp_path / "with")
 
 
 def flip(path: Path) -> None:

@@ -163,6 +163,18 @@ def test_the_second_pass_follows_what_the_first_measured(
     assert plan.num_layers == expected
 
 
+def test_with_mamba_layers_all_layers_but_one_recompute() -> None:
+    memory = FakeMemory(10_000_000)
+    block: Any = Block(memory, 8)
+    block.config.layer_forms = ["mamba", "mlp"] * 4
+    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
+    ranks: Any = Ranks()
+    for _ in range(2):
+        with plan.training_pass([100], ranks):
+            block.train(100)
+        assert plan.num_layers == block.config.recompute_num_layers == 7
+
+
 def test_a_first_pass_that_fails_is_measured_again() -> None:
     memory = FakeMemory(10_000_000)
     block: Any = Block(memory, 8)
