@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -175,7 +176,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
     # The engine is not paused again: a pause would wait for the device, so for the last bucket.
-    all_calls = ["begin", "version 0:2", "resume", "receive"]
+    all_calls = ["begin", "version 0:2", "resume", "finish"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
     await receiving
@@ -202,7 +203,7 @@ async def test_requests_that_run_go_on_only_when_the_update_was_judged(
 ) -> None:
     await rig.ask("running")
     await rig.update(2)
-    assert rig.llm.noted == ["request running", "pause", "begin", "receive"]
+    assert rig.llm.noted == ["request running", "pause", "begin", "finish"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[4:] == ["version 0:2", "resume"]
 
@@ -290,13 +291,13 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
     await rig.update(2)
     # Cached keys and values take their memory when the learner has sent its weights.
-    assert rig.llm.noted[2:] == ["wake weights", "pause", "begin", "receive"]
+    assert rig.llm.noted[2:] == ["wake weights", "pause", "begin", "finish"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[6:] == ["version 0:2", "wake the rest"]
     # Now all memory is there.
     await rig.update(3)
     await rig.engine.resume(PolicyVersion(0, 3))
-    assert rig.llm.noted[8:] == ["pause", "begin", "receive", "version 0:3", "resume"]
+    assert rig.llm.noted[8:] == ["pause", "begin", "finish", "version 0:3", "resume"]
 
 
 async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(
@@ -305,7 +306,7 @@ async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_r
     await rig.engine.rest(give_back=True)
     await rig.update(2)
     await rig.ask("early")
-    noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "receive"]
+    noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "finish"]
     assert rig.llm.noted == noted
     await rig.engine.resume(PolicyVersion(0, 2))
     await rig.ask("last")
@@ -367,7 +368,7 @@ async def test_an_update_behind_a_late_answer_begins_behind_the_order_to_pause(r
     await asyncio.wait((receiving,), timeout=0.1)
     rig.llm.answers.set()
     await receiving
-    assert rig.llm.noted == ["pause", "begin", "receive"]
+    assert rig.llm.noted == ["pause", "begin", "finish"]
 
 
 async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
@@ -413,3 +414,24 @@ def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless
     worker.synchronize_device()
     with pytest.raises(BlockingIOError):
         ours.recv(4096)
+
+
+def test_copies_are_under_way_until_the_device_has_ended_them() -> None:
+    from slipstream.rollout_server.weights.weight_receiver import SlipstreamWeightTransfer
+
+    engine = object.__new__(SlipstreamWeightTransfer)
+    seen = []
+
+    def finish() -> list[bytes]:
+        # Another thread does this, while the engine's asks before it preempts requests.
+        seen.append(engine.is_copying)
+        return [b"\x0a"]
+
+    times = {"receive_s": 0.0, "seconds": lambda: 1.0, "began_s": lambda: 0.0}
+    engine._copying = SimpleNamespace(finish=finish, **times)
+    engine._receiver = SimpleNamespace(take_wire=lambda: SimpleNamespace(seconds=0.0))
+    engine.device, engine._weights = torch.device("cpu"), []
+    engine._delta = engine._replay = engine._staging = None
+    engine.copy_weights()
+    assert (seen, engine.is_copying) == ([True], False)
+    assert engine.result.digests == ["0a"]

@@ -113,6 +113,7 @@ class Scene:
             ready = value_of(self._worker.slipstream_is_ready(0))
         if self._worker.weight_transfer_engine.can_copy:
             value_of(self._worker.slipstream_begin(0))
+            return value_of(self._worker.slipstream_finish(0))
         return value_of(self._worker.slipstream_receive(0))
 
     def _is_same(self, weights: Weights) -> bool:

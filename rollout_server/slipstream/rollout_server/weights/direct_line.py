@@ -4,8 +4,9 @@ vLLM takes a call, and its answer, through two queues and three threads, each of
 That is half a millisecond there and more back, for an update that is 3 ms on the wire. vLLM's
 processes are forked from the server's, and each worker inherits one end of a pair of sockets.
 
-All calls but one go through vLLM, and their answers come both ways. The exception begins an update
-of an engine in which nothing runs: a thread of the worker reads this call from the line.
+Calls go through vLLM, and their answers come both ways. Two kinds may go through the line alone,
+to a thread of each worker: one begins an update of an engine in which nothing runs, the other ends
+an update that was begun, while the engine's own thread hands out outputs and preempts requests.
 
 The engine also tells marks: that a pause is complete, and that it takes steps again. vLLM says so
 too, behind the outputs of the last step, which take milliseconds with hundreds of requests.
@@ -22,7 +23,7 @@ import functools
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from slipstream.rollout_server.engine_interface import EngineDied
@@ -40,10 +41,10 @@ def tell(mark: str) -> None:
         _send(theirs, [mark, None])
 
 
-def _send(line: socket.socket, message: list[Any]) -> None:
+def _send(line: socket.socket, message: list[Any], flags: int = socket.MSG_DONTWAIT) -> None:
     # The message is too long, or the server has closed the line: vLLM carries it too.
     with contextlib.suppress(OSError):
-        line.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+        line.send(json.dumps(message).encode(), flags)
 
 
 class WorkerEnd:
@@ -54,29 +55,34 @@ class WorkerEnd:
         self._thread: threading.Thread | None = None
 
     def answer(self, call: int, answer: dict[str, Any]) -> None:
-        """Sends the answer to the server, if the line can take it."""
+        """Sends the answer to the server, if the line can take it.
+
+        The line's own thread waits until it can: its answers come no other way.
+        """
         if self._socket is not None:
-            _send(self._socket, [call, answer])
+            is_alone = threading.current_thread() is self._thread
+            _send(self._socket, [call, answer], 0 if is_alone else socket.MSG_DONTWAIT)
 
     def tell(self, mark: str) -> None:
         """Tells the server a mark, for this worker."""
         if self._socket is not None:
             _send(self._socket, [mark, None])
 
-    def serve(self, begin: Callable[[int], object]) -> None:
-        """Starts a thread that calls `begin` with the number of each call on the line."""
+    def serve(self, methods: Mapping[str, Callable[[int], object]]) -> None:
+        """Starts a thread that calls the method of each call on the line with its number."""
         if self._socket is None or self._thread is not None:
             return
-        arguments = (self._socket, begin)
+        arguments = (self._socket, methods)
         self._thread = threading.Thread(
             target=_serve, args=arguments, name="direct-line", daemon=True
         )
         self._thread.start()
 
 
-def _serve(line: socket.socket, begin: Callable[[int], object]) -> None:
+def _serve(line: socket.socket, methods: Mapping[str, Callable[[int], object]]) -> None:
     while data := line.recv(_MAX_BYTES):
-        begin(json.loads(data))
+        number, method = json.loads(data)
+        methods[method](number)
 
 
 class DirectLine:
@@ -85,7 +91,7 @@ class DirectLine:
     line = DirectLine(num_workers)  # before the engine's processes start
     line.listen()  # when they have started
     await line.answers(call)  # through vLLM; afterwards the line `is_up`
-    await line.begin()  # through the line alone
+    await line.call("begin")  # through the line alone
     line.close()
     """
 
@@ -104,7 +110,7 @@ class DirectLine:
         # Whether all workers have answered here.
         self.is_up = False
         # The future of the newest call that went through the line alone.
-        self._beginning: asyncio.Future[list[Any]] | None = None
+        self._alone: asyncio.Future[list[Any]] | None = None
 
     def listen(self) -> None:
         """Starts to receive answers, in the running event loop."""
@@ -126,16 +132,16 @@ class DirectLine:
             through_vllm.add_done_callback(functools.partial(_pass_on, found))
             return await found
 
-    async def begin(self) -> list[Any]:
+    async def call(self, method: str) -> list[Any]:
         """Returns all workers' answers to a call on the line; EngineDied when the line ends.
 
-        Call it only on a line that `is_up`.
+        Call it only on a line that `is_up`, one call after another.
         """
         with self._open() as (number, found):
-            self._beginning = found
+            self._alone = found
             try:
                 for ours in self._sockets:
-                    ours.send(json.dumps(number).encode())
+                    ours.send(json.dumps([number, method]).encode())
             except OSError as error:
                 raise EngineDied(f"the line to a worker of the engine: {error}") from error
             return await found
@@ -181,8 +187,8 @@ class DirectLine:
                     found.set_result(answers)
             # Every process that held the other end is gone; callers through vLLM learn it there.
             self.close()
-            if self._beginning is not None and not self._beginning.done():
-                self._beginning.set_exception(EngineDied("the engine is gone"))
+            if self._alone is not None and not self._alone.done():
+                self._alone.set_exception(EngineDied("the engine is gone"))
 
 
 def _pass_on(found: asyncio.Future[list[Any]], through_vllm: asyncio.Future[list[Any]]) -> None:

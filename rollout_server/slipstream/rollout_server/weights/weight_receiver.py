@@ -182,7 +182,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies began that `copy_weights` has not ended."""
+        """Whether copies began that have not ended."""
         return self._copying is not None
 
     def room(self) -> int:
@@ -204,13 +204,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Receives an update and copies it by the plan; after an error it must be repeated."""
         if self._copying is None:
             self.begin_copies()
-        copying, self._copying, receiver = self._copying, None, self._receiver
+        copying, receiver = self._copying, self._receiver
         assert copying is not None
         assert receiver is not None
         with self._leaving_on_errors():
             digests = copying.finish()
             shares = [] if self._delta is None else self._delta.read()
         self._settle()
+        self._copying = None
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
             shares=shares,

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 # Seconds that an update may take beside its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
+# Results of updates with more buckets, 150 bytes each, go through vLLM: a message on the line has
+# 200 KB at most.
+_SHORT_BUCKETS = 256
 
 Result = TypeVar("Result")
 # Calls a method of all workers (`WorkerCalls.call_all`).
@@ -164,17 +167,15 @@ class WeightUpdate:
             # The buckets are on the wire now. The engine takes calls in order: the new version must
             # not wait for the last bucket, so it is given first.
             _, results = await asyncio.gather(
-                resume_idle(announced.version, announced.limit_s),
-                self._carry_out("slipstream_receive", announced.limit_s),
+                resume_idle(announced.version, announced.limit_s), self._finish(announced.limit_s)
             )
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
             # is told to pause begins no other step. It preempts requests while the device copies.
             mark = f"paused for {publish_id}"
-            pause_s, _ = await asyncio.gather(
-                self._paused(announced.limit_s, mark), self._begin(announced.limit_s, mark)
+            pause_s, results = await asyncio.gather(
+                self._paused(announced.limit_s, mark), self._copy(announced.limit_s, mark)
             )
-            results = await self._carry_out("slipstream_receive", announced.limit_s)
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
             pause_s = await self._paused(0.0)
@@ -247,6 +248,11 @@ class WeightUpdate:
         await self._pause(update_limit_s, mark)
         return time.monotonic() - begun_s
 
+    async def _copy(self, limit_s: float, mark: str) -> list[Any]:
+        """Returns the workers' results of copies, which begin behind the pause of this mark."""
+        await self._begin(limit_s, mark)
+        return await self._finish(limit_s)
+
     async def _begin(self, limit_s: float, *mark: str) -> None:
         """Lets the workers begin to copy; with `mark` behind a pause that they tell by it."""
         try:
@@ -254,8 +260,14 @@ class WeightUpdate:
         except WeightSyncError:
             # The update is over only when the workers that began it have left it.
             with contextlib.suppress(WeightSyncError):
-                await self._carry_out("slipstream_receive", limit_s)
+                await self._finish(limit_s)
             raise
+
+    async def _finish(self, limit_s: float) -> list[Any]:
+        """Returns the workers' results of an update that was begun."""
+        is_short = self._num_buckets <= _SHORT_BUCKETS
+        method = "slipstream_finish" if is_short else "slipstream_receive"
+        return await self._carry_out(method, limit_s)
 
     async def _carry_out(self, method: str, limit_s: float, *arguments: str) -> list[Any]:
         return await _within(limit_s, self._answers(method, arguments))

@@ -14,6 +14,9 @@ from slipstream.rollout_server.weights.direct_line import DirectLine
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+# What a thread of each worker does beside the engine's.
+_BESIDE_ENGINE = ("slipstream_begin", "slipstream_finish")
+
 
 class WorkerCalls:
     """Calls all workers; takes the answers of vLLM or of the direct line, whichever come first."""
@@ -27,8 +30,8 @@ class WorkerCalls:
         A call once made runs to its end, also when its caller no longer waits.
         """
         # With arguments it must not overtake the order to pause, which goes through vLLM.
-        if method == "slipstream_begin" and not arguments and self._line.is_up:
-            return await self._line.begin()
+        if method in _BESIDE_ENGINE and not arguments and self._line.is_up:
+            return await self._line.call(method)
         return await self._line.answers(
             lambda number: self._through_vllm(method, (number, *arguments))
         )

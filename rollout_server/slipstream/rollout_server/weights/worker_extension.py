@@ -63,7 +63,8 @@ class WorkerExtension:
         if self._line is None:
             _unlink_shared_memory()
             self._line = WorkerEnd(engine.parallel_config.rank)
-            self._line.serve(_enqueueing(self.slipstream_begin, engine.device))
+            methods = (self.slipstream_begin, self.slipstream_finish)
+            self._line.serve({m.__name__: _enqueueing(m, engine.device) for m in methods})
         return self._answer(call, prepare)
 
     def slipstream_is_ready(self, call: int) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class WorkerExtension:
         return self._answer(call, self.weight_transfer_engine.room)
 
     def slipstream_begin(self, call: int, pausing: str = "") -> dict[str, Any]:
-        """Begins to copy the announced update, without waiting; `slipstream_receive` ends it.
+        """Begins to copy the announced update, without waiting; `slipstream_finish` ends it.
 
         `pausing`: the mark that the server is told when the pause under way is complete. Without
         it nothing runs in the engine, and this may run outside the engine's thread. The engine
@@ -88,6 +89,21 @@ class WorkerExtension:
 
         return self._answer(call, begin)
 
+    def slipstream_finish(self, call: int) -> dict[str, Any]:
+        """Ends an update that was begun; answers the fields of a `LoadResult`.
+
+        May run outside the engine's thread, which plans no step before the server has heard this.
+        """
+
+        def finish() -> dict[str, Any]:
+            engine = self.weight_transfer_engine
+            engine.copy_weights()
+            # vLLM forgets adapters when it loads weights.
+            engine.put_adapters_on()
+            return asdict(engine.result)
+
+        return self._answer(call, finish)
+
     def slipstream_receive(self, call: int) -> dict[str, Any]:
         """Receives and loads the announced update; answers the fields of a `LoadResult`."""
 
@@ -97,7 +113,6 @@ class WorkerExtension:
                 engine.copy_weights()
             else:
                 _load(self)
-            # vLLM forgets adapters when it loads weights.
             engine.put_adapters_on()
             return asdict(engine.result)
 

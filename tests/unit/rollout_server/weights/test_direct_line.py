@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,7 +156,11 @@ async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene
     scene.line.close()
 
 
-def begin(place: int, stays: bool) -> None:
+# More than a socket takes at once.
+LONG = "x" * 50_000
+
+
+def serve(place: int, stays: bool) -> None:
     """A worker that answers a call and then hears of others on the line."""
     end = WorkerEnd(place)
 
@@ -164,7 +169,11 @@ def begin(place: int, stays: bool) -> None:
             os._exit(1)
         end.answer(call, {"value": threading.current_thread().name})
 
-    end.serve(work)
+    def talk(call: int) -> None:
+        for number in range(call - 20, call + 1):
+            end.answer(number, {"value": LONG})
+
+    end.serve({"work": work, "talk": talk})
     end.answer(1, {"value": place})
     threading.Event().wait()
 
@@ -179,26 +188,41 @@ async def up(scene: Scene) -> None:
 
 
 @two_workers
-async def test_workers_begin_in_a_thread_of_theirs_when_they_hear_of_it(scene: Scene) -> None:
+async def test_workers_do_in_a_thread_of_theirs_what_they_hear_on_the_line(scene: Scene) -> None:
     for place in range(2):
-        scene.fork(begin, place, True)
+        scene.fork(serve, place, True)
     scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         for _ in range(2):
-            assert await scene.line.begin() == [{"value": "direct-line"}] * 2
+            assert await scene.line.call("work") == [{"value": "direct-line"}] * 2
     scene.line.close()
 
 
 @two_workers
-async def test_what_was_begun_ends_with_the_engine(scene: Scene) -> None:
+async def test_an_answer_that_comes_by_the_line_alone_waits_for_room_in_it(scene: Scene) -> None:
     for place in range(2):
-        scene.fork(begin, place, False)
+        scene.fork(serve, place, True)
+    scene.line.listen()
+    await up(scene)
+    async with asyncio.timeout(LIMIT_S):
+        asking = asyncio.create_task(scene.line.call("talk"))
+        await asyncio.sleep(0)
+        # The server is busy: it reads nothing meanwhile.
+        time.sleep(0.3)  # noqa: ASYNC251
+        assert await asking == [{"value": LONG}] * 2
+    scene.line.close()
+
+
+@two_workers
+async def test_a_call_on_the_line_ends_with_the_engine(scene: Scene) -> None:
+    for place in range(2):
+        scene.fork(serve, place, False)
     scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDied, match="the engine is gone"):
-            await scene.line.begin()
+            await scene.line.call("work")
     # The next update goes through vLLM, which knows what became of its engine.
     assert not scene.line.is_up
 
