@@ -126,7 +126,6 @@ def test_no_trained_token_is_older_than_promised(run: Path, summary: dict) -> No
     assert summary["max_staleness"] == 2
     assert 0 < summary["max_lag_seen"] <= 2
     assert sum(summary["tokens_by_lag"].values()) == summary["trained_tokens"]
-    assert summary["trajectories_with_several_versions"] > 0
     for record in batch_records(run):
         batch = read_batch(run / "journal", record["step"], record["crc32"])
         spans = [span for t in batch.trajectories for span in t.version_spans if span.length]
