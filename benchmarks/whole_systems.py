@@ -6,8 +6,8 @@ and forced lengths of replies: 512 tokens first, then lognormal with a coefficie
 a round are loaded side by side, and then run one after the other: whoever does not run waits at a
 gate, with idle GPUs. The first steps of either length do not count, nor do an asynchronous
 system's last ones of the fixed length, when others are under way. A figure is the tokens of whole
-windows over their time; a window has `max_staleness` + 1 steps or a few more, so that waves of
-replies of one length end with it.
+windows over their time; a window has `max_staleness` + 1 steps, after which an asynchronous trainer
+waits for the same groups again, or a few more, so that waves of replies of one length end with it.
 
     python benchmarks/whole_systems.py --systems ours trl-async           # two GPUs, 8 minutes
     python benchmarks/whole_systems.py --gpus 1 --systems ours trl-colocated
@@ -144,7 +144,7 @@ class Benchmark:
             note(NAME, {"system": system.name, **row})
         for lengths, chosen in windows(system).items():
             if chosen:
-                found = figures(chosen, system.window)
+                found = figures(chosen, system.window(lengths))
                 progress(f"{system.name}, {lengths}: {json.dumps(found)}")
                 self.runs[f"{system.name}, {lengths}"].append(found)
         self.write()

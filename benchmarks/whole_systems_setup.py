@@ -43,10 +43,13 @@ class System:
     url: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    @property
-    def window(self) -> int:
-        """Steps of a window: all that may lie ahead, and whole waves of replies of one length."""
-        return -(-(self.ahead + 1) // self.wave) * self.wave if self.ahead else 1
+    def window(self, lengths: str) -> int:
+        """Returns the steps of a window: all that may lie ahead, after which late replies come.
+
+        `lengths`: "fixed", whose window holds whole waves of replies, or "lognormal".
+        """
+        wave = self.wave if lengths == "fixed" else 1
+        return -(-(self.ahead + 1) // wave) * wave if self.ahead else 1
 
     @property
     def asked(self) -> Path:

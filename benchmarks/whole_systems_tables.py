@@ -26,7 +26,7 @@ PARTS = {
     "perf/weight_sync_s": "weights",
     "rollout/generated_tok_s": "generated tokens/s",
     "sample/staleness_mean": "lag",
-    "sample/dropped_stale_total": "dropped so far",
+    "sample/dropped_stale_total": "dropped in each step that drops",
 }
 
 
@@ -37,17 +37,18 @@ def windows(system: System) -> dict[str, list[dict[str, Any]]]:
     first, slow step last for a window more, and replies of the next lengths begin a window early.
     Replies of the first lengths come later than that when a server began them late.
     """
-    rows, ahead, window = system.rows(), system.ahead, system.window
+    rows, ahead = system.rows(), system.ahead
+    window, last = system.window("fixed"), system.window("lognormal")
     settle = 2 * window if ahead else 1
     fixed = system.fixed_steps
     tokens = system.work.tokens * (system.work.fixed // fixed)
     last_fixed = max((row["step"] for row in rows if row["trained_tokens"] == tokens), default=0)
-    first_lognormal = max(fixed, last_fixed) + window
+    first_lognormal = max(fixed, last_fixed) + last
     whole = (fixed - (window if ahead else 0) - settle) // window * window
     chosen = {"fixed": [row for row in rows if settle < row["step"] <= settle + whole]}
     rest = [row for row in rows if row["step"] > first_lognormal]
-    chosen["lognormal"] = rest[: len(rest) // window * window]
-    return {lengths: each for lengths, each in chosen.items() if len(each) >= window}
+    chosen["lognormal"] = rest[: len(rest) // last * last]
+    return {lengths: each for lengths, each in chosen.items() if each}
 
 
 def figures(rows: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:

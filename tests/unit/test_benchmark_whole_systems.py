@@ -46,9 +46,9 @@ def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
 def test_a_window_has_whole_waves_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
     system = dataclasses.replace(system, wave=2)
-    assert system.window == 6
+    assert (system.window("fixed"), system.window("lognormal")) == (6, 5)
     assert numbers(windows(system)["fixed"]) == list(range(13, 25))
-    assert numbers(windows(system)["lognormal"]) == list(range(37, 49))
+    assert numbers(windows(system)["lognormal"]) == list(range(36, 51))
 
 
 def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
