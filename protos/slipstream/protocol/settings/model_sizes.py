@@ -263,6 +263,12 @@ def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(decoder, Mapping):
         return dict(values)
     outer = {name: value for name, value in values.items() if name != "text_config"}
+    if architecture in VISION:
+        # transformers takes the outer field or its default, false; for Qwen2.5-VL both count.
+        is_tied = outer.get("tie_word_embeddings") or (
+            architecture == VISION[0] and decoder.get("tie_word_embeddings")
+        )
+        outer["tie_word_embeddings"] = bool(is_tied)
     return {**decoder, **outer}
 
 

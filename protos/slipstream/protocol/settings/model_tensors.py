@@ -17,9 +17,12 @@ from slipstream.protocol.settings.model_files import INDEX, read_header
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
 from slipstream.protocol.settings.nested_decoders import is_nested, nested_name
 from slipstream.protocol.settings.rope_fields import DELTA_NETS, QWEN35_VISION, VISION
+from slipstream.protocol.settings.tied_outputs import are_equal
 from slipstream.protocol.settings.tower_tensors import TOWER_FOLDERS, Shape, tower_tensors
 
 OUTPUT = "lm_head.weight"
+# Endings of the matrix of embeddings.
+_EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
 _NORMED_HEADS = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -93,14 +96,36 @@ def tensor_problems(
                 f"{setting} must hold tensors that fit its config.json: {path} has {name} "
                 f"of shape {list(found)}, not {list(shape)}"
             )
+    if has_output:
+        yield from _output_problems(values, needed, held, setting)
     if not is_nested(values) and architecture not in VISION:
-        for name in held:
-            if name.startswith(TOWER_FOLDERS):
-                yield (
-                    f"{setting} must hold no vision tower for a {architecture}, which sees no "
-                    f"images: {held[name][0]} has {name}, which would be left out"
-                )
-                return
+        for name in [name for name in held if name.startswith(TOWER_FOLDERS)][:1]:
+            yield (
+                f"{setting} must hold no vision tower for a {architecture}, which sees no "
+                f"images: {held[name][0]} has {name}, which would be left out"
+            )
+
+
+def _output_problems(
+    values: Mapping[str, Any],
+    needed: Mapping[str, Shape],
+    held: Mapping[str, tuple[Path, Shape]],
+    setting: str,
+) -> Iterator[str]:
+    """Checks a projection that files hold beside tied embeddings.
+
+    The learner would train the embeddings in its place, transformers and vLLM take it as it is.
+    """
+    output = nested_name(OUTPUT, held) if is_nested(values) else OUTPUT
+    embedding = next(name for name in needed if name.endswith(_EMBEDDINGS))
+    if output in needed or output not in held or embedding not in held:
+        return
+    (path, shape), (other, expected) = held[output], held[embedding]
+    if shape != expected or not are_equal((path, output), (other, embedding)):
+        yield (
+            f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
+            f"them (tie_word_embeddings), {path} has one"
+        )
 
 
 def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:

@@ -120,6 +120,42 @@ def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: 
     assert not list(tensor_problems(folder, "critic.path", has_output=False))
 
 
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [(None, False), ("last row", True), ("all", True), ("dtype", True), ("rows", True)],
+)
+def test_an_output_layer_beside_tied_embeddings_must_be_equal(
+    change: str | None, is_refused: bool, folder: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
+    file = folder / "model.safetensors"
+    tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
+    embedding = torch.randn(100, 8)
+    output = embedding.clone()
+    if change == "last row":
+        output[99] += 1
+    elif change == "all":
+        output += 1
+    elif change == "dtype":
+        output = output.bfloat16()
+    elif change == "rows":
+        output = output[:50].clone()
+    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    save_file(tensors | named, file)
+    expected = (
+        f"critic.path must hold no lm_head.weight that differs from model.embed_tokens.weight, as "
+        f"config.json ties them (tie_word_embeddings), {file} has one"
+    )
+    assert list(tensor_problems(folder, "critic.path")) == [expected] * is_refused
+    assert list(tensor_problems(folder, "critic.path", has_output=False)) == []
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": False}))
+    if change != "rows":
+        assert problems(folder) == []
+
+
 def test_tensors_beside_those_that_are_needed_do_not_matter(folder: Path) -> None:
     assert "w" in read_header(folder / "model.safetensors")
     assert problems(folder) == []
