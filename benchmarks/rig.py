@@ -211,11 +211,6 @@ class SteeredController(Controller):
         return self._publisher.totals.summary()
 
     @property
-    def trainer_is_there(self) -> bool:
-        """Whether a trainer has registered; then it has loaded its weights."""
-        return self._progress.has_trainer
-
-    @property
     def sessions(self) -> list[ServerSession]:
         """Sessions of the servers that are connected."""
         return list(self._fleet.sessions.values())

@@ -155,6 +155,8 @@ def test_main_memory_holds_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPa
 def headers(folder: Path, tensors: dict[str, list[int]]) -> Path:
     """A model's files as far as their sizes are read."""
     folder.mkdir()
+    sizes = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(sizes))
     entries = {name: {"dtype": "BF16", "shape": shape} for name, shape in tensors.items()}
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -196,6 +198,15 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(
     assert needs(ep=4).saved_bytes == 26e6 * 14
     assert needs(ep=4).saved_expert_bytes == 24e6 * 14
     assert needs(ep=4).worker_bytes == 52e6
+
+    # Layers that predict further tokens are not loaded.
+    tensors |= {"mtp.fc.weight": [9, 9], "model.layers.1.mlp.experts.0.up_proj.weight": [9, 9]}
+    model["path"] = str(headers(tmp_path / "further", tensors))
+    assert needs(ep=4).rank_bytes == (2 + 6) * 18e6
+
+    # The check of the model says this.
+    (tmp_path / "further" / "config.json").unlink()
+    assert fit.needs_of(config_of(model=model)) is None
 
     # Each node has half of the experts, the first one all else.
     monkeypatch.setattr(fit, "free_memory", lambda: (100.0, ""))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.machine import free_memory
@@ -15,6 +13,7 @@ from slipstream.client.launch.placement import Placement, check_transport, place
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.gpus import Gpu, find_gpu
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.loaded_tensors import loaded_tensors
 from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import ParallelSection
 
@@ -79,8 +78,12 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the headers of the model's files; None if there are no files."""
-    parameters, experts = _parameters(config.model.path)
+    """Computes the needs from the headers of the model's files; None for no folder of a model."""
+    try:
+        parameters, experts = _parameters(config)
+    except ConfigError:
+        # The check of the model has named it.
+        return None
     if not parameters:
         return None
     learner, parallel = config.learner, config.learner.parallel
@@ -212,16 +215,11 @@ def short(number: float) -> str:
     return f"{number:.0f} "
 
 
-def _parameters(folder: Path) -> tuple[int, int]:
-    """Returns the elements in all safetensors files, and those of experts, from the headers."""
+def _parameters(config: Config) -> tuple[int, int]:
+    """Returns the elements of all tensors that a run loads, and those of experts."""
     total = experts = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                elements = math.prod(entry["shape"])
-                total += elements
-                experts += elements if ".experts." in name else 0
+    for name, shape in loaded_tensors(config):
+        elements = math.prod(shape)
+        total += elements
+        experts += elements if ".experts." in name else 0
     return total, experts

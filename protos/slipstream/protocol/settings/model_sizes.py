@@ -24,6 +24,7 @@ from slipstream.protocol.settings.rope_fields import (
     architecture_of,
     rope_table,
 )
+from slipstream.protocol.settings.tower_tensors import deep_layers
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,7 @@ class ModelSizes:
             is_quantized="quantization_config" in values,
             has_vision=_has_vision(values),
             is_nested=is_nested(values),
-            deep_layers=len(
-                (values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
-            ),
+            deep_layers=deep_layers(values),
             image_token=_image_token(values),
         )
 
@@ -250,14 +249,26 @@ def _check_ties(values: Mapping[str, Any]) -> None:
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config.json with the fields of its decoder, which models with vision nest.
 
-    ConfigError for a decoder of `NESTED` that is not known.
+    ConfigError for a decoder of `NESTED` that is not known, and a tower beside a text class.
     """
-    if architecture_of(values) in NESTED:
+    architecture = architecture_of(values)
+    if architecture in NESTED:
         return nested_table(values)
+    if architecture.endswith("ForCausalLM") and values.get("vision_config"):
+        raise ConfigError(
+            f"model.path: config.json of a {architecture} must have no vision_config: it is "
+            "trained without a vision tower, which would be left out"
+        )
     decoder = values.get("text_config")
     if not isinstance(decoder, Mapping):
         return dict(values)
     outer = {name: value for name, value in values.items() if name != "text_config"}
+    if architecture in VISION:
+        # transformers takes the outer field or its default, false; for Qwen2.5-VL both count.
+        is_tied = outer.get("tie_word_embeddings") or (
+            architecture == VISION[0] and decoder.get("tie_word_embeddings")
+        )
+        outer["tie_word_embeddings"] = bool(is_tied)
     return {**decoder, **outer}
 
 

@@ -6,29 +6,23 @@ Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type:
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.hybrid_layers import hybrid_tensors
 from slipstream.protocol.settings.model_files import INDEX, read_header
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
-from slipstream.protocol.settings.nested_decoders import is_nested, nested_name, tower_name
-from slipstream.protocol.settings.rope_fields import (
-    DELTA_NETS,
-    QWEN35_VISION,
-    VISION,
-    architecture_of,
-)
-
-Shape: TypeAlias = tuple[int, ...]
+from slipstream.protocol.settings.nested_decoders import is_nested, nested_name
+from slipstream.protocol.settings.rope_fields import DELTA_NETS, QWEN35_VISION, VISION
+from slipstream.protocol.settings.tied_outputs import are_equal
+from slipstream.protocol.settings.tower_tensors import TOWER_FOLDERS, Shape, tower_tensors
 
 OUTPUT = "lm_head.weight"
-# Parts of the projector of Mistral 3.
-_PROJECTOR = tuple(
-    f"multi_modal_projector.{part}." for part in ("norm", "patch_merger", "linear_1", "linear_2")
-)
+# Endings of the matrix of embeddings.
+_EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
 _NORMED_HEADS = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -73,20 +67,24 @@ def tensor_problems(
     """Yields one clause for each tensor that is missing or has a wrong shape; for complete files.
 
     `setting` names the folder, of a supported architecture. The projection to the vocabulary is
-    needed if `has_output`, the vision tower if `has_tower`. Further tensors do not matter.
+    needed if `has_output`, the vision tower if `has_tower`. Further tensors do not matter, but for
+    a tower beside a text class: it would be lost.
     """
     values = read_model_table(folder)
     held = _held(folder)
     architecture = ModelSizes.of(values).folder_class
-    for name in _missing_of_tower(values, held) if has_tower else ():
-        yield (
-            f"{setting} must hold every tensor of a {architecture}: {_place(folder)} has no {name}"
-        )
-    for name, shape in needed_tensors(values).items():
-        if name == OUTPUT and not has_output:
+    needed = needed_tensors(values)
+    if is_nested(values):
+        needed = {nested_name(name, held): shape for name, shape in needed.items()}
+    if has_tower:
+        try:
+            needed |= tower_tensors(values, held)
+        except ConfigError as error:
+            yield f"{setting}: {error}"
+            return
+    for name, shape in needed.items():
+        if name.endswith(OUTPUT) and not has_output:
             continue
-        if is_nested(values):
-            name = nested_name(name, held)
         if name not in held:
             yield (
                 f"{setting} must hold every tensor of a {architecture}: "
@@ -98,44 +96,36 @@ def tensor_problems(
                 f"{setting} must hold tensors that fit its config.json: {path} has {name} "
                 f"of shape {list(found)}, not {list(shape)}"
             )
+    if has_output:
+        yield from _output_problems(values, needed, held, setting)
+    if not is_nested(values) and architecture not in VISION:
+        for name in [name for name in held if name.startswith(TOWER_FOLDERS)][:1]:
+            yield (
+                f"{setting} must hold no vision tower for a {architecture}, which sees no "
+                f"images: {held[name][0]} has {name}, which would be left out"
+            )
 
 
-def _missing_of_tower(values: Mapping[str, Any], held: Collection[str]) -> Iterator[str]:
-    """Yields names that a vision tower lacks; Megatron-Bridge would leave random weights there.
+def _output_problems(
+    values: Mapping[str, Any],
+    needed: Mapping[str, Shape],
+    held: Mapping[str, tuple[Path, Shape]],
+    setting: str,
+) -> Iterator[str]:
+    """Checks a projection that files hold beside tied embeddings.
 
-    Each part must have a tensor, and each block those that another block has.
+    The learner would train the embeddings in its place, transformers and vLLM take it as it is.
     """
-    for alike in _tower_parts(values, held):
-        found = {
-            part: {name.removeprefix(part) for name in held if name.startswith(part)}
-            for part in alike
-        }
-        needed = set().union(*found.values()) or {"*"}
-        yield from (f"{part}{name}" for part in alike for name in sorted(needed - found[part]))
-
-
-def _tower_parts(values: Mapping[str, Any], held: Collection[str]) -> list[list[str]]:
-    """Returns the beginnings of the names of a tower's tensors; those in one list are alike."""
-    architecture, tower = architecture_of(values), values.get("vision_config") or {}
-
-    def numbered(folder: str, number: object, default: int) -> list[str]:
-        count = number if isinstance(number, int) else default
-        return [f"{folder}.{place}." for place in range(count)]
-
-    if is_nested(values):
-        layers = tower_name("vision_tower.transformer.layers", held)
-        single = ("vision_tower.patch_conv.", "vision_tower.ln_pre.", *_PROJECTOR)
-        parts = [[tower_name(name, held)] for name in single]
-        return [*parts, numbered(layers, tower.get("num_hidden_layers"), 24)]
-    is_first = architecture == VISION[0]
-    start = "visual" if is_first else "model.visual"
-    names = ("patch_embed", "merger") if is_first else ("patch_embed", "merger", "pos_embed")
-    deep = len(tower.get("deepstack_visual_indexes") or ())
-    return [
-        *([f"{start}.{name}."] for name in names),
-        numbered(f"{start}.blocks", tower.get("depth"), 32 if is_first else 27),
-        numbered(f"{start}.deepstack_merger_list", deep, 0),
-    ]
+    output = nested_name(OUTPUT, held) if is_nested(values) else OUTPUT
+    embedding = next(name for name in needed if name.endswith(_EMBEDDINGS))
+    if output in needed or output not in held or embedding not in held:
+        return
+    (path, shape), (other, expected) = held[output], held[embedding]
+    if shape != expected or not are_equal((path, output), (other, embedding)):
+        yield (
+            f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
+            f"them (tie_word_embeddings), {path} has one"
+        )
 
 
 def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:

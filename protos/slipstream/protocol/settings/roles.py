@@ -24,6 +24,7 @@ from slipstream.protocol.settings.vision_rules import (
     sees_images,
     vision_layout_problems,
 )
+from slipstream.protocol.vision.pixtral import row_tokens
 
 
 def reference_is_policy(config: Config) -> bool:
@@ -166,12 +167,31 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
     """Returns by names how a folder makes tokens of images, with transformers' defaults."""
     table = read_model_table(folder)
     tower = table.get("vision_config") or {}
-    return _processor(folder) | {
-        "image token": sizes.image_token,
-        "spatial_merge_size": tower.get("spatial_merge_size", table.get("spatial_merge_size", 2)),
-        "vision_config.patch_size": tower.get("patch_size"),
-        "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
-    }
+    rows = _row_tokens(folder) if sizes.is_nested else {}
+    return (
+        _processor(folder)
+        | rows
+        | {
+            "image token": sizes.image_token,
+            "spatial_merge_size": tower.get(
+                "spatial_merge_size", table.get("spatial_merge_size", 2)
+            ),
+            "vision_config.patch_size": tower.get("patch_size"),
+            "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
+        }
+    )
+
+
+def _row_tokens(folder: Path) -> dict[str, object]:
+    """Returns the tokens at the ends of rows of an image; ConfigError for files without any."""
+    path = folder / "tokenizer.json"
+    try:
+        return dict(row_tokens(_read_table(folder / "processor_config.json"), _read_table(path)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} must hold added_tokens with the tokens between rows of an image "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def _processor(folder: Path) -> dict[str, object]:

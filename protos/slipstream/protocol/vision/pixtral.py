@@ -17,6 +17,9 @@ import numpy.typing as npt
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.vision.pixels import ImageProcessor, Pixels, opened
 
+# Field of processor_config.json -> default of the token at the end of a row, and of an image.
+ROW_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+
 
 @dataclass(frozen=True)
 class PixtralProcessor(ImageProcessor):
@@ -110,25 +113,28 @@ def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
 
     path = folder / "processor_config.json"
     names = json.loads(path.read_text()) if path.is_file() else {}
-    ids = {
-        token["content"]: int(token["id"])
-        for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    }
-    wanted = (
-        names.get("image_break_token", "[IMG_BREAK]"),
-        names.get("image_end_token", "[IMG_END]"),
-    )
-    for token in wanted:
-        if token not in ids:
+    ids = row_tokens(names, json.loads((folder / "tokenizer.json").read_text()))
+    for name, default in ROW_TOKENS.items():
+        if name not in ids:
             raise ConfigError(
-                f"model.path must hold a tokenizer with the token {token!r}, which stands between "
-                f"parts of an image, {folder}/tokenizer.json has none"
+                f"model.path must hold a tokenizer with the token {names.get(name, default)!r}, "
+                f"which stands between parts of an image, {folder}/tokenizer.json has none"
             )
-    break_id, end_id = (ids[token] for token in wanted)
     return PixtralProcessor(
         PixtralImageProcessorPil.from_pretrained(folder),
         patch_size=int(table["vision_config"]["patch_size"]),
         merge_size=int(table.get("spatial_merge_size", 2)),
-        break_id=break_id,
-        end_id=end_id,
+        break_id=ids["image_break_token"],
+        end_id=ids["image_end_token"],
     )
+
+
+def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids of `ROW_TOKENS` in the tables of processor_config.json and tokenizer.json.
+
+    A token that the tokenizer lacks is left out. KeyError, TypeError and ValueError for tables of
+    another form.
+    """
+    ids = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
+    wanted = {name: names.get(name, default) for name, default in ROW_TOKENS.items()}
+    return {name: ids[token] for name, token in wanted.items() if token in ids}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.model_files import read_header
+from slipstream.protocol.settings.loaded_tensors import loaded_tensors
 
 # Greatest part of the engine's share that "auto" takes from the KV cache for arriving weights.
 MOST_OF_SHARE = 1 / 6
@@ -33,12 +32,5 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 def wire_bytes(config: Config) -> int:
     """Returns the bytes of all weights on the wire, by the headers of the model's files."""
     dtype = config.weights.wire_dtype or config.model.dtype
-    return (4 if dtype == "float32" else 2) * sum(map(_elements, _files(config.model.path)))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _elements(path: Path) -> int:
-    return sum(math.prod(tensor["shape"]) for tensor in read_header(path).values())
+    elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
+    return (4 if dtype == "float32" else 2) * elements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import check_model, parse_config
 from slipstream.protocol.settings.model_files import INDEX, read_header
+from slipstream.protocol.settings.model_sizes import decoder_table
 from slipstream.protocol.settings.model_tensors import needed_tensors, tensor_problems
 from support.fakes.model_folders import write_loadable_files, write_safetensors
 from support.fakes.small_configs import config_of
@@ -118,6 +120,42 @@ def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: 
     assert not list(tensor_problems(folder, "critic.path", has_output=False))
 
 
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [(None, False), ("last row", True), ("all", True), ("dtype", True), ("rows", True)],
+)
+def test_an_output_layer_beside_tied_embeddings_must_be_equal(
+    change: str | None, is_refused: bool, folder: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
+    file = folder / "model.safetensors"
+    tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
+    embedding = torch.randn(100, 8)
+    output = embedding.clone()
+    if change == "last row":
+        output[99] += 1
+    elif change == "all":
+        output += 1
+    elif change == "dtype":
+        output = output.bfloat16()
+    elif change == "rows":
+        output = output[:50].clone()
+    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    save_file(tensors | named, file)
+    expected = (
+        f"critic.path must hold no lm_head.weight that differs from model.embed_tokens.weight, as "
+        f"config.json ties them (tie_word_embeddings), {file} has one"
+    )
+    assert list(tensor_problems(folder, "critic.path")) == [expected] * is_refused
+    assert list(tensor_problems(folder, "critic.path", has_output=False)) == []
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": False}))
+    if change != "rows":
+        assert problems(folder) == []
+
+
 def test_tensors_beside_those_that_are_needed_do_not_matter(folder: Path) -> None:
     assert "w" in read_header(folder / "model.safetensors")
     assert problems(folder) == []
@@ -154,6 +192,60 @@ def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(
         assert problems[0].startswith("critic.path must hold every tensor of a ")
         assert part in problems[0]
         assert list(tensor_problems(folder, "critic.path", has_tower=False)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_of_other_sizes_is_refused_where_images_are_seen(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, family)
+    file = tmp_path / "model.safetensors"
+    held = {name: each["shape"] for name, each in read_header(file).items()}
+    name = next(name for name in held if ".1." in name and "vis" in name and len(held[name]) == 2)
+    rows, columns = held[name]
+    write_safetensors(file, beside=held | {name: (rows, columns + 1)})
+    assert list(tensor_problems(tmp_path, "critic.path", has_tower=False)) == []
+    assert list(tensor_problems(tmp_path, "critic.path", has_tower=True)) == [
+        f"critic.path must hold tensors that fit its config.json: {file} has {name} "
+        f"of shape [{rows}, {columns + 1}], not [{rows}, {columns}]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out_hidden_size": 32}, "out_hidden_size in vision_config must be the .* 64, got 32"),
+        ({"patch_size": [14, 14]}, r"patch_size in vision_config must be a .*, got \[14, 14\]"),
+    ],
+)
+def test_a_tower_that_cannot_stand_before_its_decoder_is_refused(
+    changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, "qwen2_5_vl")
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["vision_config"] |= changes
+    path.write_text(json.dumps(values))
+    (problem,) = tensor_problems(tmp_path, "model.path", has_tower=True)
+    assert re.match(f"model.path: {words}", problem)
+
+
+@pytest.mark.parametrize("role", ["model", "reference", "critic"])
+def test_a_text_class_with_a_tower_in_its_files_is_refused(role: str, folder: Path) -> None:
+    file, name = folder / "model.safetensors", "visual.patch_embed.proj.weight"
+    write_safetensors(file, beside=shapes() | {name: (8, 3, 2, 14, 14)})
+    assert list(tensor_problems(folder, f"{role}.path")) == [
+        f"{role}.path must hold no vision tower for a LlamaForCausalLM, which sees no images: "
+        f"{file} has {name}, which would be left out"
+    ]
+
+
+def test_a_text_class_with_a_tower_in_its_config_is_refused() -> None:
+    for name in ("Qwen2ForCausalLM", "Ministral3ForCausalLM"):
+        values = {"architectures": [name], "vision_config": {"depth": 2}, "text_config": {}}
+        with pytest.raises(ConfigError, match=f"a {name} must have no vision_config"):
+            decoder_table(values)
+        assert decoder_table(values | {"vision_config": None})["architectures"] == [name]
 
 
 @pytest.mark.parametrize("images", [0, 1])

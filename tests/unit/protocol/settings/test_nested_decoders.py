@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,55 @@ def test_a_critic_of_its_own_folder_has_no_tower(values: dict[str, Any], tmp_pat
             ]
         )
         assert list(role_problems(config, policy)) == expected
+
+
+def row_problems(folder: Path, names: dict[str, str], added: object) -> list[str]:
+    """Returns what is said of a reference whose rows end with other tokens than the policy's."""
+    usual = [{"content": "[IMG_BREAK]", "id": 12}, {"content": "[IMG_END]", "id": 13}]
+    for role, table, tokens in (("policy", {}, usual), ("reference", names, added)):
+        (folder / role).mkdir()
+        for name, values in (
+            ("config.json", MISTRAL),
+            ("processor_config.json", table),
+            ("tokenizer.json", {"added_tokens": tokens}),
+        ):
+            (folder / role / name).write_text(json.dumps(values))
+    changes = {
+        "model": {"path": str(folder / "policy")},
+        "reference": {"path": str(folder / "reference")},
+        "algorithm": {**BASE["algorithm"], "kl": {"coefficient": 0.1}},
+        "sampling": {**BASE["sampling"], "max_images": 1},
+    }
+    config = parse_config(BASE | changes, source="test")
+    return list(role_problems(config, ModelSizes.of(decoder_table(MISTRAL))))
+
+
+@pytest.mark.parametrize(
+    ("names", "ids", "differing"),
+    [
+        ({}, (12, 13), ""),
+        ({"image_break_token": "a", "image_end_token": "b"}, (3, 4, 12, 13), "3, not 12.*4, not"),
+        ({"image_end_token": "[IMG_BREAK]"}, (12, 13), "image_end_token 12, not 13"),
+        ({}, (12, 14), "image_end_token 14, not 13"),
+        ({"image_break_token": "no"}, (12, 13), "image_break_token None, not 12"),
+    ],
+)
+def test_a_role_ends_the_rows_of_images_with_the_tokens_of_the_policy(
+    names: dict[str, str], ids: tuple[int, ...], differing: str, tmp_path: Path
+) -> None:
+    texts = ["a", "b", "[IMG_BREAK]", "[IMG_END]"][-len(ids) :]
+    added = [{"content": text, "id": token} for text, token in zip(texts, ids, strict=True)]
+    found = row_problems(tmp_path, names, added)
+    assert len(found) == bool(differing), found
+    if found:
+        assert found[0].startswith("reference.path must make the policy's tokens of images")
+        assert re.search(differing, found[0])
+
+
+@pytest.mark.parametrize("added", [None, [3], [{"id": 1}], [{"content": "a", "id": "b"}]])
+def test_a_tokenizer_of_a_role_that_cannot_be_read_is_named(added: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reference/tokenizer.json must hold added_tokens"):
+        row_problems(tmp_path, {}, added)
 
 
 def test_refusals_name_the_class_that_the_folder_says() -> None:

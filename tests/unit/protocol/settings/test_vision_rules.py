@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.model_sizes import ModelSizes
+from slipstream.protocol.settings.model_sizes import ModelSizes, decoder_table
 from slipstream.protocol.settings.roles import role_problems
 from slipstream.protocol.settings.vision_rules import vision_problems
 
@@ -215,3 +215,21 @@ def test_the_token_of_images_is_one_of_the_vocabulary(token: int | None, vocab: 
             f"model.path: image_token_id of a Qwen3VLForConditionalGeneration must be a token of "
             f"the vocabulary, 0 to {vocab - 1}, got {151655 if token is None else token}"
         )
+
+
+@pytest.mark.parametrize("inner", [None, True, False])
+@pytest.mark.parametrize("outer", [None, True, False])
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
+def test_embeddings_are_tied_where_transformers_ties_them(
+    name: str, outer: bool | None, inner: bool | None
+) -> None:
+    import transformers
+
+    def said(value: bool | None) -> dict[str, Any]:
+        return {} if value is None else {"tie_word_embeddings": value}
+
+    table = {"text_config": {**DECODER, **said(inner)}, **said(outer)}
+    expected = getattr(transformers, f"{name}Config")(**table).tie_word_embeddings
+    table = {"text_config": {**DECODER, **said(inner)}, **said(outer)}
+    values = {"architectures": [f"{name}ForConditionalGeneration"], **table}
+    assert ModelSizes.of(decoder_table(values)).has_tied_output == expected

@@ -14,12 +14,14 @@ from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_
 GB = 10**9
 
 
-def config_of(folder: Path, stage: object, share: float = 0.9, **weights: object) -> Config:
+def config_of(
+    folder: Path, stage: object, share: float = 0.9, max_images: int = 0, **weights: object
+) -> Config:
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(folder), "dtype": "bfloat16"},
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
         "rollout_server": {"gpu_memory_utilization": share},
         "weights": {"stage_on_server": stage, **weights},
     }
@@ -54,13 +56,44 @@ def test_weights_that_leave_nothing_are_refused(tmp_path: Path) -> None:
         vllm_share(config_of(tmp_path, True, share=0.3), 50 * GB, 150 * GB)
 
 
+def write_tensors(folder: Path, **shapes: list[int]) -> None:
+    for name, shape in shapes.items():
+        header = {"__metadata__": {"format": "pt"}, name: {"dtype": "F32", "shape": shape}}
+        text = json.dumps(header).encode()
+        path = folder / f"{name}.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [(None, 2 * 15), ("float32", 4 * 15)])
 def test_bytes_on_the_wire_are_those_of_all_files(
     tmp_path: Path, dtype: str | None, expected: int
 ) -> None:
-    for name, shape in (("a", [3, 4]), ("b", [3])):
-        header = {"__metadata__": {"format": "pt"}, name: {"dtype": "F32", "shape": shape}}
-        text = json.dumps(header).encode()
-        path = tmp_path / f"{name}.safetensors"
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
+    (tmp_path / "config.json").write_text("{}")
+    write_tensors(tmp_path, a=[3, 4], b=[3])
     assert wire_bytes(config_of(tmp_path, "auto", wire_dtype=dtype)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "images", "expected"),
+    [("Gemma3", 0, 3), ("Mistral3", 0, 3), ("Mistral3", 1, 3 + 12 + 5)],
+)
+def test_a_tower_that_is_left_out_is_not_on_the_wire(
+    tmp_path: Path, family: str, images: int, expected: int
+) -> None:
+    decoder = {"hidden_size": 4, "num_hidden_layers": 1}
+    values = {
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "text_config": decoder,
+        "vision_config": {"hidden_size": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = {
+        "language_model.model.norm.weight": [3],
+        "vision_tower.patch_conv.weight": [3, 4],
+        "multi_modal_projector.norm.weight": [5],
+        # A layer that predicts further tokens.
+        "mtp.norm.weight": [7],
+    }
+    write_tensors(tmp_path, **tensors)
+    config = config_of(tmp_path, "auto", max_images=images)
+    assert wire_bytes(config) == 2 * expected

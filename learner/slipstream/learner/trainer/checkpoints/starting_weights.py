@@ -65,16 +65,22 @@ def check_no_adapters(path: Path) -> None:
 def check_no_lost_tower(config: Config, path: Path) -> None:
     """Raises ConfigError when the files for `load_starting_weights` hold a tower without use.
 
-    A run of `config` would train their decoder, and export it beside the tower of `model.path`.
+    A run of `config` would train their decoder, and export it without the tower they hold.
     """
     sizes = read_model_sizes(config.model.path)
-    if not sizes.is_nested or sees_images(config, sizes):
+    if sees_images(config, sizes):
         return
-    if any(name.startswith(f"{TOWER}.") for name in _names(path)):
+    if not any(name.startswith(f"{TOWER}.") for name in _names(path)):
+        return
+    if sizes.has_vision:
         raise ConfigError(
             f"sampling.max_images must be at least 1 with checkpoint.load = {path}, whose vision "
             "tower would be left out: `slipstream export` writes both into a folder for model.path"
         )
+    raise ConfigError(
+        f"checkpoint.load must hold no vision tower for a {sizes.folder_class}, which sees no "
+        f"images, that of {path} would be left out: model.path must be a folder with a tower"
+    )
 
 
 def _names(path: Path) -> Iterable[str]:

@@ -33,20 +33,28 @@ class PixtralTower(Tower):
     def forward(self, images: ImageInputs) -> list[Tensor]:
         """Returns features [tokens of images with features, hidden size].
 
-        Each image is computed by itself: together they would need a mask of all their patches.
+        Each image is computed by itself, without the mask of all pairs of patches that
+        transformers' forward makes for images together.
         """
         parts: Megatron = self.inner
+        tower, size = parts.vision_tower, self._patch_size
         pixels = images.pixels.to(next(parts.parameters()).dtype)
         sides = [(int(height), int(width)) for _, height, width in images.grids]
         found = []
         for patches, (height, width) in zip(
             torch.split(pixels, [height * width for height, width in sides]), sides, strict=True
         ):
-            size = self._patch_size
-            image = patches.view(height, width, -1, size, size).permute(2, 0, 3, 1, 4)
-            whole = image.reshape(1, -1, height * size, width * size)
+            # The convolution of whole patches gives each of them one vector.
+            embedded = tower.patch_conv(patches.view(height * width, -1, size, size))
+            states = tower.ln_pre(embedded.flatten(1)[None])
+            angles = tower.patch_positional_embedding(states, _places(height, width, states.device))
+            states = tower.transformer(states, position_embeddings=angles).last_hidden_state[0]
             sizes = [(height * size, width * size)]
-            states = parts.vision_tower(whole, image_sizes=sizes, return_dict=True)
-            features = parts.multi_modal_projector(states.last_hidden_state[0], sizes)
-            found.append(features)
+            found.append(parts.multi_modal_projector(states, sizes))
         return [torch.cat(found)]
+
+
+def _places(height: int, width: int, device: torch.device) -> Tensor:
+    """Returns row and column of each patch."""
+    rows = torch.arange(height, device=device).repeat_interleave(width)
+    return torch.stack([rows, torch.arange(width, device=device).repeat(height)], dim=-1)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,20 +13,18 @@ from pathlib import Path
 from safetensors import safe_open
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.protocol.checkpoints import sync_folder
+from slipstream.protocol.settings.loaded_tensors import is_further
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.nested_decoders import TOWERS
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 def _is_untrained(name: str, *, layers: int) -> bool:
     """Whether a tensor is of a layer that predicts further tokens, or of a tower left alone."""
-    place = _LAYER.match(name)
-    apart = name.startswith(("mtp.", *TOWERS))
-    return apart or (place is not None and int(place[1]) >= layers)
+    return name.startswith(TOWERS) or is_further(name, layers=layers)
 
 
 class HfFolderWriter:

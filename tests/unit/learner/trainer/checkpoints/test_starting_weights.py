@@ -39,7 +39,7 @@ MISTRAL3 = {
 }
 
 
-def mistral3_config(folder: Path, *, max_images: int) -> Config:
+def config_of(folder: Path, *, max_images: int) -> Config:
     table = {
         "run": {"name": "r", "steps": 2},
         "model": {"path": str(folder)},
@@ -69,7 +69,7 @@ def test_adapters_that_would_be_left_out_are_refused(tmp_path: Path, folder: str
 @pytest.mark.parametrize("folder", ["", "state"])
 def test_a_trained_tower_that_would_be_left_out_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL3))
-    seeing, alone = (mistral3_config(tmp_path, max_images=number) for number in (2, 0))
+    seeing, alone = (config_of(tmp_path, max_images=number) for number in (2, 0))
     write(tmp_path / "without" / folder, MATRIX)
     check_no_lost_tower(alone, tmp_path / "without")
     write(tmp_path / "with" / folder, MATRIX, "visual.inner.vision_tower.ln_pre.weight")
@@ -79,6 +79,19 @@ def test_a_trained_tower_that_would_be_left_out_is_refused(tmp_path: Path, folde
         match="sampling.max_images must be at least 1 with checkpoint.load = .*/with, ",
     ):
         check_no_lost_tower(alone, tmp_path / "with")
+
+
+def test_a_text_class_does_not_lose_the_tower_of_its_starting_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    config = config_of(tmp_path, max_images=0)
+    write(tmp_path / "without", MATRIX)
+    check_no_lost_tower(config, tmp_path / "without")
+    write(tmp_path / "with", MATRIX, "visual.inner.patch_embed.proj.weight")
+    with pytest.raises(
+        ConfigError,
+        match="checkpoint.load must hold no vision tower for a Qwen2ForCausalLM, .*/with would be",
+    ):
+        check_no_lost_tower(config, tmp_path / "with")
 
 
 def flip(path: Path) -> None:

@@ -1,0 +1,34 @@
+"""The tensors of a model's files that learner and rollout servers load, by the headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.model_files import read_header
+from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.protocol.settings.nested_decoders import TOWERS
+from slipstream.protocol.settings.vision_rules import sees_images
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def is_further(name: str, *, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the `layers` of a model, to predict further tokens."""
+    place = _LAYER.match(name)
+    return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
+
+
+def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields name and shape of each tensor of `config.model.path` that a run loads."""
+    folder = config.model.path
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        return
+    sizes = read_model_sizes(folder)
+    left_out = TOWERS if sizes.is_nested and not sees_images(config, sizes) else ()
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            if not (name.startswith(left_out) or is_further(name, layers=sizes.layers)):
+                yield name, tuple(tensor["shape"])
