@@ -440,7 +440,11 @@ def _save_pixtral_processor(folder: Path, patch: int) -> None:
 
     size = {"longest_edge": LARGEST_SIDE}
     PixtralImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
-    names = {"image_break_token": "<video>", "image_end_token": "</vision>"}
+    names = {
+        "image_token": "<image>",
+        "image_break_token": "<video>",
+        "image_end_token": "</vision>",
+    }
     (folder / "processor_config.json").write_text(json.dumps(names))
 
 

@@ -101,7 +101,11 @@ def _make_mistral(folder: Path, sizes: Mapping[str, object]) -> None:
     )
     Mistral3ForConditionalGeneration(config).save_pretrained(folder)
     PixtralImageProcessorPil(patch_size=14, size={"longest_edge": 112}).save_pretrained(folder)
-    names = {"image_break_token": "<video>", "image_end_token": "</vision>"}
+    names = {
+        "image_token": "<image>",
+        "image_break_token": "<video>",
+        "image_end_token": "</vision>",
+    }
     (folder / "processor_config.json").write_text(json.dumps(names))
 
 

@@ -52,6 +52,7 @@ OWNERS = {
         "slipstream.rollout_server.inference.steady_decoding",
         "slipstream.rollout_server.inference.steady_planning",
         "slipstream.rollout_server.inference.cpu_drafts",
+        "slipstream.rollout_server.inference.delta_models",
         "slipstream.rollout_server.inference.cpu_worker",
         "slipstream.rollout_server.inference.drafting_scheduler",
         "slipstream.rollout_server.inference.drafting_worker",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +16,14 @@ import transformers
 torch = pytest.importorskip("torch")
 vllm = pytest.importorskip("vllm")
 
+from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
 from slipstream.protocol.errors import ConfigError  # noqa: E402
 from slipstream.protocol.settings.config import Config  # noqa: E402
 from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from slipstream.protocol.settings.engine_table import OWNED  # noqa: E402
 from slipstream.protocol.settings.model_sizes import decoder_table  # noqa: E402
 from slipstream.protocol.settings.sampling_section import SamplingSection  # noqa: E402
+from slipstream.protocol.vision.processors import load_processor  # noqa: E402
 from slipstream.rollout_server.inference.vision_values import tower_values  # noqa: E402
 from support.fakes.parity_models import make_mixture  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
@@ -449,6 +453,36 @@ def test_a_tower_that_is_not_trained_is_left_out(
     values = tower_values(decoder_table(table), sampling)
     assert values["limit_mm_per_prompt"] == {"image": limit}
     assert tower_values({"architectures": ["LlamaForCausalLM"]}, sampling) == {}
+
+
+# vLLM forks the engine only from a process without CUDA, which kernels of delta nets start.
+IMAGE_QUESTIONS = """
+import sys
+from slipstream.protocol.settings.model_sizes import read_model_table
+from slipstream.protocol.settings.sampling_section import SamplingSection
+from slipstream.rollout_server.inference.vision_values import tower_values
+from pathlib import Path
+from vllm import AsyncEngineArgs
+from vllm.multimodal import MULTIMODAL_REGISTRY
+sampling = SamplingSection(max_reply_tokens=8, max_episode_tokens=16, max_images=1)
+values = tower_values(read_model_table(Path(sys.argv[1])), sampling)
+model = AsyncEngineArgs(model=sys.argv[1], max_model_len=256, **values).create_model_config()
+info = MULTIMODAL_REGISTRY.create_processor(model).info
+print(dict(info.get_mm_max_tokens_per_item(256, {"image": 1})), dict(info.allowed_mm_limits))
+print([name for name in sys.modules if "flash_linear_attention" in name])
+"""
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
+def test_a_server_asks_about_images_without_kernels_of_delta_nets(
+    family: str, tmp_path: Path
+) -> None:
+    make_tokenizer(tmp_path)
+    make_model(tmp_path, family)
+    largest = load_processor(tmp_path).max_tokens
+    command = [sys.executable, "-c", IMAGE_QUESTIONS, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert found.splitlines()[-2:] == [f"{{'image': {largest}}} {{'image': 1}}", "[]"]
 
 
 def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:

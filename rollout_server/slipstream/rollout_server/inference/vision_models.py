@@ -2,11 +2,13 @@
 
 vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
 requests carry pixels of `slipstream.protocol.vision.pixels`, so that the trainer has the same bits.
-vLLM imports this module by name wherever it looks at a model: see `vision_values`.
+vLLM imports this module by name wherever it looks at a model: see `vision_values`. It must not
+start CUDA: the server forks the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -14,7 +16,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.protocol.settings.rope_fields import QWEN35_VISION
 from slipstream.protocol.vision.processors import load_processor
+from transformers import PretrainedConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 _PROCESSING = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
@@ -39,14 +43,9 @@ _stand_in_for_torchvision()
 from vllm.model_executor.models import (  # noqa: E402
     qwen2_5_vl,
     qwen2_vl,
-    qwen3_5,
     qwen3_vl,
     qwen3_vl_moe,
 )
-
-# vLLM's language models of a Qwen3.5, whose module cannot be imported without the stand-in.
-Qwen3_5ForCausalLM = qwen3_5.Qwen3_5ForCausalLM
-Qwen3_5MoeForCausalLM = qwen3_5.Qwen3_5MoeForCausalLM
 
 
 class ImagesAlone:
@@ -78,12 +77,10 @@ class _Qwen3MixtureInfo(ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # 
     pass
 
 
-class _Qwen35Info(ImagesAlone, qwen3_5.Qwen3_5ProcessingInfo):  # type: ignore[misc]
-    pass
-
-
-class _Qwen35MixtureInfo(ImagesAlone, qwen3_5.Qwen3_5MoeProcessingInfo):  # type: ignore[misc]
-    pass
+class _Qwen35Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
+    def get_hf_config(self) -> PretrainedConfig:
+        """Returns the model's configuration; Qwen3-VL's class would demand its own."""
+        return self.ctx.get_hf_config()
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -122,18 +119,21 @@ class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     info=_Qwen35Info,
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
-class Qwen3_5ForConditionalGeneration(  # noqa: N801
-    qwen3_5.Qwen3_5ForConditionalGeneration  # type: ignore[misc]
-):
-    """vLLM's Qwen3.5."""
+class Qwen35Images:
+    """What vLLM asks about a Qwen3.5's images, without its classes of `delta_models`."""
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=_Qwen35MixtureInfo,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
-)
-class Qwen3_5MoeForConditionalGeneration(  # noqa: N801
-    qwen3_5.Qwen3_5MoeForConditionalGeneration  # type: ignore[misc]
-):
-    """vLLM's Qwen3.5 with experts."""
+@functools.cache
+def ask_images_of_qwen35() -> None:
+    """Makes vLLM ask `Qwen35Images`, so that the server does not import the model's own class.
+
+    That module starts CUDA when it is imported. vLLM would then start the engine as a new program,
+    which knows nothing of what was registered here and outlives a server that is killed.
+    """
+    of_model = MULTIMODAL_REGISTRY._get_model_cls
+
+    def of_images(model_config: Any) -> Any:  # noqa: ANN401 - vLLM's
+        is_qwen35 = model_config.architecture in QWEN35_VISION
+        return Qwen35Images if is_qwen35 else of_model(model_config)
+
+    MULTIMODAL_REGISTRY._get_model_cls = of_images

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.protocol.settings.nested_decoders import NESTED, is_nested
-from slipstream.protocol.settings.rope_fields import QWEN35, VISION
+from slipstream.protocol.settings.rope_fields import (
+    QWEN35,
+    QWEN35_VISION,
+    VISION,
+    architecture_of,
+)
 from slipstream.protocol.settings.sampling_section import SamplingSection
 from vllm import ModelRegistry
 
@@ -16,7 +21,7 @@ _INFERENCE = "slipstream.rollout_server.inference"
 def register_language_models() -> None:
     """Makes vLLM take the language models of Qwen3.5 with or without torchvision."""
     for architecture in QWEN35:
-        ModelRegistry.register_model(architecture, f"{_INFERENCE}.vision_models:{architecture}")
+        ModelRegistry.register_model(architecture, f"{_INFERENCE}.delta_models:{architecture}")
 
 
 def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
@@ -29,8 +34,13 @@ def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[st
         return {}
     for architecture in (*VISION, *NESTED):
         module = "nested_models" if architecture in NESTED else "vision_models"
+        module = "delta_models" if architecture in QWEN35_VISION else module
         # vLLM imports the module by its name, in processes of its own too.
         ModelRegistry.register_model(architecture, f"{_INFERENCE}.{module}:{architecture}")
+    if architecture_of(table) in QWEN35_VISION:
+        from slipstream.rollout_server.inference import vision_models
+
+        vision_models.ask_images_of_qwen35()
     # Without any image vLLM would leave the tower out, and its weights could not be published.
     fewest = 0 if is_nested(table) else 1
     return {
