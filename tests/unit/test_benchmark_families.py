@@ -12,7 +12,7 @@ from pathlib import Path
 import families
 import pytest
 from families import Rooms, earlier_rows, lines_of, measure_family
-from family_shapes import FAMILIES
+from family_shapes import FAMILIES, make_family
 from logprob_gap import config_of, parse_arguments
 from slipstream.protocol.settings.config_file import check_sizes
 
@@ -161,3 +161,17 @@ def test_rows_of_an_earlier_call_on_the_same_device_stay(tmp_path: Path) -> None
 )
 def test_routers_of_mixtures_without_a_tower_are_replayed(name: str, replays: bool) -> None:
     assert FAMILIES[name].replays == replays
+
+
+def test_a_made_mistral3_names_the_tokens_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    make_family(tmp_path, "mistral3", tiny=True)
+    ids = {
+        token["content"]: token["id"]
+        for token in json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    }
+    names = json.loads((tmp_path / "processor_config.json").read_text())
+    found = [ids[names[f"image{part}_token"]] for part in ("", "_break", "_end")]
+    image = json.loads((tmp_path / "config.json").read_text())["image_token_index"]
+    # vLLM's processor writes the first of them into a prompt and looks for the model's token.
+    assert found == [image, image + 1, image + 2]
