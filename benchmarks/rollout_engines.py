@@ -236,7 +236,10 @@ class Ours(Served):
 
 
 class Bare:
-    """Bare vLLM, with the server's settings but for those that make it a rollout server's."""
+    """Bare vLLM, with the server's settings but for those that make it a rollout server's.
+
+    It computes in the model's type, whatever the server's quantization is.
+    """
 
     def __init__(self, config: Config, sizes: Sizes) -> None:
         """Starts it."""
@@ -246,6 +249,8 @@ class Bare:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         values: dict[str, Any] = own_values(config, 0) | config.rollout_server.engine
+        values["quantization"] = None
+        values.pop("kv_cache_dtype", None)
         for ours in ("worker_extension_cls", "weight_transfer_config"):
             del values[ours]
         settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)
