@@ -30,6 +30,7 @@ from slipstream.client.launch.run_processes import GRACE_S, ROLLOUT_SERVER, RunP
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import (
     check_run_folder,
+    check_unwritten,
     hold_folder,
     hold_run_folder,
     make_run_folder,
@@ -268,8 +269,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     chosen = version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
-    if written.exists():
-        raise ConfigError(f"--out: {written} exists already")
+    check_unwritten(written)
     (environ,) = rank_environments(config, 0, 1)
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
