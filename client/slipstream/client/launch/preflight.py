@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import socket
 import ssl
 import time
@@ -249,6 +250,10 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     for section in [*sections, *config.evaluations]:
         name, reference, timeout_s = section.name, section.reference, section.timeout_s
+        if section.python is not None and shutil.which(section.python) is None:
+            raise ConfigError(
+                f"environment {name}: python must be an interpreter, got {section.python}"
+            )
         arguments = ["--check", reference, "--args", json.dumps(section.args)]
         arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
         arguments += ["--max-images", str(config.sampling.max_images)]

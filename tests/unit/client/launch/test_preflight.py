@@ -335,7 +335,7 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
     bare = bare_python(tmp_path / "venv")
     for python, cause in (
         (bare, f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio"),
-        (tmp_path / "none", f"environment e: slipstream: {tmp_path}/none: No such file"),
+        (tmp_path / "none", f"environment e: python must be an interpreter, got {tmp_path}/none"),
     ):
         section = EnvironmentSection(
             name="e", reference="slipstream.client.builtin.echo:Echo", python=python
