@@ -195,23 +195,17 @@ def test_precisions_reach_vllm_by_their_names(model: Path) -> None:
     assert settings.cache_config.cache_dtype == "fp8"
 
 
-@pytest.mark.parametrize(
-    ("on_cpu", "method", "line"),
-    [
-        (True, "fp8_per_tensor", "needs a GPU; a CPU can compute with 'fp8_per_channel'"),
-        (False, "fp8_per_channel", "needs a GPU of compute capability 8.9 or above; set 'off'"),
-    ],
-)
-def test_a_machine_that_cannot_compute_in_fp8_refuses_in_one_line(
-    on_cpu: bool, method: str, line: str
-) -> None:
+def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
     from slipstream.rollout_server.inference.engine_arguments import check_precision
 
     # vLLM's platform here is one that has no FP8.
     with pytest.raises(ConfigError) as refused:
-        check_precision(method, on_cpu=on_cpu)
-    assert str(refused.value) == f"rollout_server.quantization = '{method}' {line}"
-    check_precision("off", on_cpu=on_cpu)
+        check_precision("fp8_per_channel")
+    assert str(refused.value) == (
+        "rollout_server.quantization = 'fp8_per_channel' needs a GPU of compute capability 8.9 or "
+        "above; set 'off'"
+    )
+    check_precision("off")
 
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
@@ -493,7 +487,5 @@ def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> N
     lora = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
     assert engine_config(config_with(folder, {}, lora), seed=3).lora_config is None
     config = config_with(folder, {}, lora | {"publish": "adapters"})
-    with pytest.raises(
-        ConfigError, match="must be merged on a CPU, where vLLM's Qwen3MoeForCausal"
-    ):
+    with pytest.raises(ConfigError, match="must be merged for a mixture of experts on a CPU"):
         engine_config(config, seed=3)

@@ -144,6 +144,12 @@ def settings_of(folder: Path) -> Path:
     raise ConfigError(f"{folder} is no run's folder: it has no {CONFIG}{hint}")
 
 
+def check_unwritten(target: Path) -> None:
+    """Raises ConfigError when an export to `target` would write over something."""
+    if target.exists():
+        raise ConfigError(f"{target} exists already: remove it, or name another folder by --out")
+
+
 def version_to_export(folder: Path, step: int | None) -> int:
     """The version to export: `step`, or the newest; ConfigError when it has no whole checkpoint."""
     checkpoints = folder / CHECKPOINTS

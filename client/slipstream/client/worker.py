@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
+    parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
     parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
     parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
@@ -64,6 +65,8 @@ def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
     command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
     command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
     command += ["--no-tools"] * arguments.no_tools + ["--no-start"] * arguments.no_start
+    if arguments.max_images is not None:
+        command += ["--max-images", str(arguments.max_images)]
     try:
         os.execvp(python, command)
     except OSError as error:
@@ -179,6 +182,11 @@ def _check(options: argparse.Namespace, report: int) -> NoReturn:
         yield observed
         if observed.observation.tools_json and options.no_tools:
             fail(NEED_PARSER)
+        parts = [part for message in observed.observation.messages for part in message.parts]
+        images, most = {part.image for part in parts if part.image}, options.max_images
+        if most is not None and len(images) > most:
+            shown = counted(len(images), "image")
+            fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
         if observed.observation.is_agent:
             asked = pb.FollowAgentCommand(episode_key="check")
             yield await host.answer(pb.WorkerCommand(follow_agent=asked))

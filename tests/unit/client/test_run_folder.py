@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.run_folder import (
     check_run_folder,
+    check_unwritten,
     hold_folder,
     hold_run_folder,
     make_run_folder,
@@ -211,3 +212,9 @@ def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
 def begin_controller(folder: Path, run: Run) -> None:
     with Journal(folder) as journal:
         begin(journal, folder, run)
+
+
+def test_an_export_in_the_way_of_another_says_how_to_go_on(tmp_path: Path) -> None:
+    check_unwritten(tmp_path / "hf-000002")
+    with pytest.raises(ConfigError, match=f"^{tmp_path} exists already: remove it, or name anoth"):
+        check_unwritten(tmp_path)

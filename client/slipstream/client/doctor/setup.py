@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.launch.engine_checks import check_cache, check_variables, describe_engine
+from slipstream.client.launch.engine_checks import (
+    check_cache,
+    check_processor,
+    check_variables,
+    describe_engine,
+)
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_engine,
@@ -86,6 +91,7 @@ def _engine(config: Config) -> Finding:
         check_variables(config)
         if (config.model.path / "config.json").is_file():
             check_cache(config)
+            check_processor(config)
     except ConfigError as error:
         return problem("engine", str(error))
     return ok("engine", describe_engine(config.rollout_server, on_cpu=not uses_gpus()))

@@ -173,9 +173,11 @@ def step_line(event: status_pb2.Event, num_steps: int) -> str:
 
 def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     """Returns the rows of the table: names and values from a summary."""
-    ledger, busy = summary["ledger"], summary["busy"]
+    ledger, busy, num_probes = summary["ledger"], summary["busy"], summary["publishes_verified"]
     assert isinstance(ledger, dict)
     assert isinstance(busy, dict)
+    assert isinstance(num_probes, int)
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in busy.items())
     suspended = summary["suspended_environments"]
     assert isinstance(suspended, dict)
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
@@ -211,15 +213,15 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         ),
         (
             "publishes",
-            f"{summary['publishes']} since the last start, "
-            f"{summary['publishes_verified']} of them passed a probe",
+            f"{summary['publishes']} since the last start, {counted(num_probes, 'probe')} compared",
         ),
         (
             "log-probability gap",
             f"{_number(summary['logprob_gap_mean'], '.1e')} mean, "
             f"{_number(summary['logprob_gap_max'], '.1e')} largest",
         ),
-        ("busy", ", ".join(f"{name} {share:.0%}" for name, share in busy.items())),
+        # The shares are of the time from the first generation on.
+        *([("busy", shares)] if busy["generation"] else []),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.client.launch.engine_checks import describe_engine
+from slipstream.client.launch.engine_checks import describe_engine, processor_problems
 from slipstream.client.launch.placement import (
     check_transport,
     describe_sharing,
@@ -63,13 +63,14 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
-    return DryRun(_toml(config, notes), (*missing, *misfit))
+    lacking = (*missing, *misfit, *processor_problems(config))
+    return DryRun(_toml(config, notes), lacking)
 
 
 def describe_server(config: Config) -> DryRun:
     """Makes the dry run of the command that would start one rollout server here."""
     config, gpus, misfit = place_dry(config, ranks=0, servers=1)
-    return DryRun(_toml(config, gpus), misfit)
+    return DryRun(_toml(config, gpus), (*misfit, *processor_problems(config)))
 
 
 def place_dry(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config, RolloutServerSection
+from slipstream.protocol.settings.cpu_engines import cpu_engine_problems
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 
 # Arguments of vLLM that set its cache in place of our setting.
@@ -39,6 +40,17 @@ def check_cache(config: Config) -> None:
             f"rollout_server.kv_cache_gib must hold an episode of sampling.max_episode_tokens = "
             f"{longest}, {math.ceil(needed / (1 << 30))} GiB, got {server.kv_cache_gib}"
         )
+
+
+def check_processor(config: Config) -> None:
+    """Raises ConfigError when engines would run on a CPU and vLLM cannot do there what is set."""
+    for problem in processor_problems(config):
+        raise ConfigError(problem)
+
+
+def processor_problems(config: Config) -> tuple[str, ...]:
+    """Returns one line for each setting that needs engines on GPUs, where they run on a CPU."""
+    return () if uses_gpus() else tuple(cpu_engine_problems(config))
 
 
 def check_variables(config: Config, environ: Mapping[str, str] = os.environ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client.launch.children import first_failed, show_lines, start_child
 from slipstream.client.launch.dry_run import describe_dry_run, describe_server
-from slipstream.client.launch.engine_checks import check_cache, check_variables
+from slipstream.client.launch.engine_checks import check_cache, check_processor, check_variables
 from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.launch.preflight import (
     check_choosers,
@@ -30,6 +30,7 @@ from slipstream.client.launch.run_processes import GRACE_S, ROLLOUT_SERVER, RunP
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import (
     check_run_folder,
+    check_unwritten,
     hold_folder,
     hold_run_folder,
     make_run_folder,
@@ -74,6 +75,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     ranks, servers = config.learner.world_size, config.rollout_server.count
     if dry_run:
         return describe_dry_run(config, ranks=ranks, servers=servers).show()
+    check_processor(config)
     placement = place_here(config, ranks=ranks, servers=servers)
     config = share_memory(config, placement)
     check_transport(config, placement)
@@ -166,6 +168,7 @@ async def run_rollout_server(
         raise ConfigError("queue.redis_url is required when the services are started separately")
     if dry_run:
         return describe_server(config).show()
+    check_processor(config)
     placement = place_here(config, servers=1)
     await check_reference(config)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
@@ -266,8 +269,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     chosen = version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
-    if written.exists():
-        raise ConfigError(f"--out: {written} exists already")
+    check_unwritten(written)
     (environ,) = rank_environments(config, 0, 1)
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import socket
 import ssl
 import time
@@ -237,8 +238,8 @@ def passes_to_megatron(config: Config) -> bool:
 async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
 
-    An environment that names tools needs a tool_parser; an agent that asks the model as the run
-    started needs adapters of their own.
+    An environment that names tools needs a tool_parser, one that shows images max_images; an agent
+    that asks the model as the run started needs adapters of their own.
 
     A process has `grace_s` more than the environment's limit to say itself where it hangs.
 
@@ -249,8 +250,13 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     for section in [*sections, *config.evaluations]:
         name, reference, timeout_s = section.name, section.reference, section.timeout_s
+        if section.python is not None and shutil.which(section.python) is None:
+            raise ConfigError(
+                f"environment {name}: python must be an interpreter, got {section.python}"
+            )
         arguments = ["--check", reference, "--args", json.dumps(section.args)]
         arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
+        arguments += ["--max-images", str(config.sampling.max_images)]
         if config.rollout_server.tool_parser is None:
             arguments.append("--no-tools")
         if not config.lora.publishes_adapters:

@@ -181,8 +181,8 @@ class LoraSection(Section):
             )
         if self.rank and delta_net_of not in ("", _ADAPTED_DELTA):
             yield (
-                f"lora.rank must be 0 for a {delta_net_of}: only the delta nets of a "
-                f"{_ADAPTED_DELTA} have adapters, got {self.rank}"
+                f"lora.rank must be 0 for a {delta_net_of}: of layers without attention only the "
+                f"delta nets of a {_ADAPTED_DELTA} have adapters, got {self.rank}"
             )
         elif delta_net_of and self.publishes_adapters:
             yield (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.cpu_engines import cpu_engine_problems
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
 from slipstream.protocol.settings.rope_fields import QWEN35, architecture_of
 from slipstream.rollout_server.inference.chunking_scheduler import CPU_WORKER, scheduler_class
@@ -35,8 +36,11 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     """Builds vLLM's whole configuration, before a model is loaded; ConfigError if vLLM refuses."""
     passed = passed_through(config.rollout_server.engine)
     on_cpu = current_platform.is_cpu()
-    check_precision(config.rollout_server.quantization, on_cpu=on_cpu)
-    check_linear_layers(config, on_cpu=on_cpu)
+    if on_cpu:
+        for problem in cpu_engine_problems(config):
+            raise ConfigError(problem)
+    else:
+        check_precision(config.rollout_server.quantization)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.router_replay != "off":
@@ -49,7 +53,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"vLLM refuses its settings: {said}") from error
     if config.lora.publishes_adapters:
-        check_adapted(settings, on_cpu=on_cpu)
+        check_adapted(settings)
     if on_cpu and settings.speculative_config is not None:
         from slipstream.rollout_server.inference.cpu_drafts import repair_expansion
 
@@ -66,32 +70,12 @@ def _memory_share(config: Config) -> float:
     return vllm_share(config, wire_bytes(config), current_platform.get_device_total_memory())
 
 
-def check_precision(quantization: str, *, on_cpu: bool) -> None:
-    """Raises ConfigError when this machine does not compute with `quantization`."""
-    start = f"rollout_server.quantization = {quantization!r} needs a GPU"
-    if on_cpu and quantization == "fp8_per_tensor":
-        raise ConfigError(f"{start}; a CPU can compute with 'fp8_per_channel'")
-    if not on_cpu and quantization != "off" and not current_platform.supports_fp8():
-        raise ConfigError(f"{start} of compute capability 8.9 or above; set 'off'")
-
-
-def check_linear_layers(config: Config, *, on_cpu: bool) -> None:
-    """Raises ConfigError for what vLLM's layers that read tokens in turn lack on a CPU.
-
-    Its scan of Mamba layers does not return the states in the middle of a prompt, which cached
-    prefixes need. Its delta nets fail at the first request in any type but bfloat16.
-    """
-    sizes = ModelSizes.of(read_model_table(config.model.path))
-    dtype = config.model.dtype
-    if on_cpu and sizes.linear_heads and not sizes.has_mamba and dtype != "bfloat16":
+def check_precision(quantization: str) -> None:
+    """Raises ConfigError when this machine's GPUs do not compute with `quantization`."""
+    if quantization != "off" and not current_platform.supports_fp8():
         raise ConfigError(
-            'model.dtype must be "bfloat16" for a model with delta nets whose rollout servers run '
-            f"on a CPU: vLLM computes them in no other type there, got {dtype!r}"
-        )
-    if on_cpu and config.rollout_server.enable_prefix_caching and sizes.has_mamba:
-        raise ConfigError(
-            "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
-            "a CPU: vLLM keeps no states of their prefixes there, got true"
+            f"rollout_server.quantization = {quantization!r} needs a GPU of compute capability 8.9 "
+            "or above; set 'off'"
         )
 
 

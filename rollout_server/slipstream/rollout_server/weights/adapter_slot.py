@@ -88,20 +88,12 @@ def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
     }
 
 
-def check_adapted(settings: VllmConfig, *, on_cpu: bool) -> None:
-    """Raises ConfigError when vLLM's model takes no adapters; vLLM says so only after loading.
-
-    With adapters, on whatever matrices, vLLM (0.32.0) computes experts by a kernel for GPUs.
-    """
+def check_adapted(settings: VllmConfig) -> None:
+    """Raises ConfigError when vLLM's model takes no adapters; vLLM says so only after loading."""
     model = settings.model_config
     found, name = model.registry.resolve_model_cls(model.architectures, model)
     if not supports_lora(found):
         raise ConfigError(f"lora.publish must be merged, vLLM's {name} takes no adapters")
-    if on_cpu and model.get_num_experts():
-        raise ConfigError(
-            f"lora.publish must be merged on a CPU, where vLLM's {name} takes no adapters: its "
-            "kernel for experts beside adapters needs a GPU"
-        )
 
 
 class Arriving:

@@ -92,7 +92,19 @@ def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
 
 def test_the_table_says_that_publishes_are_those_since_the_last_start(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path))
-    assert "publishes            3 since the last start, 1 of them passed a probe\n" in text
+    assert "publishes            3 since the last start, 1 probe compared\n" in text
+    # Each server has a probe of its own, also one that takes its weights from storage.
+    _, text = shown(config_of(tmp_path), publishes=0, publishes_verified=2)
+    assert "publishes            0 since the last start, 2 probes compared\n" in text
+
+
+def test_a_run_that_samples_nothing_shows_no_shares_from_its_first_generation_on(
+    tmp_path: Path,
+) -> None:
+    _, text = shown(config_of(tmp_path))
+    assert "busy                 generation 50%\n" in text
+    _, text = shown(config_of(tmp_path), busy={"generation": 0.0, "training": 0.0, "both": 0.0})
+    assert "busy" not in text
 
 
 def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:

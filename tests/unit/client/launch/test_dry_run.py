@@ -4,8 +4,11 @@ import json
 import tomllib
 from pathlib import Path
 
-from slipstream.client.launch.dry_run import describe_dry_run
+import pytest
+from slipstream.client.launch import engine_checks
+from slipstream.client.launch.dry_run import describe_dry_run, describe_server
 from slipstream.protocol.settings.config_file import parse_config
+from support.fakes.small_configs import config_of
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,3 +57,16 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
+
+
+def test_a_dry_run_says_what_engines_lack_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    config = config_of(tmp_path)
+    model = config.model.model_copy(update={"path": tmp_path})
+    server = config.rollout_server.model_copy(update={"quantization": "fp8_per_tensor"})
+    config = config.model_copy(update={"model": model, "rollout_server": server})
+    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: False)
+    assert "needs a GPU" in describe_dry_run(config, ranks=1, servers=1).obstacles[-1]
+    assert "needs a GPU" in describe_server(config).obstacles[-1]

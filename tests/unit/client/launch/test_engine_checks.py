@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from slipstream.client.launch import engine_checks
 from slipstream.client.launch.engine_checks import (
+    check_processor,
     check_variables,
     compiler_problem,
     describe_engine,
@@ -103,3 +106,55 @@ def test_variables_that_prevent_drafts_stop_a_run_before_it_starts(
     check_variables(config, {})
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         check_variables(config, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+
+
+DELTA_NETS = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "M*-",
+    "mamba_num_heads": 4,
+    "n_groups": 2,
+}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("table", "changed", "message"),
+    [
+        (DELTA_NETS, {"model": {"dtype": "float32"}}, r'model\.dtype must be "bfloat16" .* delta'),
+        (DELTA_NETS, {"model": {"dtype": "bfloat16"}}, ""),
+        (MAMBA, {}, r"enable_prefix_caching must be false for a model with Mamba layers on a CPU"),
+        (MAMBA, {"rollout_server": {"enable_prefix_caching": False}}, ""),
+        (
+            {},
+            {"rollout_server": {"quantization": "fp8_per_tensor"}},
+            r"needs a GPU; a CPU can compute with 'fp8_per_channel'$",
+        ),
+        ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
+        (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),
+        (EXPERTS, {"lora": {"rank": 8}}, ""),
+    ],
+)
+def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(
+    table: dict[str, Any],
+    changed: dict[str, dict[str, Any]],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    config = config_of(tmp_path)
+    changed = {**changed, "model": {**changed.get("model", {}), "path": tmp_path}}
+    sections = {
+        name: getattr(config, name).model_copy(update=values) for name, values in changed.items()
+    }
+    config = config.model_copy(update=sections)
+    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: True)
+    check_processor(config)
+    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: False)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_processor(config)

@@ -273,6 +273,22 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
     await check_environments(config.model_copy(update={"rollout_server": server}))
 
 
+@pytest.mark.process
+async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    reference = "slipstream.client.builtin.colours:Colours"
+    section = EnvironmentSection(name="e", reference=reference, timeout_s=20.0)
+    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    with pytest.raises(ConfigError) as caught:
+        await check_environments(config)
+    assert str(caught.value) == (
+        "environment e: its first task shows 1 image, more than sampling.max_images = 0"
+    )
+    sampling = config.sampling.model_copy(update={"max_images": 1})
+    await check_environments(config.model_copy(update={"sampling": sampling}))
+
+
 HANGING = """
 import ctypes, os, subprocess, sys
 from slipstream.client.builtin.echo import Echo
@@ -319,7 +335,7 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
     bare = bare_python(tmp_path / "venv")
     for python, cause in (
         (bare, f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio"),
-        (tmp_path / "none", f"environment e: slipstream: {tmp_path}/none: No such file"),
+        (tmp_path / "none", f"environment e: python must be an interpreter, got {tmp_path}/none"),
     ):
         section = EnvironmentSection(
             name="e", reference="slipstream.client.builtin.echo:Echo", python=python

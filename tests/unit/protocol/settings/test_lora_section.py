@@ -63,7 +63,7 @@ def test_adapters_on_delta_nets_reach_servers_merged() -> None:
     (problem,) = section.problems(num_experts=4, delta_net_of="Qwen3NextForCausalLM")
     assert problem.startswith("lora.publish must be merged for a model with delta nets, got 'ad")
     (problem,) = LoraSection(rank=8).problems(num_experts=0, delta_net_of="Qwen3_5ForCausalLM")
-    assert problem.startswith("lora.rank must be 0 for a Qwen3_5ForCausalLM: only the delta nets o")
+    assert problem.startswith("lora.rank must be 0 for a Qwen3_5ForCausalLM: of layers without att")
     assert list(LoraSection().problems(num_experts=0, delta_net_of="Qwen3_5ForCausalLM")) == []
 
 

@@ -454,7 +454,7 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
             NEMOTRON_H,
             {"num_experts": 0},
             {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
-            "lora.rank must be 0 for a NemotronHForCausalLM: only the delta nets of a",
+            "must be 0 for a NemotronHForCausalLM: of layers without attention only the delta",
         ),
         (
             QWEN35,

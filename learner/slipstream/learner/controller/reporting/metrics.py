@@ -238,12 +238,13 @@ class RunRecorder:
         """Writes summary.json, the main facts of a finished run, and returns them."""
         facts = self.facts
         heldout = [result.reward_mean for result in evaluations]
+        first_rewards, last_rewards = facts.edge_rewards()
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
             **asdict(ending),
             "steps": facts.steps,
-            "reward_first": _mean(facts.first_rewards),
-            "reward_last": _mean(facts.last_rewards),
+            "reward_first": _mean(first_rewards),
+            "reward_last": _mean(last_rewards),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
             "reward_heldout_first_step": evaluations[0].step if evaluations else None,

@@ -29,6 +29,11 @@ class RunFacts:
     gap_max: float = 0.0
     busy: BusyMeter = field(default_factory=BusyMeter)
 
+    def edge_rewards(self) -> tuple[list[float], list[float]]:
+        """Returns the mean rewards of the first and of the last steps, without a step in both."""
+        num_edge = max(1, min(EDGE_STEPS, self.steps // 2))
+        return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
+
     def count_row(self, row: Mapping[str, float]) -> None:
         """Takes mean reward and log-probability gap from the row of a step."""
         self.last_rewards.append(row["reward_mean"])

@@ -274,8 +274,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"the trainer left at version {self._progress.version.step}, told to by SIGTERM; "
                 "run the same command again to resume it"
             )
-        if request.export_path:
+        if request.export_path and self._progress.version.step:
             self._run.events.add(f"the trained model lies in {request.export_path}")
+        elif request.export_path:
+            self._run.events.add(f"the untrained model lies in {request.export_path}")
         self.finished.set()
         self._run.signal.notify()
         return trainer_pb2.TrainerGoodbyeReceipt()

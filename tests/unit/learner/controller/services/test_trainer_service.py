@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
@@ -83,3 +84,16 @@ async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
     await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), FirstTrainer())
     assert not run.progress.has_failed
     assert servicer.finished.is_set()
+
+
+@pytest.mark.parametrize(("num_steps", "what"), [(0, "untrained"), (1, "trained")])
+async def test_a_model_that_no_step_has_changed_is_called_untrained(
+    num_steps: int, what: str
+) -> None:
+    run = run_of()
+    servicer = servicer_of(run)
+    for step in range(num_steps):
+        await servicer.ReportStep(trainer_pb2.StepReport(step=step), FirstTrainer())
+    run.progress.stop("enough")
+    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), FirstTrainer())
+    assert [event.text for event in run.events.kept()][-1] == f"the {what} model lies in final"
