@@ -91,6 +91,15 @@ def test_a_batch_without_a_sampled_token_is_reported(one_rank: dict[str, list[di
     assert told["digests"] == one_rank["plain"][0]["digests"]
 
 
+def test_parameters_without_a_finite_gradient_are_named(one_rank: dict[str, list[dict]]) -> None:
+    told, plain = one_rank["gradient"][0], one_rank["plain"][0]
+    (failure,) = told["failures"]
+    assert failure[0].startswith("the gradient norm is nan, not finite in 1 of ")
+    assert " parameters, first in decoder.final_layernorm.weight; the weights were" in failure[0]
+    # Nothing of it is left.
+    assert told["digests"] == plain["digests"]
+
+
 def test_a_step_that_changed_weights_before_it_failed_starts_again(
     one_rank: dict[str, list[dict]],
 ) -> None:

@@ -43,6 +43,8 @@ class Job:
     mini_batches: int = 1
     # Whether the weights are no numbers before the second batch.
     breaks_weights: bool = False
+    # Whether gradients of one parameter are no numbers in the batch `bad-gradient`.
+    breaks_gradient: bool = False
     sets_aside: bool = True
     # Whether episodes have several branches.
     trees: bool = False
@@ -85,6 +87,7 @@ JOBS = {
     "empty": Job(poisons=("empty",)),
     "second-mini-batch": Job(poisons=("loss",), mini_batches=2),
     "broken-weights": Job(breaks_weights=True),
+    "gradient": Job(poisons=("gradient",), breaks_gradient=True),
     "for-good": Job(poisons=("loss",), sets_aside=False),
 }
 for layout, learner in {
@@ -114,12 +117,12 @@ def good_batch(step: int, *, trees: bool = False) -> Batch:
 
 
 def poisoned_batch(step: int, name: str, *, trees: bool = False) -> Batch:
-    """A batch of which one trajectory, or with "empty" all, is spoiled."""
+    """A batch of which one trajectory, or with "empty" all, or with "gradient" none, is spoiled."""
     batch = good_batch(step, trees=trees)
     trajectories = list(batch.trajectories)
     if name == "empty":
         trajectories = [nothing(trajectory) for trajectory in trajectories]
-    else:
+    elif name != "gradient":
         trajectories[FAULTY] = POISONS[name](trajectories[FAULTY])
     return dataclasses.replace(batch, batch_id=f"bad-{name}", trajectories=tuple(trajectories))
 
@@ -182,6 +185,8 @@ def run_rank(folder: Path, name: str) -> None:
         trainer = Trainer(config, policy, ControllerClient(config))
         if job.breaks_weights:
             break_weights(trainer)
+        if job.breaks_gradient:
+            break_gradient(trainer)
         error = ""
         try:
             trainer.run()
@@ -198,6 +203,25 @@ def run_rank(folder: Path, name: str) -> None:
     }
     torch.save(told, folder / f"{name}-{launch.rank}.pt")
     policy.ranks.close()
+
+
+def break_gradient(trainer: object) -> None:
+    """Makes the last norm's gradient no number in the batch `bad-gradient`."""
+    step = trainer._step
+    real = step.run
+    batch_ids = []
+
+    def run(batch: Batch) -> object:
+        batch_ids.append(batch.batch_id)
+        return real(batch)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan") if batch_ids[-1] == "bad-gradient" else gradient
+
+    step.run = run
+    parameters = dict(step.policy.chunks[0].named_parameters())
+    (norm,) = (p for name, p in parameters.items() if name.endswith("final_layernorm.weight"))
+    norm.register_hook(spoil)
 
 
 def break_weights(trainer: object) -> None:

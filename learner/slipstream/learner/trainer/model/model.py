@@ -119,7 +119,9 @@ class TrainedModel(ParallelModel):
         norm = float(self.optimizer.get_grad_norm())
         # No rank may wait for one that has refused the batch.
         if self.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
-            raise UntrainableBatch(f"the gradient norm is {norm}; the weights were not changed")
+            raise UntrainableBatch(
+                f"the gradient norm is {norm}{self._faulty()}; the weights were not changed"
+            )
         # Megatron applies both multipliers in its own scheduler, which is not used here. Without
         # these lines the weights of norms would decay too.
         base = self.optimizer.config
@@ -129,6 +131,19 @@ class TrainedModel(ParallelModel):
         self._clip(norm)
         self.optimizer.step_with_ready_grads()
         return norm
+
+    def _faulty(self) -> str:
+        """Names the first of this rank's parameters whose gradients are not finite."""
+        trained = {
+            name: parameter.main_grad
+            for chunk in self.chunks
+            for name, parameter in unwrapped(chunk).named_parameters()
+            if hasattr(parameter, "main_grad")
+        }
+        names = [name for name, gradient in trained.items() if not torch.isfinite(gradient).all()]
+        if not names:
+            return ""
+        return f", not finite in {len(names)} of {len(trained)} parameters, first in {names[0]}"
 
     def _clip(self, norm: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
