@@ -251,6 +251,8 @@ async def test_a_call_that_no_worker_read_ends_with_the_engine(scene: Scene) -> 
 def tell_marks(place: int, marks: list[str]) -> None:
     for mark in marks:
         WorkerEnd(place).tell(mark)
+    # The end of one socket ends the line: the other one's mark might not be read before.
+    threading.Event().wait()
 
 
 @two_workers
@@ -269,7 +271,6 @@ async def test_a_mark_counts_when_all_workers_have_told_it(scene: Scene) -> None
 
 def tell_and_stay(mark: str) -> None:
     tell(mark)
-    # The end of one socket ends the line: the other one's mark might not be read before.
     threading.Event().wait()
 
 
