@@ -48,7 +48,7 @@ from slipstream.protocol.settings.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
 NAME = "rollout"
-# Of the peer; the second with `--quantization`, in a flow.
+# Ratios to the peer that are asked for; the second with `--quantization`, in a flow.
 TARGET, FP8_TARGET = 0.90, 1.40
 RUN_LIMIT_S, ALONE_LIMIT_S = 240.0, 60.0
 

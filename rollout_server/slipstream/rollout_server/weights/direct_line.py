@@ -176,7 +176,8 @@ class DirectLine:
             del self._heard[number]
 
     def _read(self, ours: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
+        # A worker that left a call unread resets the line first, and ends it at the next read.
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while data := ours.recv(_MAX_BYTES):
                 number, answer = json.loads(data)
                 answers, found = self._heard.get(number, ([], None))

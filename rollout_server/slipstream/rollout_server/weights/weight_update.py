@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 # Seconds that an update may take beside its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
-# Results of updates with more buckets, 150 bytes each, go through vLLM: a message on the line has
-# 200 KB at most.
-_SHORT_BUCKETS = 256
+# Results of updates with more buckets, 150 bytes each, go through vLLM, and those of deltas with
+# more tensors, 48 bytes each: a message on the line has 200 KB at most.
+_SHORT_BUCKETS, _SHORT_TENSORS = 256, 2048
 
 Result = TypeVar("Result")
 # Calls a method of all workers (`WorkerCalls.call_all`).
@@ -74,6 +74,8 @@ class _Announced:
     # buckets arrive elsewhere.
     terms: tuple[str, float] | None
     staged: bool
+    # Whether the workers' results fit into a message on the direct line.
+    is_short: bool
 
 
 class WeightUpdate:
@@ -99,8 +101,8 @@ class WeightUpdate:
         # The terms of the last update, if all workers copied it by plan: they still have its
         # membership, memory and views. None: the next `prepare` tells them everything anew.
         self._ready_for: tuple[str, float] | None = None
-        # The layout of the last update, which hardly ever changes, its number of buckets and bytes.
-        self._layout, self._num_buckets, self._num_bytes = b"", 0, 0
+        # The layout of the last update, which hardly ever changes, its buckets, tensors and bytes.
+        self._layout, self._num_buckets, self._num_tensors, self._num_bytes = b"", 0, 0, 0
         self._are_adapters_alone = False
         # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
@@ -143,7 +145,9 @@ class WeightUpdate:
         version = version_from_pb(order.version)
         kept = None if order.delta.base or stage else terms
         limit_s = self._limit_s(order)
-        self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
+        is_short = self._num_buckets <= _SHORT_BUCKETS
+        is_short &= not order.delta.base or self._num_tensors <= _SHORT_TENSORS
+        self._announced = _Announced(order.publish_id, version, limit_s, kept, stage, is_short)
 
     async def receive(
         self, publish_id: str, resume_idle: ResumeIdle | None = None
@@ -163,19 +167,16 @@ class WeightUpdate:
         already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
             pause_s = 0.0
-            await self._begin(announced.limit_s)
+            await self._begin(announced)
             # The buckets are on the wire now. The engine takes calls in order: the new version must
             # not wait for the last bucket, so it is given first.
             _, results = await asyncio.gather(
-                resume_idle(announced.version, announced.limit_s), self._finish(announced.limit_s)
+                resume_idle(announced.version, announced.limit_s), self._finish(announced)
             )
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
             # is told to pause begins no other step. It preempts requests while the device copies.
-            mark = f"paused for {publish_id}"
-            pause_s, results = await asyncio.gather(
-                self._paused(announced.limit_s, mark), self._copy(announced.limit_s, mark)
-            )
+            pause_s, results = await self._copy(announced, f"paused for {publish_id}")
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
             pause_s = await self._paused(0.0)
@@ -205,6 +206,7 @@ class WeightUpdate:
         # A model of many experts has tens of thousands of tensors.
         buckets = await asyncio.to_thread(layout_from_pb, layout)
         self._layout, self._num_buckets, self._has_room = described, len(buckets), None
+        self._num_tensors = sum(len(bucket.spans) for bucket in buckets)
         self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
         self._are_adapters_alone = not layout.tensors
         if layout.tensors and described != self._weights_layout:
@@ -248,26 +250,34 @@ class WeightUpdate:
         await self._pause(update_limit_s, mark)
         return time.monotonic() - begun_s
 
-    async def _copy(self, limit_s: float, mark: str) -> list[Any]:
-        """Returns the workers' results of copies, which begin behind the pause of this mark."""
-        await self._begin(limit_s, mark)
-        return await self._finish(limit_s)
+    async def _copy(self, announced: _Announced, mark: str) -> tuple[float, list[Any]]:
+        """Copies behind a pause of this mark; returns its seconds and the workers' results."""
+        paused = self._paused(announced.limit_s, mark)
+        if not announced.is_short:
+            # The end goes through the engine's thread, which must not wait there while it pauses.
+            pause_s, _ = await asyncio.gather(paused, self._begin(announced, mark))
+            return pause_s, await self._finish(announced)
+        pause_s, results = await asyncio.gather(paused, self._begin_and_finish(announced, mark))
+        return pause_s, results
 
-    async def _begin(self, limit_s: float, *mark: str) -> None:
+    async def _begin_and_finish(self, announced: _Announced, mark: str) -> list[Any]:
+        await self._begin(announced, mark)
+        return await self._finish(announced)
+
+    async def _begin(self, announced: _Announced, *mark: str) -> None:
         """Lets the workers begin to copy; with `mark` behind a pause that they tell by it."""
         try:
-            await self._carry_out("slipstream_begin", limit_s, *mark)
+            await self._carry_out("slipstream_begin", announced.limit_s, *mark)
         except WeightSyncError:
             # The update is over only when the workers that began it have left it.
             with contextlib.suppress(WeightSyncError):
-                await self._finish(limit_s)
+                await self._finish(announced)
             raise
 
-    async def _finish(self, limit_s: float) -> list[Any]:
+    async def _finish(self, announced: _Announced) -> list[Any]:
         """Returns the workers' results of an update that was begun."""
-        is_short = self._num_buckets <= _SHORT_BUCKETS
-        method = "slipstream_finish" if is_short else "slipstream_receive"
-        return await self._carry_out(method, limit_s)
+        method = "slipstream_finish" if announced.is_short else "slipstream_receive"
+        return await self._carry_out(method, announced.limit_s)
 
     async def _carry_out(self, method: str, limit_s: float, *arguments: str) -> list[Any]:
         return await _within(limit_s, self._answers(method, arguments))

@@ -227,9 +227,32 @@ async def test_a_call_on_the_line_ends_with_the_engine(scene: Scene) -> None:
     assert not scene.line.is_up
 
 
+def fall_silent(call: int) -> None:
+    """A worker that answers a call and hears of no other."""
+    WorkerEnd(0).answer(call, {"value": 0})
+    threading.Event().wait()
+
+
+async def test_a_call_that_no_worker_read_ends_with_the_engine(scene: Scene) -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    scene.fork(fall_silent, 1)
+    scene.line.listen()
+    await up(scene)
+    async with asyncio.timeout(LIMIT_S):
+        calling = asyncio.create_task(scene.line.call("work"))
+        await asyncio.sleep(0)
+        scene.end_workers()
+        with pytest.raises(EngineDied, match="the engine is gone"):
+            await calling
+    assert not failures
+
+
 def tell_marks(place: int, marks: list[str]) -> None:
     for mark in marks:
         WorkerEnd(place).tell(mark)
+    # The end of one socket ends the line: the other one's mark might not be read before.
+    threading.Event().wait()
 
 
 @two_workers
@@ -246,10 +269,15 @@ async def test_a_mark_counts_when_all_workers_have_told_it(scene: Scene) -> None
     scene.line.close()
 
 
+def tell_and_stay(mark: str) -> None:
+    tell(mark)
+    threading.Event().wait()
+
+
 @two_workers
 async def test_the_engines_process_tells_a_mark_for_all_workers(scene: Scene) -> None:
     with scene.line.marked("resumed 1") as resumed:
-        scene.fork(tell, "resumed 1")
+        scene.fork(tell_and_stay, "resumed 1")
         scene.line.listen()
         async with asyncio.timeout(LIMIT_S):
             await resumed

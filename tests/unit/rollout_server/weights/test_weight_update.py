@@ -185,9 +185,10 @@ async def test_copies_begin_while_the_engine_pauses_and_loading_when_it_stands_s
 
 async def test_long_results_come_through_vllm() -> None:
     tensors = [TensorSpec(f"layer {number}", "bfloat16", (512,)) for number in range(257)]
+    # vLLM's calls reach the engine's own thread, which must not wait there while it pauses.
     for layout, last in (
-        (layout_to_pb(tensors, bucket_bytes=1024), "receive"),
-        (layout_to_pb(tensors[:256], bucket_bytes=1024), "finish"),
+        (layout_to_pb(tensors, bucket_bytes=1024), ["paused", "receive"]),
+        (layout_to_pb(tensors[:256], bucket_bytes=1024), ["finish", "paused"]),
     ):
         workers = Workers(*2 * [both(True), both(result())])
         update = WeightUpdate(workers.ask, workers.pause, stage=False)
@@ -195,7 +196,23 @@ async def test_long_results_come_through_vllm() -> None:
             del workers.started[:]
             await update.prepare(order(publish_id, new_communicator=True), layout, 1)
             await update.receive(publish_id)
-        assert workers.started == ["prepare", "pause", "begin", last, "paused"]
+        assert workers.started == ["prepare", "pause", "begin", *last]
+
+
+@pytest.mark.parametrize(("number", "last"), [(2048, "finish"), (2049, "receive")])
+async def test_long_results_of_deltas_come_through_vllm(number: int, last: str) -> None:
+    # A share names each tensor of its bucket.
+    tensors = [TensorSpec(f"expert {place}", "bfloat16", (4,)) for place in range(number)]
+    layout = layout_to_pb(tensors, bucket_bytes=1 << 20)
+    patched = shared(SHARE, digests=[], by_plan=True)
+    whole = both(result(WHOLE.hex()))
+    workers = Workers(both(True), shared(SHARE), both(True), patched, both(True), whole)
+    update = WeightUpdate(workers.ask, workers.pause, stage=False)
+    for told in (ORDER, delta("p2", WHOLE), order("p3")):
+        await update.prepare(told, layout, 3)
+        await update.receive(told.publish_id)
+    names = [name for name, _ in workers.calls if name not in ("prepare", "begin")]
+    assert names == ["receive", last, "finish"]
 
 
 @pytest.mark.parametrize("stage", [False, True])
