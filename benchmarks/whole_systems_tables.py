@@ -45,7 +45,8 @@ def windows(system: System) -> dict[str, list[dict[str, Any]]]:
     last_fixed = max((row["step"] for row in rows if row["trained_tokens"] == tokens), default=0)
     first_lognormal = max(fixed, last_fixed) + last
     whole = (fixed - (window if ahead else 0) - settle) // window * window
-    chosen = {"fixed": [row for row in rows if settle < row["step"] <= settle + whole]}
+    equal = [row for row in rows if settle < row["step"] <= settle + whole]
+    chosen = {"fixed": equal[: len(equal) // window * window]}
     rest = [row for row in rows if row["step"] > first_lognormal]
     chosen["lognormal"] = rest[: len(rest) // last * last]
     return {lengths: each for lengths, each in chosen.items() if each}
