@@ -63,8 +63,9 @@ def describe_dry_run(config: Config, *, ranks: int, servers: int = 0) -> DryRun:
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
-    lacking = (*missing, *misfit, *processor_problems(config))
-    return DryRun(_toml(config, notes), lacking)
+    # Servers that other commands start may have GPUs.
+    lacking = processor_problems(config) if servers else ()
+    return DryRun(_toml(config, notes), (*missing, *misfit, *lacking))
 
 
 def describe_server(config: Config) -> DryRun:

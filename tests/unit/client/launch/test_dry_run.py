@@ -70,3 +70,6 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(
     monkeypatch.setattr(engine_checks, "uses_gpus", lambda: False)
     assert "needs a GPU" in describe_dry_run(config, ranks=1, servers=1).obstacles[-1]
     assert "needs a GPU" in describe_server(config).obstacles[-1]
+    # A learner's servers compute elsewhere.
+    obstacles = describe_dry_run(config, ranks=1).obstacles
+    assert not [obstacle for obstacle in obstacles if "needs a GPU" in obstacle]
