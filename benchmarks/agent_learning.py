@@ -15,10 +15,17 @@ with both, that gets changed weights alone, or that rests while the learner trai
     python benchmarks/agent_learning.py --device cuda --gpus 2 --side-by-side --workers 2 \
         --kinds environment agent --limit-s 400             # six runs at the same time
 
+With `--smollm2` SmolLM2-135M-Instruct learns sums instead, as deploy/configs/smollm2-one-gpu.toml
+says; 64 tasks are held out, each sampled eight times a round.
+
+    python deploy/make_smollm2_model.py models/smollm2 --dtype bfloat16
+    python benchmarks/agent_learning.py --device cuda --smollm2 models/smollm2 --side-by-side \
+        --kinds bf16 drafts fp8 --steps 40 --evaluate-every 10
+
 The processor time is that of all processes of a run, with their start; it is missing where a run
-was cut off. Prints one table; benchmarks/results/agent_learning.json, or agent_learning-gpu.json on
-GPUs, is written after every run. With `--folder` the runs stay there, and the same command goes on
-where it was cut off.
+was cut off. Prints one table; benchmarks/results/agent_learning.json is written after every run
+(on GPUs agent_learning-gpu.json, with `--smollm2` agent_learning-smollm2.json). With `--folder` the
+runs stay there, and the same command goes on where it was cut off.
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from measure import RESULTS, Spread, note, part, progress, settings_of, table, visible, write_result
-from quickstart_runs import RUN_LIMIT_S, Run, finished_run, make_model, run_quickstart
+from quickstart_runs import CONFIG, RUN_LIMIT_S, Run, finished_run, make_model, run_quickstart
 
 NAME = "agent_learning"
 HERE = Path(__file__).resolve().parent
@@ -52,6 +59,17 @@ ON_GPU = (
     "model.dtype=bfloat16",
     "rollout_server.gpu_memory_utilization=0.05",
     f"rollout_server.engine.kv_cache_memory_bytes={1 << 28}",
+)
+SMOLLM2 = HERE.parent / "deploy" / "configs" / "smollm2-one-gpu.toml"
+WITH_SMOLLM2 = (
+    "evaluations.0.num_episodes=512",
+    "evaluations.0.samples_per_task=8",
+    # Several engines on one GPU compile for minutes otherwise.
+    "rollout_server.enforce_eager=true",
+    "rollout_server.threads=1",
+    "learner.threads=1",
+    "rollout_server.gpu_memory_utilization=0.05",
+    f"rollout_server.engine.kv_cache_memory_bytes={3 << 29}",
 )
 Found: TypeAlias = dict[str, list[dict[str, Any]]]
 
@@ -83,13 +101,14 @@ KINDS = AGENTS | {
 
 
 def settings_for(kind: str, repeat: int, arguments: argparse.Namespace) -> list[str]:
-    """Returns the settings of one run that differ from the quickstart's."""
+    """Returns the settings of one run that differ from those of its file."""
     workers = [f"{s}.0.num_workers={arguments.workers}" for s in ("environments", "evaluations")]
+    on_gpu = ON_GPU if arguments.device == "cuda" else ()
     return [
         f"run.seed={repeat + 1}",
         f"run.steps={arguments.steps}",
         f"evaluations.0.every_steps={arguments.evaluate_every}",
-        *EVALUATION,
+        *(WITH_SMOLLM2 if arguments.smollm2 else (*EVALUATION, *on_gpu)),
         *KINDS[kind],
         *workers,
         *(
@@ -97,12 +116,12 @@ def settings_for(kind: str, repeat: int, arguments: argparse.Namespace) -> list[
             if arguments.staleness is None
             else [f"algorithm.max_staleness={arguments.staleness}"]
         ),
-        *(ON_GPU if arguments.device == "cuda" else ()),
     ]
 
 
 def figures(run: Run) -> dict[str, Any]:
     """Returns the held-out rewards by step, and the speed after the first `WARM_UP` steps."""
+    (spread,) = (name for name in run.evaluations[0] if name.endswith("-heldout/reward_std"))
     heldout = {row["evaluation_step"]: row["reward_heldout"] for row in run.evaluations}
     last = max(run.evaluations, key=lambda row: row["evaluation_step"])
     measured = run.rows[WARM_UP:]
@@ -110,7 +129,7 @@ def figures(run: Run) -> dict[str, Any]:
     return {
         "heldout": heldout,
         "last": last["reward_heldout"],
-        "last_error": last["echo-heldout/reward_std"] / math.sqrt(last["num_episodes"]),
+        "last_error": last[spread] / math.sqrt(last["num_episodes"]),
         "tokens_per_s": sum(row["trained_tokens"] for row in measured) / seconds,
         "wall_s": run.rows[-1]["wall_s"],
         "step_cpu_s": None if run.cpu_s is None else run.cpu_s / len(run.rows),
@@ -131,7 +150,11 @@ def measure(
     A run that fails does not end the others. `write` gets what is known after each run.
     """
     end_s = time.monotonic() + arguments.limit_s
-    if not (folder / "model").exists():
+    model = folder / "model"
+    if arguments.smollm2 and not model.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        model.symlink_to(arguments.smollm2.resolve())
+    elif not model.exists():
         make_model(folder)
     found: Found = {kind: [] for kind in arguments.kinds}
     failures: dict[str, str] = {}
@@ -143,7 +166,8 @@ def measure(
         if run is not None and len(run.rows) >= arguments.steps:
             return run
         # The agent lies beside this file.
-        run_it = partial(start, folder, f"{kind}-{repeat}", cwd=HERE)
+        config = SMOLLM2 if arguments.smollm2 else CONFIG
+        run_it = partial(start, folder, f"{kind}-{repeat}", config=config, cwd=HERE)
         if arguments.device == "cuda":
             # Each GPU gets runs of every kind.
             gpu = visible([(repeat + arguments.kinds.index(kind)) % arguments.gpus])
@@ -177,26 +201,46 @@ def with_error(value: float, *errors: float | None) -> str:
     return f"{value:.3f} +- {shown}"
 
 
+def difference(values: Sequence[float], others: Sequence[float]) -> str:
+    """Returns the difference of two means with its standard error."""
+    less = statistics.fmean(values) - statistics.fmean(others)
+    return with_error(less, standard_error(values), standard_error(others))
+
+
+def mean_of_rounds(run: dict[str, Any]) -> float:
+    """Returns the mean held-out reward of a run's rounds after the first step: of its curve."""
+    return statistics.fmean(reward for step, reward in run["heldout"].items() if int(step) > 0)
+
+
 def lines_of(found: Found) -> list[str]:
     """Returns the table: a row for each kind that has runs, and its differences from the first."""
     header = ["kind", "runs", "held-out reward, mean", "least-greatest", "error of one round"]
-    header += ["minus the first", "lag", "tokens/s", "of the first", "processor time of a step, s"]
+    header += [
+        "minus the first",
+        "mean of all rounds",
+        "minus the first",
+        "lag",
+        "tokens/s",
+        "of the first",
+        "processor time of a step, s",
+    ]
     rows: list[list[str]] = []
     kinds = {kind: runs for kind, runs in found.items() if runs}
     plain = next(iter(kinds.values()), [])
     for kind, runs in kinds.items():
         last, first = ([one["last"] for one in each] for each in (runs, plain))
         speed, plain_speed = ([one["tokens_per_s"] for one in each] for each in (runs, plain))
-        difference = statistics.fmean(last) - statistics.fmean(first)
-        errors = standard_error(last), standard_error(first)
+        curve, first_curve = ([mean_of_rounds(one) for one in each] for each in (runs, plain))
         rows.append(
             [
                 kind,
                 str(len(runs)),
-                with_error(statistics.fmean(last), errors[0]),
+                with_error(statistics.fmean(last), standard_error(last)),
                 f"{min(last):.3f}-{max(last):.3f}",
                 f"{statistics.fmean([one['last_error'] for one in runs]):.3f}",
-                "-" if runs is plain else with_error(difference, *errors),
+                "-" if runs is plain else difference(last, first),
+                with_error(statistics.fmean(curve), standard_error(curve)),
+                "-" if runs is plain else difference(curve, first_curve),
                 f"{statistics.fmean([one['lag'] for one in runs]):.2f}",
                 Spread.of(speed).text(0),
                 f"{statistics.median(speed) / statistics.median(plain_speed):.3f}",
@@ -227,13 +271,18 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes of a run's tasks")
     parser.add_argument("--side-by-side", action="store_true", help="all runs at the same time")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="of all runs together")
+    parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="train this model instead")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps must be above {WARM_UP}, got {arguments.steps}")
+    if arguments.smollm2 and not set(arguments.kinds).isdisjoint(AGENTS):
+        parser.error(
+            "--smollm2 trains the kinds of bf16 alone, got --kinds " + " ".join(arguments.kinds)
+        )
     on_gpu = "-gpu" if arguments.device == "cuda" else ""
-    path = arguments.out or RESULTS / f"{NAME}{on_gpu}.json"
+    path = arguments.out or RESULTS / f"{NAME}{'-smollm2' if arguments.smollm2 else on_gpu}.json"
 
     def write(found: Found, failures: dict[str, str]) -> None:
         lines = lines_of(found)

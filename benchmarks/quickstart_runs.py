@@ -1,4 +1,4 @@
-"""Runs deploy/configs/quickstart.toml with some settings changed, and reads its results."""
+"""Runs the quickstart's settings, or another file's, with some changed, and reads the results."""
 
 from __future__ import annotations
 
@@ -50,11 +50,14 @@ def run_quickstart(
     name: str,
     overrides: Sequence[str],
     *,
+    config: Path = CONFIG,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     limit_s: float = RUN_LIMIT_S,
 ) -> Run:
     """Makes one whole run in `folder`, which holds the model; environments may lie in `cwd`.
+
+    `config` takes the place of the quickstart's settings.
 
     A run that was cut off there goes on; several may be made at the same time. RuntimeError with
     the end of its stderr when it fails; subprocess.TimeoutExpired after `limit_s`.
@@ -72,7 +75,7 @@ def run_quickstart(
     is_new = not (folder / name).exists()
     started_s = time.monotonic()
     # The command runs as a module: the packages may be on PYTHONPATH only.
-    command = [sys.executable, "-m", "slipstream.client.cli", "run", str(CONFIG), *settings]
+    command = [sys.executable, "-m", "slipstream.client.cli", "run", str(config), *settings]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
     cpu_s = _run_to_end(command, variables, cwd, limit_s)
     if is_new:

@@ -231,7 +231,8 @@ class Benchmark:
             short = dataclasses.replace(turn, least_tokens=32, most_tokens=32)
             await self.take(row, short, warm_up=True)
         for repeat in range(arguments.repeats):
-            for row in (*WAVES, *(WITH_LOGPROBS if repeat % 2 else FLOWS)):
+            slow = WITH_LOGPROBS if repeat % 2 else FLOWS
+            for row in FLOWS if arguments.flow_only else (*WAVES, *slow):
                 await self.take(row, row.turn(arguments, self._seeds(2 * arguments.concurrent)))
             for row in ENTRY_POINTS:
                 turn = row.turn(arguments, self._seeds(arguments.concurrent))
@@ -329,6 +330,7 @@ def main() -> None:
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=DEFAULT_ENGINES)
     parser.add_argument("--engine", default="{}", help="rollout_server.engine of all, as JSON")
+    parser.add_argument("--flow-only", action="store_true", help="no waves: flows alone are timed")
     arguments = parser.parse_args()
     arguments.name = f"{NAME}-bench" if "bench" in arguments.engines else NAME
     if arguments.quantization != "off":

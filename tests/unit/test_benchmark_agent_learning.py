@@ -33,6 +33,7 @@ def asked(**changes: object) -> argparse.Namespace:
         "workers": 1,
         "side_by_side": False,
         "limit_s": math.inf,
+        "smollm2": None,
     }
     return argparse.Namespace(**plain | changes)
 
@@ -154,9 +155,38 @@ def test_the_settings_of_a_run_on_a_gpu_are_those_of_the_quickstart_with_little_
     assert config.environments[0].num_workers == evaluation.num_workers == 2
 
 
+@pytest.mark.parametrize("kind", ["bf16", "drafts", "fp8"])
+def test_smollm2_learns_by_the_settings_of_its_file(tmp_path: Path, kind: str) -> None:
+    arguments = asked(device="cuda", smollm2=tmp_path, steps=40, evaluate_every=10)
+    plain = load_config(agent_learning.SMOLLM2)
+    config = load_config(agent_learning.SMOLLM2, agent_learning.settings_for(kind, 1, arguments))
+    assert (config.run.seed, config.run.steps) == (2, 40)
+    assert config.algorithm == plain.algorithm
+    assert config.sampling == plain.sampling
+    assert config.environments == plain.environments
+    (evaluation,) = config.evaluations
+    assert (evaluation.num_episodes, evaluation.every_steps) == (512, 10)
+
+
+def test_smollm2_takes_the_place_of_the_tiny_model(tmp_path: Path) -> None:
+    smollm2 = tmp_path / "smollm2"
+    smollm2.mkdir()
+    (tmp_path / "runs").mkdir()
+    configs: list[Path] = []
+
+    def start(folder: Path, name: str, *_: object, config: Path, **__: object) -> object:
+        configs.append(config)
+        return write_run(folder, name, steps=12)
+
+    arguments = asked(smollm2=smollm2, kinds=["bf16"])
+    assert not agent_learning.measure(tmp_path / "runs", arguments, start=start)[1]
+    assert (tmp_path / "runs" / "model").resolve() == smollm2
+    assert configs == [agent_learning.SMOLLM2]
+
+
 def figures_of(*last: float) -> list[dict[str, object]]:
     same = {"last_error": 0.005, "tokens_per_s": 100.0, "step_cpu_s": 1.5, "lag": 0.5}
-    return [{"last": value, **same} for value in last]
+    return [{"last": value, "heldout": {0: 0.1, 10: value}, **same} for value in last]
 
 
 def test_a_difference_comes_with_its_standard_error() -> None:
@@ -165,6 +195,12 @@ def test_a_difference_comes_with_its_standard_error() -> None:
     rows = [line.strip("| ").split(" | ") for line in agent_learning.lines_of(found)[2:]]
     assert rows[0][:6] == ["environment", "3", "0.810 +- 0.006", "0.800-0.820", "0.005", "-"]
     assert rows[1][:6] == ["agent", "3", "0.830 +- 0.006", "0.820-0.840", "0.005", "0.020 +- 0.008"]
+
+
+def test_a_curve_is_the_mean_of_the_rounds_after_the_first_step() -> None:
+    rounds = {"0": 0.1, "10": 0.4, "20": 0.8}
+    (run,) = figures_of(0.8)
+    assert agent_learning.mean_of_rounds(run | {"heldout": rounds}) == pytest.approx(0.6)
 
 
 def test_one_run_of_a_kind_has_no_error() -> None:
