@@ -16,6 +16,7 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
     load_starting_weights,
 )
 from slipstream.learner.trainer.flops import model_sizes
+from slipstream.learner.trainer.model.attention_check import check_attention
 from slipstream.learner.trainer.model.lora import adapters
 from slipstream.learner.trainer.model.model import (
     Change,
@@ -64,7 +65,7 @@ def open_policy(
 
     Without `load_weights` the weights are random, and the folder needs only config.json. `activity`
     counts the bytes read from the folder. Raises ConfigError for a model or a setting that cannot
-    work. The caller closes the policy's `ranks`.
+    work, and where attention computes wrong gradients. The caller closes the policy's `ranks`.
     """
     cpu.install()
     compat.install()
@@ -77,6 +78,7 @@ def open_policy(
     if config.algorithm.router_replay != "off":
         change = _both(change, replay_routers)
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
+    check_attention(model)
     held = NamedAdapters(
         config.lora.adapters,
         chunks=model.chunks,

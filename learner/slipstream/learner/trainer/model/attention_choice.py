@@ -8,6 +8,8 @@ import logging
 import sys
 from typing import Any
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 _DECISION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
@@ -29,6 +31,14 @@ def chosen_attention() -> str:
     if _DECISION not in sys.modules:
         return "torch's scaled_dot_product_attention"
     return describe(vars(importlib.import_module(_DECISION)))
+
+
+def attention_library() -> str:
+    """Names the library of the last call's kernel, with its version."""
+    if _DECISION not in sys.modules:
+        return f"torch {torch.__version__}"
+    utils = importlib.import_module("transformer_engine.pytorch.utils")
+    return "cuDNN " + ".".join(map(str, utils.get_cudnn_version()))
 
 
 def describe(decision: dict[str, Any]) -> str:

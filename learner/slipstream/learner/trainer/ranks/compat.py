@@ -81,6 +81,8 @@ def install() -> Megatron:
         "qwen3_5",
     ):
         importlib.import_module(f"slipstream.learner.trainer.model.{name}")
+    # With a mask, cuDNN makes NaN of low scores in sequences of some lengths (9.19, Hopper).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     _cure_retries()
     _cure_padded_vocabulary()
     _cure_tied_embeddings()

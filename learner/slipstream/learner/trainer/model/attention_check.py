@@ -1,0 +1,188 @@
+"""Whether the attention of a model computes right gradients on this machine, before it trains.
+
+Kernels differ by GPU, by library and by the size of heads, and some are wrong: for heads of 256
+dimensions on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and now and then
+NaN. A run would go on with them. So each kind of attention in a model is computed once more with
+plain operations in float64, over a few short packed sequences.
+
+Produces: nothing, or ConfigError. Waits for: the other context parallel ranks, which compute parts
+of the same sequences. Unblocked by: their parts, or the limit of their group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.learner.trainer.model.attention_choice import attention_library, chosen_attention
+from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
+from slipstream.learner.trainer.untyped import Megatron
+from slipstream.protocol.errors import ConfigError
+from torch import Tensor
+
+# bfloat16 alone is off by 0.005.
+MOST_ERROR = 0.03
+# Lengths in units of `2 * cp` tokens: one token, whole blocks of kernels, and others.
+_LENGTHS = (1, 32, 19, 96, 7)
+# About what all scores of the second sequence are; kernels have made NaN of that. Its gradients are
+# too badly conditioned to be compared.
+_LOW_SCORE = -120.0
+_SEED = 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What makes one attention of a model differ from another: its class and its sizes."""
+
+    module: type
+    heads: int
+    groups: int
+    # Dimensions of queries and keys, and of values.
+    size: int
+    value_size: int
+    # Tokens before a query that it sees, itself included; 0: all of them.
+    window: int
+    scale: float
+    cap: float
+    has_sinks: bool
+
+
+def check_attention(model: ParallelModel) -> None:
+    """Raises ConfigError if an attention of this rank's layers computes wrong gradients.
+
+    Collective over context parallel ranks; the model does not change.
+    """
+    kinds: dict[Kind, Megatron] = {}
+    for attention in _attentions(model.chunks):
+        kinds.setdefault(kind_of(attention), attention)
+    for kind, attention in kinds.items():
+        _check(model, kind, attention)
+
+
+def _attentions(chunks: Sequence[Megatron]) -> Iterator[Megatron]:
+    for chunk in chunks:
+        for module in unwrapped(chunk).modules():
+            if hasattr(module, "core_attention"):
+                yield module
+
+
+def kind_of(attention: Megatron) -> Kind:
+    """Returns the kind of an attention layer, whose `core_attention` is checked."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    core, config = attention.core_attention, attention.config
+    is_latent = getattr(config, "multi_latent_attention", False)
+    size = config.qk_head_dim + config.qk_pos_emb_head_dim if is_latent else config.kv_channels
+    has_window = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, attention.layer_number
+    )
+    # TransformerEngine keeps the scale in its kernels.
+    holder = core if hasattr(core, "softmax_scale") else core.unfused_attention
+    return Kind(
+        module=type(core),
+        heads=attention.num_attention_heads_per_partition,
+        groups=attention.num_query_groups_per_partition,
+        size=size,
+        value_size=config.v_head_dim if is_latent else size,
+        window=config.window_size[0] + 1 if has_window else 0,
+        scale=float(holder.softmax_scale),
+        cap=getattr(core, "score_cap", None) or 0.0,
+        has_sinks=getattr(core, "softmax_offset", None) is not None,
+    )
+
+
+def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
+    ranks = model.ranks
+    lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
+    bounds = [0, *itertools.accumulate(lengths)]
+    random = torch.Generator().manual_seed(_SEED)
+
+    def drawn(heads: int, size: int) -> Tensor:
+        found = torch.randn(bounds[-1], heads, size, generator=random, dtype=torch.float64)
+        return found.to(ranks.device, model.dtype)
+
+    query, key = drawn(kind.heads, kind.size), drawn(kind.groups, kind.size)
+    value, gradient = drawn(kind.groups, kind.value_size), drawn(kind.heads, kind.value_size)
+    low = slice(bounds[1], bounds[2])
+    query[low, :, 0], key[low, :, 0] = 1.0, _LOW_SCORE / kind.scale
+    places = zigzag(bounds, ranks.cp_rank, ranks.cp_size).to(ranks.device)
+    is_compared = (places < low.start) | (places >= low.stop)
+    own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad():
+        output = attention.core_attention(
+            *own,
+            None,
+            attn_mask_type=attention.attn_mask_type,
+            attention_bias=None,
+            packed_seq_params=_packed(bounds, ranks.cp_size, ranks.device),
+        )
+        # The parameters, whose gradients the training collects, get none.
+        found = torch.autograd.grad(output, own, gradient[places].view_as(output))
+        sinks = attention.core_attention.softmax_offset if kind.has_sinks else None
+        whole = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+        expected = _plain(kind, whole, bounds, sinks)
+        right = torch.autograd.grad(expected, whole, gradient.double())
+    pairs = {"outputs": (output.view(len(places), kind.heads, -1), expected)}
+    names = ("gradients of queries", "gradients of keys", "gradients of values")
+    pairs |= dict(zip(names, zip(found, right, strict=True), strict=True))
+    for name, (mine, theirs) in pairs.items():
+        error = relative_error(mine[is_compared], theirs[places][is_compared])
+        is_finite = bool(mine.isfinite().all())
+        if not is_finite or error > MOST_ERROR:
+            wrong = f"{error:.0%} off" if is_finite else "not finite"
+            raise ConfigError(
+                f"the attention of this machine is wrong for heads of {kind.size} dimensions: "
+                f"{chosen_attention()}, {attention_library()}: {name} are {wrong}, at most "
+                f"{MOST_ERROR:.0%} is rounding. Take other kernels: a newer cuDNN (in CUDNN_HOME), "
+                "or NVTE_FUSED_ATTN=0 in the environment of the trainer"
+            )
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    """Returns the norm of the difference over that of `right`."""
+    found, right = found.detach().double(), right.detach()
+    return float((found - right).norm() / right.norm())
+
+
+def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatron:
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    packed = RoutedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if cp_size > 1:
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+    return packed
+
+
+def _plain(
+    kind: Kind, whole: Sequence[Tensor], bounds: Sequence[int], sinks: Tensor | None
+) -> Tensor:
+    """Returns what each query of the packed [tokens, heads, size] attends to."""
+    found = []
+    for start, end in itertools.pairwise(bounds):
+        query, key, value = (tensor[start:end].transpose(0, 1) for tensor in whole)
+        per_group = kind.heads // kind.groups
+        key, value = (each.repeat_interleave(per_group, 0) for each in (key, value))
+        scores = query @ key.transpose(1, 2) * kind.scale
+        if kind.cap:
+            scores = kind.cap * (scores / kind.cap).tanh()
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
+        if kind.window:
+            seen &= seen.triu(1 - kind.window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            column = sinks.detach().double()[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1)[..., : end - start]
+        found.append((weights @ value).transpose(0, 1))
+    return torch.cat(found)

@@ -1,0 +1,33 @@
+"""Attention on this GPU has right gradients for heads of all sizes, or the learner refuses it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import attention_ranks
+from support.ranks.rank_pool import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+# Before this version, gradients of heads of 256 dimensions are wrong on Hopper.
+RIGHT_CUDNN = (9, 18)
+
+
+@pytest.mark.parametrize("job", attention_ranks.JOBS)
+def test_wrong_gradients_are_never_trained_with(
+    job: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
+    said = (tmp_path / f"{job}.txt").read_text()
+    is_wrong = job in ("qwen3 256", "gemma3 256") and get_cudnn_version() < RIGHT_CUDNN
+    if is_wrong and torch.cuda.get_device_capability() == (9, 0):
+        assert re.search("heads of 256 dimensions.*cuDNN 9.*(% off|not finite)", said)
+    else:
+        assert not said

@@ -1,0 +1,158 @@
+"""An attention with wrong gradients is refused before a model trains with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from slipstream.protocol.errors import ConfigError
+from support.ranks import attention_ranks
+from support.ranks.rank_pool import RankPool
+from torch import Tensor, nn
+
+HEADS, GROUPS, SIZE = 4, 2, 16
+KINDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "a window": {"window_size": (9, 0)},
+    "a cap": {"score_cap": 5.0},
+    "sinks": {"softmax_type": "learnable"},
+}
+
+
+class Attention(nn.Module):
+    """What the check sees of a layer's attention."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        from slipstream.learner.trainer.ranks import compat, cpu
+
+        cpu.install()
+        compat.install()
+        from slipstream.learner.trainer.model.attention import CoreAttention
+
+        super().__init__()
+        settings = {
+            "kv_channels": SIZE,
+            "window_size": None,
+            "window_attn_skip_freq": None,
+            "softmax_type": "vanilla",
+            "num_attention_heads": HEADS,
+            "tensor_model_parallel_size": 1,
+            "params_dtype": torch.bfloat16,
+            "use_cpu_initialization": True,
+        }
+        self.config = SimpleNamespace(**settings | KINDS[kind])
+        self.layer_number = 1
+        self.attn_mask_type = None
+        self.num_attention_heads_per_partition = HEADS
+        self.num_query_groups_per_partition = GROUPS
+        group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        groups = SimpleNamespace(cp=group)
+        self.core_attention = CoreAttention(self.config, 1, None, "self", pg_collection=groups)
+        if self.core_attention.softmax_offset is not None:
+            nn.init.normal_(self.core_attention.softmax_offset)
+
+
+def check(*layers: nn.Module) -> None:
+    from slipstream.learner.trainer.model.attention_check import check_attention
+
+    ranks = SimpleNamespace(cp_rank=0, cp_size=1, device=torch.device("cpu"))
+    chunks = [nn.ModuleList(layers)]
+    check_attention(SimpleNamespace(ranks=ranks, chunks=chunks, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_right_attention_passes_and_keeps_no_trace(kind: str) -> None:
+    layer = Attention(kind)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    check(layer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+class Changed(torch.autograd.Function):
+    """Passes rows on; a function changes their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grads[0]), None
+
+
+def with_gradients(place: int, change: Callable[[Tensor], Tensor]) -> Attention:
+    """Returns an attention that changes the gradient of its argument at `place`."""
+    layer = Attention()
+    right = layer.core_attention.forward
+
+    def forward(*arguments: Any, **named: Any) -> Tensor:
+        given = list(arguments)
+        given[place] = Changed.apply(given[place], change)
+        return right(*given, **named)
+
+    layer.core_attention.forward = forward
+    return layer
+
+
+def zero_a_head(gradient: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    gradient[:, 0] = 0
+    return gradient
+
+
+def spoil_one(gradient: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    # A token of the sequence with low scores, which is not compared otherwise.
+    gradient[20, 0, 0] = torch.nan
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "told"),
+    [
+        (0, zero_a_head, "gradients of queries are [2-9][0-9]% off"),
+        (1, lambda gradient: 1.1 * gradient, "gradients of keys are 10% off"),
+        (2, lambda gradient: gradient.roll(1, 0), "gradients of values are [0-9]+% off"),
+        (1, spoil_one, "gradients of keys are not finite"),
+    ],
+)
+def test_a_wrong_gradient_is_told(
+    place: int, change: Callable[[Tensor], Tensor], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"heads of 16 dimensions.*torch.*{told}"):
+        check(Attention("sinks"), with_gradients(place, change))
+
+
+def test_a_wrong_output_is_told() -> None:
+    layer = Attention("a window")
+    layer.core_attention.window += 1
+    with pytest.raises(ConfigError, match="outputs are [0-9]+% off"):
+        check(layer)
+
+
+def test_layers_of_one_kind_are_checked_once() -> None:
+    layers = [Attention(), Attention(), Attention("a window")]
+    calls: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.core_attention.register_forward_hook(lambda *_, number=number: calls.append(number))
+    check(*layers)
+    assert calls == [0, 2]
+
+
+@pytest.mark.process
+def test_models_open_with_heads_of_all_sizes(tmp_path: Path, rank_pool: RankPool) -> None:
+    jobs = ("qwen3 96", "gemma2 256", "gpt-oss 64", "deepseek-v3 192")
+    rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=1, folder=tmp_path)
+    assert [(tmp_path / f"{job}.txt").read_text() for job in jobs] == [""] * 4
+
+
+def test_attention_with_a_mask_never_runs_in_cudnn() -> None:
+    Attention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
