@@ -224,6 +224,8 @@ class LearnerSection(Section):
 
 
 Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+# Most episodes of an engine that drafts: with more under way drafts do not pay.
+MOST_DRAFTED_EPISODES = 256
 
 
 class RolloutServerSection(Section):
