@@ -276,6 +276,21 @@ def test_two_ranks_write_versions_to_storage_while_they_train(
     assert [p for p in root.rglob("*") if p.is_file()] == []
 
 
+def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
+    orders = [batch_order(BATCHES[0]), stop_order("the disk is full", without_model=True)]
+    with FakeController(orders) as controller:
+        trainer = start_trainer(
+            tmp_path, model, controller.address, pool=rank_pool, checkpoint={"every_steps": 50}
+        )
+        assert finish(trainer, tmp_path) == [0], (tmp_path / "rank-0.log").read_text()[-3000:]
+    assert [report.version.step for report in controller.checkpoints] == [1]
+    assert controller.goodbye is not None
+    assert controller.goodbye.export_path == ""
+    assert [p.name for p in (tmp_path / "program" / "checkpoints").iterdir()] == ["step-000001"]
+
+
 def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(
     tmp_path: Path, model: Path, rank_pool: RankPool
 ) -> None:

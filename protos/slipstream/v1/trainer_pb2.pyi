@@ -88,10 +88,12 @@ class RecordedBatch(_message.Message):
     def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
 
 class StopOrder(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "without_model")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_MODEL_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    without_model: bool
+    def __init__(self, reason: _Optional[str] = ..., without_model: bool = ...) -> None: ...
 
 class WaitOrder(_message.Message):
     __slots__ = ()

@@ -224,9 +224,11 @@ def publish_order(
     ]
 
 
-def stop_order(reason: str = "all steps are done") -> list[pb.Directive]:
+def stop_order(
+    reason: str = "all steps are done", *, without_model: bool = False
+) -> list[pb.Directive]:
     """The answer that ends the run."""
-    return [pb.Directive(stop=pb.StopOrder(reason=reason))]
+    return [pb.Directive(stop=pb.StopOrder(reason=reason, without_model=without_model))]
 
 
 def make_batch(

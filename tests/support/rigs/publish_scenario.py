@@ -142,7 +142,7 @@ class _Controller(FakeController):
         died_s = time.monotonic()
         yield self._publish("members-2", is_new=True)
         self.found.recovered_s = time.monotonic() - died_s
-        yield stop_order("the trainer was told to terminate")
+        yield stop_order(without_model=True)
 
     def _publish(
         self, communicator_id: str, *, is_new: bool = False, die: bool = False

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.machine import free_memory
-from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
+from slipstream.client.launch.placement import (
+    Placement,
+    check_transport,
+    draft_problem,
+    place_here,
+    share_memory,
+)
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.gpus import Gpu, find_gpu
 from slipstream.protocol.settings.config import Config
@@ -67,6 +73,9 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         return
     yield ok("placement", "; ".join(placement.describe()))
     yield ok("transport", f"weights travel by {transport}")
+    if undrafted := draft_problem(config, placement):
+        remedy = 'lower rollout_server.max_episodes, or set rollout_server.drafts = "off"'
+        yield advice("drafts", undrafted, remedy)
     if needs is None:
         return
     if placement.learner:

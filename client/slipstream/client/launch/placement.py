@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
 from slipstream.protocol.settings.config import Config
+from slipstream.protocol.settings.sections import MOST_DRAFTED_EPISODES
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
 
@@ -200,7 +201,10 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
-    """Returns one line for each GPU that learner and rollout servers share, and their episodes."""
+    """Returns one line for each GPU that learner and rollout servers share.
+
+    Lines about the servers' episodes follow, and about drafts if a server makes none.
+    """
     server = config.rollout_server
     share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
     lines = [
@@ -216,7 +220,25 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
             else "no rollout server here"
         )
         lines.append(f"rollout_server.shared_max_episodes = {episodes} applies to {who}")
+    if undrafted := draft_problem(config, placement):
+        lines.append(undrafted)
     return lines
+
+
+def draft_problem(config: Config, placement: Placement) -> str:
+    """Returns why servers make no drafts although the settings ask for them, or ""."""
+    drafts, servers = config.rollout_server.drafts, range(len(placement.servers))
+    # Without GPUs here all servers are for the same number of episodes.
+    most = {number: placement.max_episodes(config, number) for number in servers or (0,)}
+    without = [number for number in most if most[number] > MOST_DRAFTED_EPISODES]
+    if drafts == "off" or not without:
+        return ""
+    where = f" on rollout server {', '.join(map(str, without))}" if servers else ""
+    return (
+        f'rollout_server.drafts = "{drafts}" has no effect{where}: a server for more than '
+        f"{MOST_DRAFTED_EPISODES} episodes makes none, and rollout_server.max_episodes is "
+        f"{config.rollout_server.max_episodes}"
+    )
 
 
 def _listed(

@@ -139,7 +139,8 @@ class ControllerClient:
         except grpc.RpcError as error:
             if self._stop_reason is None:
                 raise self._failure("Next", error) from error
-            return [pb.Directive(stop=pb.StopOrder(reason=self._stop_reason))]
+            stop = pb.StopOrder(reason=self._stop_reason, without_model=True)
+            return [pb.Directive(stop=stop)]
 
     def stop(self, reason: str) -> None:
         """Makes `next` answer with a stop order; may be called from a signal handler."""

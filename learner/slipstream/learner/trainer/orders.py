@@ -20,6 +20,8 @@ class Stop:
     """The order to make no more steps."""
 
     reason: str
+    # Whether the trainer leaves without exporting its model.
+    without_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def read_order(directives: Sequence[trainer_pb2.Directive]) -> Order:
     if kind == "store":
         return first.store
     if kind == "stop":
-        return Stop(first.stop.reason)
+        return Stop(first.stop.reason, first.stop.without_model)
     if kind == "wait":
         return Wait()
     raise ProtocolError(f"an answer begins with an order, got {kind}")

@@ -286,7 +286,7 @@ class Trainer:
             self._save()
         self._tell(self._checkpointer.finish())
         export_path = ""
-        if self._config.learner.export_final and order.reason != TERMINATED:
+        if self._config.learner.export_final and not order.without_model:
             folder = self._config.run_dir / CHECKPOINTS
             target = folder / (FINAL_ADAPTERS if self._config.lora.adapters else FINAL_MODEL)
             if not self._config.lora.adapters:

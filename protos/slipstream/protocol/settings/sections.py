@@ -214,7 +214,7 @@ class LearnerSection(Section):
     peak_tflops: float | None = Field(None, gt=0)
     # A table of its own, below.
     profile: ProfileSection = ProfileSection()
-    # Write the trained model as a Hugging Face folder when the run ends.
+    # Write the trained model as a Hugging Face folder when the run ends, unless it has failed.
     export_final: bool = True
     # Restarts of all ranks after one has died, by the command that started them.
     max_restarts: int = Field(3, ge=0)
@@ -224,6 +224,8 @@ class LearnerSection(Section):
 
 
 Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+# Most episodes of an engine that drafts: with more under way drafts do not pay.
+MOST_DRAFTED_EPISODES = 256
 
 
 class RolloutServerSection(Section):

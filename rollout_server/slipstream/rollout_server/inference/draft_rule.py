@@ -11,8 +11,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-# Most tokens of a step with drafts.
-MOST_STEP_TOKENS = 512
+from slipstream.protocol.settings.sections import MOST_DRAFTED_EPISODES
+
+# Most tokens of a step with drafts: the most episodes fill it with one drafted token each.
+MOST_STEP_TOKENS = 2 * MOST_DRAFTED_EPISODES
 # Steps of a trial that were planned before it began, or with the caches of the trial before.
 _SKIPPED = 4
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.protocol.settings.sections import RolloutServerSection
+from slipstream.protocol.settings.sections import MOST_DRAFTED_EPISODES, RolloutServerSection
 from slipstream.rollout_server.inference.draft_rule import MOST_STEP_TOKENS, DraftRule
 from slipstream.rollout_server.inference.pausing_scheduler import PausingScheduler
 from vllm.config import VllmConfig
@@ -24,8 +24,6 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 log = logging.getLogger(__name__)
 
-# Most episodes of an engine with drafts: one drafted token for each fills a step.
-MOST_EPISODES = MOST_STEP_TOKENS // 2
 # Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
 _RUNS = (3, 8)
 # What drafts from the texts of all requests: in vLLM's worker for GPUs, and in that for CPUs.
@@ -40,10 +38,10 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
     """
     if section.drafts == "off":
         return {}
-    if section.max_episodes > MOST_EPISODES:
+    if section.max_episodes > MOST_DRAFTED_EPISODES:
         log.warning(
             "nothing is drafted: it would not pay for rollout_server.max_episodes > %d, got %d",
-            *(MOST_EPISODES, section.max_episodes),
+            *(MOST_DRAFTED_EPISODES, section.max_episodes),
         )
         return {}
     shortest, longest = _RUNS

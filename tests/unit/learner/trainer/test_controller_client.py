@@ -12,7 +12,7 @@ from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
-from support.fakes.fake_controller import FakeController, batch_order, make_batch
+from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
 
 
 def config(address: str, tmp_path: Path, **sections: object) -> Config:
@@ -49,8 +49,8 @@ def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
         client = ControllerClient(config(controller.address, tmp_path))
         waiter = threading.Thread(target=lambda: (controller.asked.wait(10), client.stop("now")))
         waiter.start()
-        assert ask(client) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
-        assert ask(client) == [pb.Directive(stop=pb.StopOrder(reason="now"))]
+        assert ask(client) == stop_order("now", without_model=True)
+        assert ask(client) == stop_order("now", without_model=True)
         waiter.join()
         client.close()
 

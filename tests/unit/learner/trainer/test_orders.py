@@ -27,6 +27,7 @@ def test_batch_arrives_as_it_was_sent() -> None:
 
 def test_other_orders_are_one_message() -> None:
     assert read_order(stop_order("done")) == Stop("done")
+    assert read_order(stop_order("bad", without_model=True)) == Stop("bad", without_model=True)
     assert read_order([pb.Directive(wait=pb.WaitOrder())]) == Wait()
     publish = publish_order(1, new_communicator=True, verify=False)
     assert read_order(publish) == publish[0].publish

@@ -49,6 +49,6 @@ class TurnRule:
         self.in_turns = in_turn > together
         way = "in turn" if self.in_turns else "at the same time"
         return (
-            f"learner and engines share a GPU {way} from now on: {together:,.0f} trained tokens/s "
+            f"learner and engines compute {way} from now on: {together:,.0f} trained tokens/s "
             f"at the same time, {in_turn:,.0f} in turn"
         )

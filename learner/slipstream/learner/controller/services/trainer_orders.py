@@ -58,7 +58,9 @@ class TrainerOrders:
         if progress.is_over:
             await self._turns.stop()
             reason = progress.cause or "the run is over"
-            return trainer_pb2.Directive(stop=trainer_pb2.StopOrder(reason=reason))
+            # The controller of a failed run waits for no export: some would be cut off.
+            stop = trainer_pb2.StopOrder(reason=reason, without_model=progress.has_failed)
+            return trainer_pb2.Directive(stop=stop)
         publish = await self._publisher.prepare(request)
         self._turns.end(() if publish is None else [r.server_id for r in publish.receivers])
         if publish is not None:

@@ -116,8 +116,11 @@ class BatchFormer:
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """The path of the first missing batch from `step` on; None: all batches are there."""
-        steps = range(step, self._book.step)
+        """The path of the first missing batch from `step` on; None: all batches are there.
+
+        The batch that is being written is none of them: `recorded` waits for it.
+        """
+        steps = range(step, self._book.step - (self._forming is not None))
         has_batch, attempts, path = self._journal.has_batch, self._attempts, self._journal.path
         return next((path(s, attempts[s]) for s in steps if not has_batch(s, attempts[s])), None)
 

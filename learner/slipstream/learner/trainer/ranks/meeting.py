@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import socket
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
@@ -19,8 +20,10 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.address import listen
 from torch.distributed.distributed_c10d import Store
 
-# Seconds that torch may take beyond its own limit to report that no server listens.
+# Seconds beyond the limit in which rank 0 may answer: torch asks again after a pause.
 CONNECT_GRACE_S = 5.0
+# Seconds within which a connection shows that something listens at the meeting place.
+PROBE_LIMIT_S = 5.0
 # Seconds within which a rank 0 that answers must have announced itself in the store.
 RECOGNITION_LIMIT_S = 60.0
 
@@ -39,8 +42,8 @@ def meeting_place(
     machines cannot reach the address. Raises it too when the server there is not rank 0 of this
     run. Raises TimeoutError with the ranks that did not join.
 
-    `timeout` is for the ranks to join. torch has `connect_grace_s` more to report that no server
-    listens; a rank 0 that listens has `recognition_limit_s` to announce itself.
+    `timeout` is for the ranks to join. A rank 0 that listens has `connect_grace_s` more to answer,
+    and `recognition_limit_s` to announce itself.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -98,9 +101,11 @@ class Words:
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
 ) -> Store:
-    """Returns the store; raises ConfigError when another program listens there.
+    """Returns the store.
 
-    torch alone would wait without a limit for the first answer of that program.
+    Raises ConfigError when what listens there does not answer, for which torch alone would wait
+    without a limit. Raises TimeoutError when nothing listens there, which takes torch up to twice
+    its limit to say.
     """
     found: list[Store | BaseException] = []
 
@@ -123,14 +128,27 @@ def _connected(
     thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds() + grace_s)
-    if not found:
-        raise ConfigError(
-            f"learner.master: what listens on {host}:{port} did not answer like rank 0 "
-            f"within {timeout.total_seconds():g} s; is the port used by another program?"
+    store = found[0] if found else None
+    if store is None or isinstance(store, dist.DistNetworkError):
+        raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from store
+    if isinstance(store, BaseException):
+        raise store
+    return store
+
+
+def _unanswered(host: str, port: int, within: str) -> Exception:
+    """Returns the error for a rank 0 that gave no answer, by what is at its address now."""
+    try:
+        socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
+    except OSError as error:
+        return TimeoutError(
+            f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
+            f"started, is stopped or very slow ({error.strerror or error})"
         )
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    return ConfigError(
+        f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
+        "rank 0 is stopped or very slow, or another program has the port"
+    )
 
 
 def _all_here(

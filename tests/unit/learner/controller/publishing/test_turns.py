@@ -207,8 +207,11 @@ async def test_auto_tells_its_choice_only_where_a_device_is_shared(host: str, te
         scene.run.progress.trainer_registered((Place(host),))
     for _ in range(20):
         scene.turns.stepped(100.0)
-    told = [event for event in scene.run.events.kept() if "share a GPU" in event.text]
-    assert bool(told) is tells
+    texts = [event.text for event in scene.run.events.kept()]
+    chosen = [text for text in texts if "learner and engines compute " in text]
+    assert bool(chosen) is tells
+    # All these places are CPUs.
+    assert not [text for text in texts if "GPU" in text]
 
 
 @pytest.mark.parametrize(

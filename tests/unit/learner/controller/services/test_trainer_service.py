@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
@@ -27,6 +28,13 @@ class OneBatch:
         return Trained(FormedBatch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
 
 
+class NoTurns:
+    """The turns of a run in which no engine ever rests."""
+
+    async def stop(self) -> None:
+        pass
+
+
 class FirstTrainer:
     """The context of a call by the trainer with epoch 1."""
 
@@ -34,19 +42,25 @@ class FirstTrainer:
         return [(TRAINER_EPOCH, "1")]
 
 
+def orders_of(run: Run) -> TrainerOrders:
+    return TrainerOrders(
+        run,
+        LeaseBook(
+            groups_per_step=1, group_size=1, max_staleness=1, num_steps=9, attempts_per_lease=1
+        ),
+        OneBatch(),
+        None,
+        stored=None,
+        turns=NoTurns(),
+        evaluations_done=lambda: False,
+    )
+
+
 def servicer_of(run: Run) -> TrainerServicer:
     """The service of a controller with which the trainer of epoch 1 has registered."""
     servicer = TrainerServicer(
         run,
-        TrainerOrders(
-            run,
-            None,
-            OneBatch(),
-            None,
-            stored=None,
-            turns=None,
-            evaluations_done=lambda: False,
-        ),
+        orders_of(run),
         OneBatch(),
         None,
         stored=None,
@@ -97,3 +111,16 @@ async def test_a_model_that_no_step_has_changed_is_called_untrained(
     run.progress.stop("enough")
     await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), FirstTrainer())
     assert [event.text for event in run.events.kept()][-1] == f"the {what} model lies in final"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+async def test_a_run_that_has_failed_orders_no_export(*, has_failed: bool) -> None:
+    """Nothing would wait for its end: whether there is a model would be chance."""
+    run = run_of()
+    if has_failed:
+        run.progress.fail("the disk is full")
+    else:
+        run.progress.stop("enough")
+    order = await orders_of(run).next(trainer_pb2.NextRequest(), must_save=not has_failed)
+    assert order.stop.reason == run.progress.cause
+    assert order.stop.without_model is has_failed

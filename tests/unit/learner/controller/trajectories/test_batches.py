@@ -1,10 +1,14 @@
-"""Which batches of the journal stay, and which are covered by a checkpoint."""
+"""Which batches of the journal stay, which are covered by a checkpoint, and which are missing."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.v1 import trainer_pb2, trajectory_pb2
@@ -44,3 +48,49 @@ async def test_a_trainer_that_went_back_keeps_the_batches_that_it_must_train_aga
     tmp_path: Path,
 ) -> None:
     assert await kept_after(tmp_path, 2, 8, 5) == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+class SlowJournal(Journal):
+    """A journal whose disk holds a batch back until `disk` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.disk = threading.Event()
+
+    def write_batch(
+        self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
+    ) -> int:
+        assert self.disk.wait(60)
+        return super().write_batch(batch, tokens)
+
+
+class EmptyBatches(LeaseBook):
+    """A lease book whose every batch is complete, with no group."""
+
+    def take_batch(self) -> list[Group]:
+        self.step += 1
+        return []
+
+
+async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> None:
+    run = run_of()
+    book = EmptyBatches(
+        groups_per_step=1, group_size=1, max_staleness=1, num_steps=9, attempts_per_lease=1
+    )
+    async with asyncio.TaskGroup() as tasks:
+        with SlowJournal(tmp_path) as journal:
+            books = books_of(run, journal=journal, leases=book)
+            former = BatchFormer(books, tasks, keep_batches=True)
+            asked = asyncio.create_task(former.form())
+            await asyncio.sleep(0)
+            # A trainer that starts again comes while the batch of the one before is written.
+            asked.cancel()
+            assert book.step == 1
+            assert former.first_missing(0) is None
+            given = asyncio.create_task(former.recorded(0))
+            await asyncio.sleep(0.05)
+            assert not given.done()
+            journal.disk.set()
+            assert (await given).step == 0
+            journal.path(0).unlink()
+            assert former.first_missing(0) == journal.path(0)

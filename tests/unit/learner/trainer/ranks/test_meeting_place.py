@@ -49,16 +49,35 @@ def listening(port: int) -> None:
     raise AssertionError("nothing listens")
 
 
-def test_a_listener_that_is_no_store_is_given_up_and_named(port: int) -> None:
-    with socket.create_server((HOST, port)):
-        started = time.monotonic()
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} did not answer like rank 0"):
-            meeting_place(1, 2, SHORT, connect_grace_s=0.5)
-        assert time.monotonic() - started < 20
-    # The abandoned attempt ends here with what torch prints about it, not in a later test.
+@pytest.fixture
+def attempts_end() -> Iterator[None]:
+    """Abandoned attempts end here with what torch prints about them, not in a later test."""
+    yield
     for thread in threading.enumerate():
         if thread.name == "rendezvous":
             thread.join(30)
+
+
+@pytest.mark.usefixtures("attempts_end")
+def test_a_listener_that_is_no_store_is_given_up_and_named(port: int) -> None:
+    told = (
+        f"learner.master: what listens on 127.0.0.1:{port} did not answer like rank 0 within 1 s: "
+        "rank 0 is stopped or very slow, or another program has the port"
+    )
+    with socket.create_server((HOST, port)):
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match=told):
+            meeting_place(1, 2, SHORT, connect_grace_s=0.5)
+        assert time.monotonic() - started < 20
+
+
+@pytest.mark.usefixtures("attempts_end")
+@pytest.mark.parametrize("connect_grace_s", [0.1, 30.0], ids=["torch still tries", "torch said so"])
+def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port: int, connect_grace_s: float) -> None:
+    # The ranks may start again after this error: rank 0 may be there the next time.
+    told = rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
+    with pytest.raises(TimeoutError, match=f"{told}started, is stopped or very slow"):
+        meeting_place(1, 2, SHORT, connect_grace_s=connect_grace_s)
 
 
 def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
