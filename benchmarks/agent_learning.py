@@ -64,6 +64,8 @@ SMOLLM2 = HERE.parent / "deploy" / "configs" / "smollm2-one-gpu.toml"
 WITH_SMOLLM2 = (
     "evaluations.0.num_episodes=512",
     "evaluations.0.samples_per_task=8",
+    # A server for more makes no drafts.
+    "rollout_server.max_episodes=256",
     # Several engines on one GPU compile for minutes otherwise.
     "rollout_server.enforce_eager=true",
     "rollout_server.threads=1",

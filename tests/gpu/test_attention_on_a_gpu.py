@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
-# Before this version, gradients of heads of 256 dimensions are wrong on Hopper.
-RIGHT_CUDNN = (9, 18)
+# Gradients of heads of 256 dimensions on Hopper; between the two nothing was measured.
+WRONG_CUDNN, RIGHT_CUDNN = (9, 14), (9, 19)
 
 
 @pytest.mark.parametrize("job", attention_ranks.JOBS)
@@ -26,7 +26,10 @@ def test_wrong_gradients_are_never_trained_with(
 
     rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
     said = (tmp_path / f"{job}.txt").read_text()
-    is_wrong = job in ("qwen3 256", "gemma3 256") and get_cudnn_version() < RIGHT_CUDNN
+    cudnn = get_cudnn_version()[:2]
+    if job in ("qwen3 256", "gemma3 256") and WRONG_CUDNN < cudnn < RIGHT_CUDNN:
+        pytest.skip(f"nobody knows whether cuDNN {cudnn} is right")
+    is_wrong = job in ("qwen3 256", "gemma3 256") and cudnn <= WRONG_CUDNN
     if is_wrong and torch.cuda.get_device_capability() == (9, 0):
         assert re.search("heads of 256 dimensions.*cuDNN 9.*(% off|not finite)", said)
     else:
