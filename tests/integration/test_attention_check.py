@@ -153,6 +153,22 @@ def test_models_open_with_heads_of_all_sizes(tmp_path: Path, rank_pool: RankPool
     assert [(tmp_path / f"{job}.txt").read_text() for job in jobs] == [""] * 4
 
 
+@pytest.mark.process
+def test_a_model_without_its_weights_is_not_judged(tmp_path: Path, rank_pool: RankPool) -> None:
+    """An export opens the model so: its sinks are NaN until the checkpoint is loaded."""
+    job = "gpt-oss 64 unloaded"
+    rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
+    assert not (tmp_path / f"{job}.txt").read_text()
+
+
+@pytest.mark.process
+def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: RankPool) -> None:
+    job = "qwen3 96 critic"
+    rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
+    said = (tmp_path / f"{job}.txt").read_text()
+    assert "the critic: the attention of this machine is wrong for heads of 96 dimensions" in said
+
+
 def test_attention_with_a_mask_never_runs_in_cudnn() -> None:
     Attention()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
