@@ -13,6 +13,7 @@ from slipstream.protocol.errors import ConfigError
 from support.ranks import attention_ranks
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 KINDS: dict[str, dict[str, object]] = {
@@ -141,9 +142,48 @@ def test_layers_of_one_kind_are_checked_once() -> None:
     layers = [Attention(), Attention(), Attention("a window")]
     calls: list[int] = []
     for number, layer in enumerate(layers):
-        layer.core_attention.register_forward_hook(lambda *_, number=number: calls.append(number))
+        layer.core_attention.forward = counted(layer.core_attention.forward, calls, number)
     check(*layers)
     assert calls == [0, 2]
+
+
+def counted(right: Callable[..., Tensor], calls: list[int], number: int) -> Callable[..., Tensor]:
+    def forward(*arguments: Any, **named: Any) -> Tensor:
+        calls.append(number)
+        return right(*arguments, **named)
+
+    return forward
+
+
+def test_no_hook_runs() -> None:
+    """Those of data parallelism would gather the sinks, and leave other parameters on the way."""
+    layer = Attention("sinks")
+    layer.core_attention.register_forward_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    check(layer)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that is computed inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_scores_of_many_heads_are_not_held_together() -> None:
+    """Sequences lengthen with the context parallel ranks: their scores would fill a GPU."""
+    layer = Attention()
+    layer.num_attention_heads_per_partition = heads = 64
+    with Largest() as largest:
+        check(layer)
+    tokens = 2 * (1 + 32 + 19 + 96 + 7)
+    assert largest.elements == tokens * heads * SIZE
 
 
 @pytest.mark.process
