@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from slipstream.learner.trainer.batches.context_parallel import zigzag
-from slipstream.learner.trainer.model.attention_choice import attention_library, chosen_attention
+from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
@@ -96,6 +96,8 @@ def kind_of(attention: Megatron) -> Kind:
 
 
 def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
+    from slipstream.learner.trainer.model.attention import CoreAttention
+
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
     bounds = [0, *itertools.accumulate(lengths)]
@@ -131,11 +133,11 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
         is_finite = bool(mine.isfinite().all())
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
+            kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
             raise ConfigError(
                 f"the attention of this machine is wrong for heads of {kind.size} dimensions: "
-                f"{chosen_attention()}, {attention_library()}: {name} are {wrong}, at most "
-                f"{MOST_ERROR:.0%} is rounding. Take other kernels: a newer cuDNN (in CUDNN_HOME), "
-                "or NVTE_FUSED_ATTN=0 in the environment of the trainer"
+                f"{kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
+                f"Take {remedy}"
             )
 
 
