@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 
 import psutil
+import torch
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.weights_section import StageSetting
 from slipstream.protocol.types import LogprobArray, PolicyVersion
@@ -94,6 +95,10 @@ class VllmEngine:
         llm = AsyncLLM.from_vllm_config(
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
+        if torch.cuda.is_initialized():
+            # vLLM has started a program that knows none of our classes and outlives the server.
+            llm.shutdown(timeout=_EXIT_LIMIT_S)
+            raise RuntimeError("CUDA was started in the server, so that vLLM forked no engine")
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
         engine = cls(
             llm,
