@@ -141,7 +141,7 @@ async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.Mon
     llm = SimpleNamespace(shutdown=lambda timeout: ended.append(timeout))
     monkeypatch.setattr(engine, "engine_config", lambda *_: None)
     monkeypatch.setattr(engine.AsyncLLM, "from_vllm_config", lambda *_, **__: llm)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(engine, "cuda_is_initialized", lambda: True)
     config = config_of(Path("model"), has_adapters=False)
     with pytest.raises(RuntimeError, match="CUDA was started in the server"):
         await engine.VllmEngine.start(config, seed=1)
