@@ -136,13 +136,20 @@ def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
 
 async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.rollout_server.inference import engine
+    from vllm.utils import system_utils
 
     ended: list[float] = []
     llm = SimpleNamespace(shutdown=lambda timeout: ended.append(timeout))
+
+    def spawned(*_: object, **__: object) -> SimpleNamespace:
+        system_utils.get_mp_context()
+        return llm
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setattr(engine, "engine_config", lambda *_: None)
-    monkeypatch.setattr(engine.AsyncLLM, "from_vllm_config", lambda *_, **__: llm)
-    monkeypatch.setattr(engine, "cuda_is_initialized", lambda: True)
+    monkeypatch.setattr(engine.AsyncLLM, "from_vllm_config", spawned)
+    monkeypatch.setattr(system_utils, "cuda_is_initialized", lambda: True)
     config = config_of(Path("model"), has_adapters=False)
-    with pytest.raises(RuntimeError, match="CUDA was started in the server"):
+    with pytest.raises(RuntimeError, match="vLLM forked no engine: CUDA was started"):
         await engine.VllmEngine.start(config, seed=1)
     assert len(ended) == 1

@@ -45,7 +45,6 @@ from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.rollout_server.weights.worker_calls import WorkerCalls
 from slipstream.v1 import weights_pb2
 from vllm.outputs import RequestOutput
-from vllm.utils.platform_utils import cuda_is_initialized
 from vllm.v1.engine.async_llm import AsyncLLM
 
 _HEALTH_PERIOD_S = 0.5
@@ -95,10 +94,13 @@ class VllmEngine:
         llm = AsyncLLM.from_vllm_config(
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
-        if cuda_is_initialized():
+        if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "fork":
             # vLLM has started a program that knows none of our classes and outlives the server.
             llm.shutdown(timeout=_EXIT_LIMIT_S)
-            raise RuntimeError("CUDA was started in the server, so that vLLM forked no engine")
+            raise RuntimeError(
+                "vLLM forked no engine: CUDA was started in the server, or it runs in a Ray actor "
+                "or on WSL"
+            )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
         engine = cls(
             llm,
