@@ -157,9 +157,9 @@ def test_rows_of_an_earlier_call_on_the_same_device_stay(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "replays"), [("qwen3", False), ("gpt-oss", True), ("qwen3-vl-moe", False)]
+    ("name", "replays"), [("qwen3", False), ("gpt-oss", True), ("qwen3-vl-moe", True)]
 )
-def test_routers_of_mixtures_without_a_tower_are_replayed(name: str, replays: bool) -> None:
+def test_routers_of_mixtures_are_replayed(name: str, replays: bool) -> None:
     assert FAMILIES[name].replays == replays
 
 
