@@ -74,9 +74,9 @@ class Family:
 
     @property
     def replays(self) -> bool:
-        """Whether the router of a mixture can be replayed: not with a tower."""
+        """Whether there are routers that can be replayed: in mixtures."""
         counts = ("num_experts", "num_local_experts", "n_routed_experts")
-        return not self.tower and any(name in self.values for name in counts)
+        return any(name in self.values for name in counts)
 
     def settings(self, *, tiny: bool) -> dict[str, Any]:
         """Returns the fields of the configuration."""

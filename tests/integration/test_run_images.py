@@ -34,7 +34,7 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     # vLLM's delta nets on a CPU know no other type.
     is_rounded = family.startswith("qwen3_5")
     table["model"] = {"path": str(model), "dtype": "bfloat16" if is_rounded else "float32"}
-    replays = family == "qwen3_vl_moe"
+    replays = family.endswith("_moe")
     table["algorithm"]["router_replay"] = "rollout" if replays else "off"
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
@@ -49,8 +49,8 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     if replays:
         # Later a reply may cross a publish: tokens before it keep the experts of the older version.
         assert rows[0]["logprob_gap_tokens"] > 0
-        assert rows[0]["logprob_gap_max"] <= 1e-4
-        assert rows[0]["routing_difference"] == 0
+        assert rows[0]["logprob_gap_max"] <= (0.1 if is_rounded else 1e-4)
+        assert rows[0]["routing_difference"] <= (0.05 if is_rounded else 0)
         assert max(row["routing_unrecorded"] for row in rows if "loss" in row) == 0
     else:
         assert summary["logprob_gap_mean"] <= (0.02 if is_rounded else 1e-4)

@@ -59,7 +59,6 @@ async def main() -> None:
     options = parse_folders(__doc__)
     sizes = read_model_sizes(options.folder)
     has_delta_nets = bool(sizes.linear_heads)
-    replays = sizes.experts > 0 and not has_delta_nets
     # Less than a conversation with two images and a reply, so that a second turn finds it. States
     # of delta nets take larger blocks.
     engine = {} if has_delta_nets else {"block_size": 32}
@@ -68,7 +67,7 @@ async def main() -> None:
         lambda engine, name: replies(engine, options.folder, name),
         # vLLM's delta nets on a CPU know no other type.
         model={"dtype": "bfloat16" if has_delta_nets else "float32"},
-        algorithm={"router_replay": "rollout" if replays else "off"},
+        algorithm={"router_replay": "rollout" if sizes.experts else "off"},
         sampling={"max_reply_tokens": REPLY, "max_episode_tokens": LENGTH, "max_images": 2},
         rollout_server={"engine": engine},
     )

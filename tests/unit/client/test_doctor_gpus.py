@@ -166,10 +166,21 @@ def headers(folder: Path, tensors: dict[str, list[int]]) -> Path:
     folder.mkdir()
     sizes = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(sizes))
-    entries = {name: {"dtype": "BF16", "shape": shape} for name, shape in tensors.items()}
+    entries = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in tensors.items()
+    }
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return folder
+
+
+def test_needs_of_damaged_files_are_not_known(tmp_path: Path) -> None:
+    model = {"path": str(headers(tmp_path / "model", {"model.norm.weight": [3]}))}
+    assert fit.needs_of(config_of(model=model)) is not None
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:30])
+    assert fit.needs_of(config_of(model=model)) is None
 
 
 def test_experts_are_spread_over_the_expert_parallel_ranks(

@@ -20,6 +20,7 @@ from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.gpus import Gpu, find_gpu
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.loaded_tensors import loaded_tensors
+from slipstream.protocol.settings.model_files import missing_weights
 from slipstream.protocol.settings.roles import role_settings
 from slipstream.protocol.settings.sections import ParallelSection
 
@@ -87,7 +88,9 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the headers of the model's files; None for no folder of a model."""
+    """Computes the needs from the headers of the model's files; None for no whole folder."""
+    if missing_weights(config.model.path, "model.path"):
+        return None
     try:
         parameters, experts = _parameters(config)
     except ConfigError:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.settings.model_files import read_header
+from slipstream.protocol.settings.model_files import held_tensors
 from slipstream.protocol.settings.model_sizes import read_model_table
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -56,9 +56,7 @@ def dequantize(source: Path, target: Path) -> None:
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields name and bfloat16 tensor of every weight."""
-    places = {
-        name: path for path in sorted(folder.glob("*.safetensors")) for name in read_header(path)
-    }
+    places = {name: path for name, (path, _) in held_tensors(folder).items()}
     for name in sorted(places):
         if name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)

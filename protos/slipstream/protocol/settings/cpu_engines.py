@@ -17,6 +17,11 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             f"rollout_server.quantization = {server.quantization!r} needs a GPU; a CPU can compute "
             "with 'fp8_per_channel'"
         )
+    elif sizes.experts and server.quantization != "off":
+        yield (
+            "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
+            f"no kernel there that quantises experts, got {server.quantization!r}"
+        )
     # vLLM's delta nets fail there at the first request in any other type.
     if sizes.linear_heads and not sizes.has_mamba and dtype != "bfloat16":
         yield (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.model_files import read_header
+from slipstream.protocol.settings.model_files import held_tensors
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.nested_decoders import TOWERS
 from slipstream.protocol.settings.vision_rules import sees_images
@@ -22,13 +22,11 @@ def is_further(name: str, *, layers: int) -> bool:
 
 def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields name and shape of each tensor of `config.model.path` that a run loads."""
-    folder = config.model.path
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
+    held = held_tensors(config.model.path)
+    if not held:
         return
-    sizes = read_model_sizes(folder)
+    sizes = read_model_sizes(config.model.path)
     left_out = TOWERS if sizes.is_nested and not sees_images(config, sizes) else ()
-    for path in paths:
-        for name, tensor in read_header(path).items():
-            if not (name.startswith(left_out) or is_further(name, layers=sizes.layers)):
-                yield name, tuple(tensor["shape"])
+    for name, (_, shape) in held.items():
+        if not (name.startswith(left_out) or is_further(name, layers=sizes.layers)):
+            yield name, shape

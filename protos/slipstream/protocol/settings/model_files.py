@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def read_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+
+
+def held_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Returns file and shape of each tensor that a loader finds in complete files.
+
+    With an index these are the tensors that it names; other files do not count.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        paths = sorted(folder.glob("*.safetensors"))
+        return {name: (path, shape) for path in paths for name, shape in _shapes(path).items()}
+    shapes = cache(_shapes)
+    places = json.loads(index.read_text())["weight_map"].items()
+    files = {name: folder / file for name, file in places}
+    return {
+        name: (path, shapes(path)[name]) for name, path in files.items() if name in shapes(path)
+    }
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor["shape"]) for name, tensor in read_header(path).items()}
 
 
 def _bytes_needed(path: Path, size: int) -> int:

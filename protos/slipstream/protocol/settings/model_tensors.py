@@ -5,20 +5,23 @@ Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.hybrid_layers import hybrid_tensors
-from slipstream.protocol.settings.model_files import INDEX, read_header
+from slipstream.protocol.settings.model_files import INDEX, held_tensors
 from slipstream.protocol.settings.model_sizes import ModelSizes, read_model_table
 from slipstream.protocol.settings.nested_decoders import is_nested, nested_name
 from slipstream.protocol.settings.rope_fields import DELTA_NETS, QWEN35_VISION, VISION
 from slipstream.protocol.settings.tied_outputs import are_equal
-from slipstream.protocol.settings.tower_tensors import TOWER_FOLDERS, Shape, tower_tensors
+from slipstream.protocol.settings.tower_tensors import (
+    TOWER_FOLDERS,
+    Shape,
+    further_blocks,
+    tower_tensors,
+)
 
 OUTPUT = "lm_head.weight"
 # Endings of the matrix of embeddings.
@@ -71,17 +74,23 @@ def tensor_problems(
     a tower beside a text class: it would be lost.
     """
     values = read_model_table(folder)
-    held = _held(folder)
+    held = held_tensors(folder)
     architecture = ModelSizes.of(values).folder_class
     needed = needed_tensors(values)
     if is_nested(values):
         needed = {nested_name(name, held): shape for name, shape in needed.items()}
     if has_tower:
         try:
-            needed |= tower_tensors(values, held)
+            tower = tower_tensors(values, held)
         except ConfigError as error:
             yield f"{setting}: {error}"
             return
+        needed |= tower
+        for name in further_blocks(tower, held)[:1]:
+            yield (
+                f"{setting} must hold no more of a vision tower than vision_config says: "
+                f"{held[name][0]} has {name}, which would be left out"
+            )
     for name, shape in needed.items():
         if name.endswith(OUTPUT) and not has_output:
             continue
@@ -287,24 +296,6 @@ def _biases(sizes: ModelSizes) -> dict[str, Shape]:
 def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}
-
-
-def _held(folder: Path) -> dict[str, tuple[Path, Shape]]:
-    """Returns file and shape of each tensor that a loader would find."""
-    index = folder / INDEX
-    if not index.is_file():
-        paths = sorted(folder.glob("*.safetensors"))
-        return {name: (path, shape) for path in paths for name, shape in _shapes(path).items()}
-    shapes = cache(_shapes)
-    places = json.loads(index.read_text())["weight_map"].items()
-    files = {name: folder / file for name, file in places}
-    return {
-        name: (path, shapes(path)[name]) for name, path in files.items() if name in shapes(path)
-    }
-
-
-def _shapes(path: Path) -> dict[str, Shape]:
-    return {name: tuple(tensor["shape"]) for name, tensor in read_header(path).items()}
 
 
 def _place(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ from slipstream.protocol.settings.rope_fields import QWEN35_VISION, VISION, arch
 
 Shape: TypeAlias = tuple[int, ...]
 
+_BLOCK = re.compile(r".*?\.(blocks|layers|deepstack_merger_list)\.\d+\.")
 # Folders of the tensors of towers, of all families.
 TOWER_FOLDERS = ("visual.", "model.visual.", *TOWERS)
 # transformers' defaults for fields that vision_config leaves out.
@@ -72,6 +74,18 @@ def tower_tensors(values: Mapping[str, Any], held: Collection[str]) -> dict[str,
         return {f"visual.{name}": shape for name, shape in _second(sizes).items()}
     found = _third(sizes, deep=0 if architecture in QWEN35_VISION else deep_layers(values))
     return {f"model.visual.{name}": shape for name, shape in found.items()}
+
+
+def further_blocks(tower: Collection[str], held: Collection[str]) -> list[str]:
+    """Returns the names in `held` that lie in blocks of a tower beside those in `tower`."""
+    known = {_block(name) for name in tower}
+    return [name for name in held if name.startswith(TOWER_FOLDERS) and _block(name) not in known]
+
+
+def _block(name: str) -> str:
+    """Returns the part of a name up to the number of its block; "" if it is in none."""
+    found = _BLOCK.match(name)
+    return found[0] if found else ""
 
 
 def _sizes(values: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, int]:

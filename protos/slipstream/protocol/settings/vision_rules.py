@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.model_sizes import ModelSizes
-from slipstream.protocol.settings.rope_fields import QWEN35_VISION
 from slipstream.protocol.settings.sections import LearnerSection
 
 # vLLM norms the features of Mistral 3's tower with no other.
@@ -40,18 +39,19 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
             f"0 to {vocab - 1}, got {token!r}"
         )
     yield from vision_layout_problems(config.learner, sizes)
-    if sizes.architecture in QWEN35_VISION and config.algorithm.router_replay != "off":
-        yield (
-            f'algorithm.router_replay must be "off" for a {sizes.folder_class}: it was not tested '
-            f"with its images, got {config.algorithm.router_replay!r}"
-        )
     server, reference = config.rollout_server, config.reference
-    for setting, value in (("drafts", server.drafts), ("quantization", server.quantization)):
-        if value != "off":
-            yield (
-                f'rollout_server.{setting} must be "off" for a {sizes.folder_class}: it was not '
-                f"tested with images, got {value!r}"
-            )
+    has_images = config.sampling.max_images > 0
+    if server.drafts != "off" and has_images:
+        yield (
+            f'rollout_server.drafts must be "off" for a {sizes.folder_class} with images: it was '
+            f"not tested, got {server.drafts!r}"
+        )
+    if server.quantization != "off" and (has_images or sizes.experts):
+        kind = "images" if has_images else "experts beside a vision tower"
+        yield (
+            f'rollout_server.quantization must be "off" for a {sizes.folder_class} with {kind}: it '
+            f"was not tested, got {server.quantization!r}"
+        )
     if reference is not None and reference.server is not None:
         yield f"reference.server gets no images: a {sizes.folder_class} needs reference.path"
 

@@ -94,6 +94,13 @@ class VllmEngine:
         llm = AsyncLLM.from_vllm_config(
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
+        if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "fork":
+            # vLLM has started a program that knows none of our classes and outlives the server.
+            llm.shutdown(timeout=_EXIT_LIMIT_S)
+            raise RuntimeError(
+                "vLLM forked no engine: CUDA was started in the server, or it runs in a Ray actor "
+                "or on WSL"
+            )
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
         engine = cls(
             llm,

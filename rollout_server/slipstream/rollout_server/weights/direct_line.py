@@ -157,8 +157,10 @@ class DirectLine:
             del self._heard[mark]
 
     def close(self) -> None:
-        """Closes the line: no further answer is received through it."""
+        """Closes the line: no further answer is received, and a call on it raises EngineDied."""
         self.is_up = False
+        if self._alone is not None and not self._alone.done():
+            self._alone.set_exception(EngineDied("the engine is gone"))
         for ours in self._sockets:
             if ours.fileno() >= 0:
                 asyncio.get_running_loop().remove_reader(ours)
@@ -176,20 +178,33 @@ class DirectLine:
             del self._heard[number]
 
     def _read(self, ours: socket.socket) -> None:
-        # A worker that left a call unread resets the line first, and ends it at the next read.
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while data := ours.recv(_MAX_BYTES):
-                number, answer = json.loads(data)
-                answers, found = self._heard.get(number, ([], None))
-                answers.append(answer)
-                if found is not None and len(answers) == len(self._sockets) and not found.done():
-                    # Marks come before the workers listen.
-                    self.is_up |= isinstance(number, int)
-                    found.set_result(answers)
-            # Every process that held the other end is gone; callers through vLLM learn it there.
-            self.close()
-            if self._alone is not None and not self._alone.done():
-                self._alone.set_exception(EngineDied("the engine is gone"))
+        if self._hear(ours):
+            return
+        # The other workers' answers may have arrived before this one's end.
+        for others in self._sockets:
+            self._hear(others)
+        # Every process that held the other end is gone; callers through vLLM learn it there.
+        self.close()
+
+    def _hear(self, ours: socket.socket) -> bool:
+        """Takes all that has arrived; returns whether more may come."""
+        while True:
+            try:
+                data = ours.recv(_MAX_BYTES)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:
+                # A worker that left a call unread resets the line before its end can be read.
+                continue
+            if not data:
+                return False
+            number, answer = json.loads(data)
+            answers, found = self._heard.get(number, ([], None))
+            answers.append(answer)
+            if found is not None and len(answers) == len(self._sockets) and not found.done():
+                # Marks come before the workers listen.
+                self.is_up |= isinstance(number, int)
+                found.set_result(answers)
 
 
 def _pass_on(found: asyncio.Future[list[Any]], through_vllm: asyncio.Future[list[Any]]) -> None:

@@ -137,6 +137,11 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
         ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
         (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),
         (EXPERTS, {"lora": {"rank": 8}}, ""),
+        (
+            EXPERTS,
+            {"rollout_server": {"quantization": "fp8_per_channel"}},
+            r"quantization must be off for a mixture of experts on a CPU.*got 'fp8_per_channel'$",
+        ),
     ],
 )
 def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(

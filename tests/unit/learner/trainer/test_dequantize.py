@@ -58,6 +58,19 @@ def test_experts_are_the_numbers_that_their_bits_stand_for(source: Path, tmp_pat
     assert torch.equal(found[f"{name}_bias"], stored[f"{name}_bias"].bfloat16())
 
 
+def test_a_file_that_the_index_does_not_name_is_not_read(source: Path, tmp_path: Path) -> None:
+    bias = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    save_file({bias: torch.zeros(1), "old": torch.zeros(1)}, source / "z.safetensors")
+    places = {name: "one.safetensors" for name in load_file(source / "one.safetensors")}
+    places |= {name: "two.safetensors" for name in load_file(source / "two.safetensors")}
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    dequantize(source, tmp_path / "target")
+    found = load_file(tmp_path / "target" / "model.safetensors")
+    assert "old" not in found
+    assert found[bias].shape == (EXPERTS, ROWS)
+
+
 def test_the_new_folder_says_that_it_is_not_quantized(source: Path, tmp_path: Path) -> None:
     assert main_with(source, tmp_path / "target") == 0
     settings = json.loads((tmp_path / "target" / "config.json").read_text())

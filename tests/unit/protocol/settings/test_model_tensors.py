@@ -213,6 +213,23 @@ def test_a_tower_of_other_sizes_is_refused_where_images_are_seen(
     ]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_with_more_blocks_than_its_config_says_is_refused(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, family)
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    values = json.loads(path.read_text())
+    number = "num_hidden_layers" if family == "mistral3" else "depth"
+    assert values["vision_config"][number] == 2
+    values["vision_config"][number] = 1
+    path.write_text(json.dumps(values))
+    assert list(tensor_problems(tmp_path, "model.path", has_tower=False)) == []
+    (problem,) = tensor_problems(tmp_path, "model.path", has_tower=True)
+    rule = "model.path must hold no more of a vision tower than vision_config says"
+    assert re.match(rf"{rule}: {file} has \S+\.1\.\S+, which would be left out", problem)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

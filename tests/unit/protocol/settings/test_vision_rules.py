@@ -32,6 +32,7 @@ BASE: dict[str, Any] = {
     },
     "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
 }
+FP8 = {"quantization": "fp8_per_channel"}
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "block",
@@ -56,11 +57,6 @@ def test_images_need_a_model_that_sees() -> None:
     ("changes", "named"),
     [
         ({"learner": {"parallel": {"cp": 2}, "world_size": 2}}, "learner.parallel.cp must be 1"),
-        ({"rollout_server": {"drafts": "shared"}}, "rollout_server.drafts must be"),
-        (
-            {"rollout_server": {"quantization": "fp8_per_channel"}},
-            "rollout_server.quantization must be",
-        ),
         (
             {
                 "algorithm": {"kl": {"coefficient": 0.1}},
@@ -123,10 +119,38 @@ def test_a_critic_sees_the_images_of_the_policy(
     assert [each.startswith(named) for each in about] == [True] * bool(named), found
 
 
-def test_a_qwen35_with_images_excludes_router_replay() -> None:
-    (problem,) = problems(QWEN35 | DECODER, {"algorithm": {"router_replay": "rollout"}})
-    assert problem.startswith('algorithm.router_replay must be "off" for a Qwen3_5Moe')
-    assert problems(SEEING, {"algorithm": {"router_replay": "rollout"}}) == []
+MIXTURE = {"num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "max_images", "server", "named"),
+    [
+        (SEEING, 0, {"drafts": "shared"}, ""),
+        (SEEING, 1, {"drafts": "shared"}, "rollout_server.drafts must be"),
+        (SEEING, 0, FP8, ""),
+        (SEEING, 1, FP8, "rollout_server.quantization must be"),
+        (SEEING | MIXTURE, 0, FP8, "rollout_server.quantization must be"),
+        (QWEN35 | DECODER, 0, FP8, ""),
+        (QWEN35 | DECODER, 1, FP8, "rollout_server.quantization must be"),
+    ],
+)
+def test_drafts_and_fp8_beside_a_tower_are_for_text(
+    model: dict[str, Any], max_images: int, server: dict[str, Any], named: str
+) -> None:
+    changes = {
+        "model": {"dtype": "bfloat16"},
+        "algorithm": {"correction": {"weight": "token"}},
+        "sampling": {"max_images": max_images},
+        "rollout_server": server,
+    }
+    found = problems(model, changes)
+    assert [problem.startswith(named) for problem in found] == [True] * bool(named), found
+
+
+@pytest.mark.parametrize("model", [SEEING, QWEN35 | DECODER])
+def test_router_replay_goes_with_images(model: dict[str, Any]) -> None:
+    changes = {"algorithm": {"router_replay": "rollout"}, "sampling": {"max_images": 1}}
+    assert problems(model | MIXTURE, changes) == []
 
 
 MERGE_4 = SEEING | {"vision_config": {"deepstack_visual_indexes": [0, 1], "spatial_merge_size": 4}}

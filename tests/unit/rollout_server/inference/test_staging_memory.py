@@ -73,6 +73,14 @@ def test_bytes_on_the_wire_are_those_of_all_files(
     assert wire_bytes(config_of(tmp_path, "auto", wire_dtype=dtype)) == expected
 
 
+def test_a_file_that_the_index_does_not_name_is_not_on_the_wire(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    write_tensors(tmp_path, a=[3, 4], stale=[30])
+    index = {"weight_map": {"a": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert wire_bytes(config_of(tmp_path, "auto")) == 2 * 12
+
+
 @pytest.mark.parametrize(
     ("family", "images", "expected"),
     [("Gemma3", 0, 3), ("Mistral3", 0, 3), ("Mistral3", 1, 3 + 12 + 5)],

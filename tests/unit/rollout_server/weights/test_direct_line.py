@@ -59,6 +59,10 @@ def say_at_once(call: int, text: str) -> None:
     WorkerEnd(0).answer(call, {"value": text})
 
 
+def answer_and_end(place: int) -> None:
+    WorkerEnd(place).answer(1, {"value": place})
+
+
 async def never(_: int) -> list[Any]:
     return await asyncio.Event().wait()
 
@@ -122,6 +126,19 @@ async def test_what_comes_late_is_no_answer_to_the_next_call(scene: Scene) -> No
     async with asyncio.timeout(LIMIT_S):
         assert await scene.line.answers(faster) == ["vllm"]
         assert await scene.line.answers(late) == ["vllm"]
+    scene.line.close()
+
+
+@two_workers
+async def test_answers_that_arrived_before_the_workers_ended_are_read(scene: Scene) -> None:
+    for place in range(2):
+        scene.fork(answer_and_end, place)
+    for worker in scene.workers:
+        worker.join()
+    scene.line.listen()
+    async with asyncio.timeout(LIMIT_S):
+        found = await scene.line.answers(never)
+    assert sorted(answer["value"] for answer in found) == [0, 1]
     scene.line.close()
 
 
@@ -248,10 +265,22 @@ async def test_a_call_that_no_worker_read_ends_with_the_engine(scene: Scene) -> 
     assert not failures
 
 
+async def test_a_call_on_the_line_ends_when_the_server_closes_it(scene: Scene) -> None:
+    scene.fork(fall_silent, 1)
+    scene.line.listen()
+    await up(scene)
+    async with asyncio.timeout(LIMIT_S):
+        calling = asyncio.create_task(scene.line.call("work"))
+        await asyncio.sleep(0)
+        scene.line.close()
+        with pytest.raises(EngineDied, match="the engine is gone"):
+            await calling
+
+
 def tell_marks(place: int, marks: list[str]) -> None:
     for mark in marks:
         WorkerEnd(place).tell(mark)
-    # The end of one socket ends the line: the other one's mark might not be read before.
+    # The end of one socket ends the line: the other worker might not have told its mark before.
     threading.Event().wait()
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from slipstream.learner.trainer.model.length_groups import Masks, Split, length_groups, rows
+from slipstream.learner.trainer.model.length_groups import mixed_in_rows
 from slipstream.learner.trainer.model.norms import RMSNorm
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
@@ -84,21 +84,11 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns [tokens, 1, hidden] and no bias."""
-        assert packed_seq_params is not None, "only packed sequences are laid out in rows"
-        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         projected = self.in_proj(hidden_states)[0][:, 0]
         heads = self.num_v_heads_local_tp
         sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]
         mixed, gate, beta, alpha = torch.split(projected, sizes, dim=-1)
-        # The whole of each sequence is on this rank.
-        groups, order = length_groups(bounds, Split(0, 1), Masks(), mixed.device)
-        parts = [
-            self._mix(*(rows(tokens, group.queries) for tokens in (mixed, beta, alpha)))[
-                group.is_query
-            ]
-            for group in groups
-        ]
-        read = torch.cat(parts).index_select(0, order)
+        read = mixed_in_rows(self._mix, (mixed, beta, alpha), packed_seq_params)
         gate = gate.reshape(read.shape)
         normed = self.out_norm(read) * self.act_fn(gate.float())
         output, bias = self.out_proj(normed.to(read.dtype).flatten(1)[:, None])

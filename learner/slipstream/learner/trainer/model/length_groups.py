@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
+from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # A mask of so many scores takes 32 MiB, and 128 MiB where a kernel wants numbers.
@@ -81,6 +83,20 @@ class LengthGroup:
 def rows(tokens: Tensor, places: Tensor) -> Tensor:
     """Returns the `tokens` at `places` [sequences, length], [sequences, length, ...]."""
     return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
+
+
+def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: Megatron) -> Tensor:
+    """Returns what `mix` makes of packed `tokens`, which it gets one sequence a row, [tokens, ...].
+
+    The whole of each sequence is on this rank. Trailing padding must have no effect.
+    """
+    assert packed is not None, "only packed sequences are laid out in rows"
+    bounds = tuple(packed.cu_seqlens_q.tolist())
+    groups, order = length_groups(bounds, Split(0, 1), Masks(), tokens[0].device)
+    parts = [
+        mix(*(rows(each, group.queries) for each in tokens))[group.is_query] for group in groups
+    ]
+    return torch.cat(parts).index_select(0, order)
 
 
 def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> Tensor:

@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from megatron.core.utils import divide
-from slipstream.learner.trainer.model.length_groups import Masks, Split, length_groups, rows
+from slipstream.learner.trainer.model.length_groups import mixed_in_rows
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
@@ -118,18 +118,10 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns [tokens, 1, hidden] and no bias."""
-        assert packed_seq_params is not None, "only packed sequences are laid out in rows"
-        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         projected = self.in_proj(hidden_states)[0][:, 0]
         sizes = [self.inner, self.inner + 2 * self.states, self.heads]
         gate, mixed, steps = torch.split(projected, sizes, dim=-1)
-        # The whole of each sequence is on this rank.
-        groups, order = length_groups(bounds, Split(0, 1), Masks(), mixed.device)
-        parts = [
-            self._mix(*(rows(tokens, group.queries) for tokens in (mixed, steps)))[group.is_query]
-            for group in groups
-        ]
-        read = torch.cat(parts).index_select(0, order)
+        read = mixed_in_rows(self._mix, (mixed, steps), packed_seq_params)
         normed = self._normed(read.flatten(1), gate).to(projected.dtype)
         output, bias = self.out_proj(normed[:, None])
         return output, bias

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import shutil
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.settings.loaded_tensors import is_further
+from slipstream.protocol.settings.model_files import held_tensors
 from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.protocol.settings.nested_decoders import TOWERS
 from torch import Tensor
@@ -75,15 +75,14 @@ class HfFolderWriter:
         """Copies the tensors of `source` that are not trained, unchanged."""
         layers = read_model_sizes(source).layers
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
-        for path in sorted(source.glob("*.safetensors")):
+        for name, (path, _) in held_tensors(source).items():
+            if name in written or not _is_untrained(name, layers=layers):
+                continue
             with safe_open(path, framework="pt") as file:
-                for name in filter(functools.partial(_is_untrained, layers=layers), file.keys()):
-                    if name in written:
-                        continue
-                    tensor = file.get_tensor(name)
-                    if not self.has_room(tensor):
-                        self.flush()
-                    self.add(name, tensor)
+                tensor = file.get_tensor(name)
+            if not self.has_room(tensor):
+                self.flush()
+            self.add(name, tensor)
 
     def finish(self, dtype: str, target: Path) -> None:
         """Writes the last file and the index, and sets the element type in config.json.

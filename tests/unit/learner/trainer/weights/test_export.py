@@ -95,6 +95,23 @@ def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Pat
     assert all(torch.equal(found[name], kept[name]) for name in names[1:])
 
 
+def test_a_file_that_the_index_does_not_name_is_not_copied(tmp_path: Path) -> None:
+    source, folder = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    save_file({"mtp.fc": torch.zeros(4), "mtp.old": torch.zeros(4)}, source / "a.safetensors")
+    save_file({"mtp.fc": torch.ones(4)}, source / "b.safetensors")
+    index = {"weight_map": {"mtp.fc": "b.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    writer = HfFolderWriter(tmp_path / "out.partial", lambda _: None)
+    writer.begin(source)
+    writer.copy_untrained(source)
+    writer.finish("float32", folder)
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == {"mtp.fc"}
+    assert torch.equal(found["mtp.fc"], torch.ones(4))
+
+
 @pytest.mark.parametrize("moment", ["begin", "write"])
 def test_a_folder_for_which_the_disk_has_no_room_is_removed(moment: str, tmp_path: Path) -> None:
     """What is left of it would keep the disk full."""

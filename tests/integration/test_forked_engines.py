@@ -1,0 +1,155 @@
+"""The server's process starts no CUDA before vLLM forks its engine, whatever the family."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import multiprocessing
+import multiprocessing.process
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
+from slipstream.protocol.errors import ConfigError  # noqa: E402
+from slipstream.protocol.settings.config import Config  # noqa: E402
+from slipstream.protocol.settings.config_file import check_model, parse_config  # noqa: E402
+from support.fakes.field_models import CASES, make_field_model  # noqa: E402
+from support.fakes.nested_folders import nest  # noqa: E402
+from support.fakes.published_qwen35 import write_as_published  # noqa: E402
+from support.rigs.started_engine import become_a_server  # noqa: E402
+
+LIMIT_S = 120
+FORK = multiprocessing.get_context("fork")
+# vLLM's kernels of delta nets ask for the GPU when they are imported.
+KERNELS = "flash_linear_attention"
+DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
+LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
+# Each family of decoders once, and families with a tower.
+DECODERS = list({case.split(".")[0]: case for case in CASES}.values())
+NESTED = "gemma3.gemma3 beside a tower"
+SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3"]
+QUICK = ("qwen3_5", "qwen35.glm", "qwen3.yarn-factor")
+
+
+class ForkedError(Exception):
+    """vLLM would fork its engine now."""
+
+
+def folder_of(family: str, folder: Path) -> Path:
+    if family in SEEING:
+        make_tokenizer(folder)
+        make_model(folder, family)
+        if family.startswith("qwen3_5"):
+            write_as_published(folder)
+        return folder
+    case = family.split()[0]
+    make_field_model(folder, case)
+    if family == NESTED:
+        nest(folder / case)
+    config = (folder / case / "config.json").read_text()
+    make_tokenizer(folder / case)
+    (folder / case / "config.json").write_text(config)
+    return folder / case
+
+
+def config_of(folder: Path, *, has_adapters: bool) -> Config:
+    name = folder.name
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {
+            "path": str(folder),
+            "dtype": "bfloat16" if name.startswith(DELTA_NETS) else "float32",
+        },
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {
+            "max_reply_tokens": 8,
+            "max_episode_tokens": 64,
+            "max_images": int(name in SEEING),
+        },
+        "lora": LORA if has_adapters else {},
+        "rollout_server": {
+            "max_episodes": 8,
+            "threads": 1,
+            "enforce_eager": True,
+            "enable_prefix_caching": not name.startswith("nemotron"),
+        },
+    }
+    return parse_config(table, source="test")
+
+
+def start(config: Config, said: Any) -> None:
+    """Starts a server's engine up to the fork, and says what its process has imported."""
+    from slipstream.rollout_server.inference import engine, engine_arguments
+
+    started: list[str] = []
+
+    def fork(_process: object) -> None:
+        raise ForkedError
+
+    multiprocessing.process.BaseProcess.start = fork
+    torch.cuda._lazy_init = lambda: started.append("CUDA")
+    # What a CPU lacks for adapters is no matter here.
+    engine_arguments.cpu_engine_problems = lambda _: ()
+    try:
+        asyncio.run(engine.VllmEngine.start(config, seed=1))
+    except ForkedError:
+        said.put([*started, *(name for name in sys.modules if KERNELS in name)])
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+        for family in (*DECODERS, NESTED, *SEEING)
+    ],
+)
+def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
+    family: str, tmp_path: Path
+) -> None:
+    folder = folder_of(family, tmp_path / family)
+    for has_adapters in (False, True):
+        config = config_of(folder, has_adapters=has_adapters)
+        try:
+            check_model(config)
+        except ConfigError as error:
+            assert has_adapters
+            assert str(error).startswith("lora."), error
+            continue
+        become_a_server(config)
+        # What all servers import is imported once.
+        importlib.import_module("slipstream.rollout_server.inference.engine")
+        said = FORK.SimpleQueue()
+        server = FORK.Process(target=start, args=(config, said))
+        server.start()
+        server.join(LIMIT_S)
+        server.kill()
+        assert not said.empty(), "vLLM did not get as far as its fork"
+        assert said.get() == []
+
+
+async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.rollout_server.inference import engine
+    from vllm.utils import system_utils
+
+    ended: list[float] = []
+    llm = SimpleNamespace(shutdown=lambda timeout: ended.append(timeout))
+
+    def spawned(*_: object, **__: object) -> SimpleNamespace:
+        system_utils.get_mp_context()
+        return llm
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr(engine, "engine_config", lambda *_: None)
+    monkeypatch.setattr(engine.AsyncLLM, "from_vllm_config", spawned)
+    monkeypatch.setattr(system_utils, "cuda_is_initialized", lambda: True)
+    config = config_of(Path("model"), has_adapters=False)
+    with pytest.raises(RuntimeError, match="vLLM forked no engine: CUDA was started"):
+        await engine.VllmEngine.start(config, seed=1)
+    assert len(ended) == 1
