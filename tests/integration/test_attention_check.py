@@ -139,12 +139,14 @@ def test_a_wrong_output_is_told() -> None:
 
 
 def test_layers_of_one_kind_are_checked_once() -> None:
-    layers = [Attention(), Attention(), Attention("a window")]
+    layers = [Attention(), Attention(), Attention("a window"), Attention()]
+    # TransformerEngine's name of the way in which ranks share a sequence.
+    layers[3].core_attention.cp_comm_type = "a2a"
     calls: list[int] = []
     for number, layer in enumerate(layers):
         layer.core_attention.forward = counted(layer.core_attention.forward, calls, number)
     check(*layers)
-    assert calls == [0, 2]
+    assert calls == [0, 2, 3]
 
 
 def counted(right: Callable[..., Tensor], calls: list[int], number: int) -> Callable[..., Tensor]:

@@ -36,7 +36,7 @@ _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients 
 
 @dataclass(frozen=True)
 class Kind:
-    """What makes one attention of a model differ from another: its class and its sizes."""
+    """What makes one attention of a model differ from another."""
 
     module: type
     heads: int
@@ -49,6 +49,8 @@ class Kind:
     scale: float
     cap: float
     has_sinks: bool
+    # How context parallel ranks share a sequence; "" without TransformerEngine.
+    exchange: str
 
 
 def check_attention(model: ParallelModel) -> None:
@@ -92,6 +94,7 @@ def kind_of(attention: Megatron) -> Kind:
         scale=float(holder.softmax_scale),
         cap=getattr(core, "score_cap", None) or 0.0,
         has_sinks=getattr(core, "softmax_offset", None) is not None,
+        exchange=getattr(core, "cp_comm_type", ""),
     )
 
 
