@@ -211,6 +211,17 @@ def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: Ran
     assert "the critic: the attention of this machine is wrong for heads of 96 dimensions" in said
 
 
+@pytest.mark.process
+def test_ranks_that_share_sequences_check_what_they_send(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    jobs = ("qwen3 64", "qwen3 64 lost")
+    rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=2, folder=tmp_path)
+    for folder in (tmp_path, tmp_path / "1"):
+        assert not (folder / f"{jobs[0]}.txt").read_text()
+        assert "gradients of keys are " in (folder / f"{jobs[1]}.txt").read_text()
+
+
 def test_attention_with_a_mask_never_runs_in_cudnn() -> None:
     Attention()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
