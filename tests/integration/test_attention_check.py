@@ -13,6 +13,7 @@ from slipstream.protocol.errors import ConfigError
 from support.ranks import attention_ranks
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 KINDS: dict[str, dict[str, object]] = {
@@ -138,12 +139,53 @@ def test_a_wrong_output_is_told() -> None:
 
 
 def test_layers_of_one_kind_are_checked_once() -> None:
-    layers = [Attention(), Attention(), Attention("a window")]
+    layers = [Attention(), Attention(), Attention("a window"), Attention()]
+    # TransformerEngine's name of the way in which ranks share a sequence.
+    layers[3].core_attention.cp_comm_type = "a2a"
     calls: list[int] = []
     for number, layer in enumerate(layers):
-        layer.core_attention.register_forward_hook(lambda *_, number=number: calls.append(number))
+        layer.core_attention.forward = counted(layer.core_attention.forward, calls, number)
     check(*layers)
-    assert calls == [0, 2]
+    assert calls == [0, 2, 3]
+
+
+def counted(right: Callable[..., Tensor], calls: list[int], number: int) -> Callable[..., Tensor]:
+    def forward(*arguments: Any, **named: Any) -> Tensor:
+        calls.append(number)
+        return right(*arguments, **named)
+
+    return forward
+
+
+def test_no_hook_runs() -> None:
+    """Those of data parallelism would gather the sinks, and leave other parameters on the way."""
+    layer = Attention("sinks")
+    layer.core_attention.register_forward_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    check(layer)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that is computed inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_scores_of_many_heads_are_not_held_together() -> None:
+    """Sequences lengthen with the context parallel ranks: their scores would fill a GPU."""
+    layer = Attention()
+    layer.num_attention_heads_per_partition = heads = 64
+    with Largest() as largest:
+        check(layer)
+    tokens = 2 * (1 + 32 + 19 + 96 + 7)
+    assert largest.elements == tokens * heads * SIZE
 
 
 @pytest.mark.process
@@ -151,6 +193,33 @@ def test_models_open_with_heads_of_all_sizes(tmp_path: Path, rank_pool: RankPool
     jobs = ("qwen3 96", "gemma2 256", "gpt-oss 64", "deepseek-v3 192")
     rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=1, folder=tmp_path)
     assert [(tmp_path / f"{job}.txt").read_text() for job in jobs] == [""] * 4
+
+
+@pytest.mark.process
+def test_a_model_without_its_weights_is_not_judged(tmp_path: Path, rank_pool: RankPool) -> None:
+    """An export opens the model so: its sinks are NaN until the checkpoint is loaded."""
+    job = "gpt-oss 64 unloaded"
+    rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
+    assert not (tmp_path / f"{job}.txt").read_text()
+
+
+@pytest.mark.process
+def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: RankPool) -> None:
+    job = "qwen3 96 critic"
+    rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
+    said = (tmp_path / f"{job}.txt").read_text()
+    assert "the critic: the attention of this machine is wrong for heads of 96 dimensions" in said
+
+
+@pytest.mark.process
+def test_ranks_that_share_sequences_check_what_they_send(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    jobs = ("qwen3 64", "qwen3 64 lost")
+    rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=2, folder=tmp_path)
+    for folder in (tmp_path, tmp_path / "1"):
+        assert not (folder / f"{jobs[0]}.txt").read_text()
+        assert "gradients of keys are " in (folder / f"{jobs[1]}.txt").read_text()
 
 
 def test_attention_with_a_mask_never_runs_in_cudnn() -> None:

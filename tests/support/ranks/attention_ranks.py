@@ -1,15 +1,21 @@
 """The program of ranks that open models with heads of a given size.
 
-FOLDER/JOB.txt says afterwards why a model was refused, or is empty.
+FOLDER/JOB.txt says afterwards why a model was refused, or is empty; FOLDER/1/JOB.txt is rank 1's.
+
+A job is a family and the dimensions of its heads; "unloaded" opens it without weights, "critic" is
+a critic of this form beside a policy with other heads, where attention with its heads is wrong.
+With "lost" two ranks share each sequence, and one's gradients of the other's keys are lost.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import family_shapes
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.settings.config_file import parse_config
+from torch import Tensor
 
 # Jobs: a family, and the dimensions of a head; those of latent attention are its own.
 JOBS = (
@@ -28,11 +34,15 @@ def run_rank(folder: Path, job: str) -> None:
     """Opens the model of a job on one rank."""
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
 
-    family, size = job.split()
+    launch = Launch.from_environment()
+    if launch.rank:
+        folder = folder / str(launch.rank)
+    family, size, *form = job.split()
     family_shapes.TINY["head_dim"] = int(size)
     family_shapes.make_family(folder / job, family, tiny=True)
-    settings = {
+    settings: dict[str, Any] = {
         "run": {"name": "r", "dir": str(folder), "steps": 1},
         "model": {"path": str(folder / job), "dtype": "bfloat16"},
         "environments": [{"name": "replies", "reference": "workloads:LognormalReplies"}],
@@ -43,11 +53,50 @@ def run_rank(folder: Path, job: str) -> None:
             "learning_rate": 1e-5,
         },
         "sampling": {"max_reply_tokens": 32, "max_episode_tokens": 128},
-        "learner": {"world_size": 1},
+        "learner": {"world_size": launch.world_size, "parallel": {"cp": launch.world_size}},
     }
+    if "critic" in form:
+        family_shapes.TINY["head_dim"] = 32
+        settings["model"]["path"] = str(family_shapes.make_family(folder / "m", family, tiny=True))
+        settings["algorithm"]["advantage"] = "gae"
+        settings["critic"] = {"path": str(folder / job), "learning_rate": 1e-5}
+    if "lost" in form:
+        _lose_gradients()
+    config = parse_config(settings, source=job)
     said = ""
     try:
-        open_policy(parse_config(settings, source=job), Launch.from_environment()).ranks.close()
+        has_weights = "unloaded" not in form
+        policy = open_policy(config, launch, load_weights=has_weights)
+        if "critic" in form:
+            _spoil(int(size))
+            open_roles(config, policy)
+        policy.ranks.close()
     except ConfigError as error:
         said = str(error)
     (folder / f"{job}.txt").write_text(said)
+
+
+def _spoil(size: int) -> None:
+    """Doubles what attention with heads of `size` dimensions computes."""
+    from slipstream.learner.trainer.model.attention import CoreAttention
+
+    right = CoreAttention.forward
+
+    def forward(self: CoreAttention, query: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return right(self, query, *rest, **named) * (2 if query.shape[-1] == size else 1)
+
+    CoreAttention.forward = forward
+
+
+def _lose_gradients() -> None:
+    """Makes a rank keep its own queries' part of the gradients of its keys and values."""
+    from slipstream.learner.trainer.ranks import compat, cpu
+
+    cpu.install()
+    compat.install()
+    from slipstream.learner.trainer.model.attention import GatheredRows
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+    GatheredRows.backward = staticmethod(backward)

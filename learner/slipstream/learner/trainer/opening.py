@@ -65,7 +65,7 @@ def open_policy(
 
     Without `load_weights` the weights are random, and the folder needs only config.json. `activity`
     counts the bytes read from the folder. Raises ConfigError for a model or a setting that cannot
-    work, and where attention computes wrong gradients. The caller closes the policy's `ranks`.
+    work. The caller closes the policy's `ranks`.
     """
     cpu.install()
     compat.install()
@@ -78,7 +78,6 @@ def open_policy(
     if config.algorithm.router_replay != "off":
         change = _both(change, replay_routers)
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
-    check_attention(model)
     held = NamedAdapters(
         config.lora.adapters,
         chunks=model.chunks,
@@ -103,7 +102,8 @@ def load_trained(
     """Loads `config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
     `ranks` must have this layout, and it must be in force. The weights come from
-    `config.checkpoint.load` if that is set.
+    `config.checkpoint.load` if that is set. Raises ConfigError where attention computes wrong
+    gradients; a model without its weights trains nothing, and is not checked.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -128,6 +128,8 @@ def load_trained(
     if config.learner.recompute == "auto" and ranks.device.type == "cuda":
         memory = GpuMemory(config.learner.gpu_memory_fraction)
         recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
+    if load_weights:
+        check_attention(model)
     return TrainedModel(**vars(model), optimizer=optimizer, recompute=recompute)
 
 

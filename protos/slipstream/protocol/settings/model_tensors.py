@@ -79,6 +79,7 @@ def tensor_problems(
     needed = needed_tensors(values)
     if is_nested(values):
         needed = {nested_name(name, held): shape for name, shape in needed.items()}
+    tower: dict[str, Shape] = {}
     if has_tower:
         try:
             tower = tower_tensors(values, held)
@@ -86,11 +87,6 @@ def tensor_problems(
             yield f"{setting}: {error}"
             return
         needed |= tower
-        for name in further_blocks(tower, held)[:1]:
-            yield (
-                f"{setting} must hold no more of a vision tower than vision_config says: "
-                f"{held[name][0]} has {name}, which would be left out"
-            )
     for name, shape in needed.items():
         if name.endswith(OUTPUT) and not has_output:
             continue
@@ -105,6 +101,11 @@ def tensor_problems(
                 f"{setting} must hold tensors that fit its config.json: {path} has {name} "
                 f"of shape {list(found)}, not {list(shape)}"
             )
+    for name in further_blocks(tower, held)[:1] if has_tower else ():
+        yield (
+            f"{setting} must hold no more of a vision tower than vision_config says: "
+            f"{held[name][0]} has {name}, which would be left out"
+        )
     if has_output:
         yield from _output_problems(values, needed, held, setting)
     if not is_nested(values) and architecture not in VISION:

@@ -213,6 +213,16 @@ def test_a_tower_of_other_sizes_is_refused_where_images_are_seen(
     ]
 
 
+def test_a_tower_under_other_names_is_missing_and_not_too_large(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_vl")
+    file = tmp_path / "model.safetensors"
+    held = {name: each["shape"] for name, each in read_header(file).items()}
+    named = {name.replace("model.visual.", "visual."): held[name] for name in held}
+    write_safetensors(file, beside=named)
+    problem = next(iter(tensor_problems(tmp_path, "model.path", has_tower=True)))
+    assert re.search("must hold every tensor of a Qwen3VL.* has no model.visual", problem)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_with_more_blocks_than_its_config_says_is_refused(
     family: str, tmp_path: Path

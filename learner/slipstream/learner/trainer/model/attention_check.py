@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from slipstream.learner.trainer.batches.context_parallel import zigzag
-from slipstream.learner.trainer.model.attention_choice import attention_library, chosen_attention
+from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.errors import ConfigError
@@ -31,11 +31,12 @@ _LENGTHS = (1, 32, 19, 96, 7)
 # too badly conditioned to be compared.
 _LOW_SCORE = -120.0
 _SEED = 20
+_COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What makes one attention of a model differ from another: its class and its sizes."""
+    """What makes one attention of a model differ from another."""
 
     module: type
     heads: int
@@ -48,6 +49,8 @@ class Kind:
     scale: float
     cap: float
     has_sinks: bool
+    # How context parallel ranks share a sequence; "" without TransformerEngine.
+    exchange: str
 
 
 def check_attention(model: ParallelModel) -> None:
@@ -91,17 +94,20 @@ def kind_of(attention: Megatron) -> Kind:
         scale=float(holder.softmax_scale),
         cap=getattr(core, "score_cap", None) or 0.0,
         has_sinks=getattr(core, "softmax_offset", None) is not None,
+        exchange=getattr(core, "cp_comm_type", ""),
     )
 
 
 def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
+    from slipstream.learner.trainer.model.attention import CoreAttention
+
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
     bounds = [0, *itertools.accumulate(lengths)]
     random = torch.Generator().manual_seed(_SEED)
 
     def drawn(heads: int, size: int) -> Tensor:
-        found = torch.randn(bounds[-1], heads, size, generator=random, dtype=torch.float64)
+        found = torch.randn(bounds[-1], heads, size, generator=random)
         return found.to(ranks.device, model.dtype)
 
     query, key = drawn(kind.heads, kind.size), drawn(kind.groups, kind.size)
@@ -112,7 +118,8 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
     is_compared = (places < low.start) | (places >= low.stop)
     own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
-        output = attention.core_attention(
+        # Hooks of data parallelism run in `__call__`: they would gather the sinks.
+        output = attention.core_attention.forward(
             *own,
             None,
             attn_mask_type=attention.attn_mask_type,
@@ -122,22 +129,18 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
         # The parameters, whose gradients the training collects, get none.
         found = torch.autograd.grad(output, own, gradient[places].view_as(output))
         sinks = attention.core_attention.softmax_offset if kind.has_sinks else None
-        whole = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-        expected = _plain(kind, whole, bounds, sinks)
-        right = torch.autograd.grad(expected, whole, gradient.double())
-    pairs = {"outputs": (output.view(len(places), kind.heads, -1), expected)}
-    names = ("gradients of queries", "gradients of keys", "gradients of values")
-    pairs |= dict(zip(names, zip(found, right, strict=True), strict=True))
-    for name, (mine, theirs) in pairs.items():
+        expected = _plain(kind, (query, key, value, gradient), bounds, sinks)
+    computed = output.view(len(places), kind.heads, -1), *found
+    for name, mine, theirs in zip(_COMPARED, computed, expected, strict=True):
         error = relative_error(mine[is_compared], theirs[places][is_compared])
         is_finite = bool(mine.isfinite().all())
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
+            kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
             raise ConfigError(
                 f"the attention of this machine is wrong for heads of {kind.size} dimensions: "
-                f"{chosen_attention()}, {attention_library()}: {name} are {wrong}, at most "
-                f"{MOST_ERROR:.0%} is rounding. Take other kernels: a newer cuDNN (in CUDNN_HOME), "
-                "or NVTE_FUSED_ATTN=0 in the environment of the trainer"
+                f"{kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
+                f"Take {remedy}"
             )
 
 
@@ -165,24 +168,46 @@ def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatr
 
 
 def _plain(
-    kind: Kind, whole: Sequence[Tensor], bounds: Sequence[int], sinks: Tensor | None
-) -> Tensor:
-    """Returns what each query of the packed [tokens, heads, size] attends to."""
-    found = []
-    for start, end in itertools.pairwise(bounds):
-        query, key, value = (tensor[start:end].transpose(0, 1) for tensor in whole)
-        per_group = kind.heads // kind.groups
-        key, value = (each.repeat_interleave(per_group, 0) for each in (key, value))
-        scores = query @ key.transpose(1, 2) * kind.scale
-        if kind.cap:
-            scores = kind.cap * (scores / kind.cap).tanh()
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
-        if kind.window:
-            seen &= seen.triu(1 - kind.window)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            column = sinks.detach().double()[:, None, None].expand(-1, end - start, 1)
-            scores = torch.cat([scores, column], dim=-1)
-        weights = scores.softmax(-1)[..., : end - start]
-        found.append((weights @ value).transpose(0, 1))
-    return torch.cat(found)
+    kind: Kind, packed: Sequence[Tensor], bounds: Sequence[int], sinks: Tensor | None
+) -> list[Tensor]:
+    """Returns `_COMPARED` in float64; `packed` are queries, keys, values and outputs' gradients.
+
+    It holds the scores of one head at a time: those of all would fill a GPU.
+    """
+    *inputs, gradient = packed
+    outputs, *totals = (
+        torch.zeros_like(tensor, dtype=torch.float64) for tensor in (gradient, *inputs)
+    )
+    for head in range(kind.heads):
+        group = head * kind.groups // kind.heads
+        places = head, group, group
+        own = [
+            tensor[:, place].double().requires_grad_()
+            for tensor, place in zip(inputs, places, strict=True)
+        ]
+        sink = None if sinks is None else sinks[head].detach().double()
+        parts = [
+            _attended(kind, [tensor[start:end] for tensor in own], sink)
+            for start, end in itertools.pairwise(bounds)
+        ]
+        output = torch.cat(parts)
+        outputs[:, head] = output.detach()
+        found = torch.autograd.grad(output, own, gradient[:, head].double())
+        for total, place, of_head in zip(totals, places, found, strict=True):
+            total[:, place] += of_head
+    return [outputs, *totals]
+
+
+def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
+    """Returns what each query attends to; `own` are those of one sequence, its keys and values."""
+    query, key, value = own
+    scores = query @ key.T * kind.scale
+    if kind.cap:
+        scores = kind.cap * (scores / kind.cap).tanh()
+    seen = torch.ones_like(scores, dtype=torch.bool).tril()
+    if kind.window:
+        seen &= seen.triu(1 - kind.window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
+    return scores.softmax(-1)[:, : len(key)] @ value

@@ -33,12 +33,20 @@ def chosen_attention() -> str:
     return describe(vars(importlib.import_module(_DECISION)))
 
 
-def attention_library() -> str:
-    """Names the library of the last call's kernel, with its version."""
-    if _DECISION not in sys.modules:
-        return f"torch {torch.__version__}"
+def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
+    """Names the kernel of the last call of the attention, and what avoids it.
+
+    `of_torch`: whether that attention leaves TransformerEngine out.
+    """
+    if of_torch:
+        return f"torch {torch.__version__}", "another version of torch"
+    chosen = chosen_attention()
+    if "cuDNN" not in chosen:
+        return chosen, "NVTE_FLASH_ATTN=0 in the environment of the trainer"
     utils = importlib.import_module("transformer_engine.pytorch.utils")
-    return "cuDNN " + ".".join(map(str, utils.get_cudnn_version()))
+    version = ".".join(map(str, utils.get_cudnn_version()))
+    newer = "a newer cuDNN (in CUDNN_HOME), or NVTE_FUSED_ATTN=0 in the environment of the trainer"
+    return f"{chosen}, cuDNN {version}", newer
 
 
 def describe(decision: dict[str, Any]) -> str:

@@ -103,9 +103,8 @@ def _connected(
 ) -> Store:
     """Returns the store.
 
-    Raises ConfigError when what listens there does not answer, for which torch alone would wait
-    without a limit. Raises TimeoutError when nothing listens there, which takes torch up to twice
-    its limit to say.
+    Raises TimeoutError when what listens there does not answer, for which torch alone would wait
+    without a limit, or when nothing listens there, which takes torch up to twice its limit to say.
     """
     found: list[Store | BaseException] = []
 
@@ -136,8 +135,11 @@ def _connected(
     return store
 
 
-def _unanswered(host: str, port: int, within: str) -> Exception:
-    """Returns the error for a rank 0 that gave no answer, by what is at its address now."""
+def _unanswered(host: str, port: int, within: str) -> TimeoutError:
+    """Returns the error for a rank 0 that gave no answer, by what is at its address now.
+
+    The next start may find it. A rank 0 whose port another program has ends with ConfigError.
+    """
     try:
         socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
     except OSError as error:
@@ -145,7 +147,7 @@ def _unanswered(host: str, port: int, within: str) -> Exception:
             f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
             f"started, is stopped or very slow ({error.strerror or error})"
         )
-    return ConfigError(
+    return TimeoutError(
         f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
         "rank 0 is stopped or very slow, or another program has the port"
     )

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from slipstream.learner.trainer.model.attention_choice import describe, log_attention_once
+import torch
+from slipstream.learner.trainer.model import attention_choice
+from slipstream.learner.trainer.model.attention_choice import (
+    describe,
+    kernel_and_remedy,
+    log_attention_once,
+)
 
 PARAMETERS = {
     "qkv_layout": "thd_thd_thd",
@@ -56,3 +63,25 @@ def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> N
         log_attention_once()
         log_attention_once()
     assert caplog.messages == ["attention: torch's scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel", "remedy"),
+    [
+        ("use_fused_attention", "bfloat16, cuDNN 9.14.0", "NVTE_FUSED_ATTN=0"),
+        ("use_flash_attention", "flash attention, thd_thd_thd bfloat16", "NVTE_FLASH_ATTN=0"),
+    ],
+)
+def test_a_wrong_kernel_is_named_with_what_avoids_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, kernel: str, remedy: str
+) -> None:
+    chosen, utils = ModuleType("chosen"), ModuleType("utils")
+    vars(chosen).update(decision(kind))
+    vars(utils)["get_cudnn_version"] = lambda: (9, 14, 0)
+    monkeypatch.setitem(sys.modules, attention_choice._DECISION, chosen)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
+    named, told = kernel_and_remedy(of_torch=False)
+    assert named.endswith(kernel)
+    assert remedy in told
+    # Caps and sinks run in torch beside TransformerEngine, which then chose for other layers.
+    assert kernel_and_remedy(of_torch=True)[0] == f"torch {torch.__version__}"
