@@ -527,7 +527,9 @@ async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp
     def unreachable(lease, member, attempt):
         return Failure(FailureKind.INFRASTRUCTURE, "the reference model failed")
 
-    config = make_config(tmp_path, controller__stall_timeout_s=1.0)
+    # No episode has its last attempt before the limit.
+    limits = {"controller__stall_timeout_s": 1.0, "controller__max_attempts": 1000}
+    config = make_config(tmp_path, **limits)
     server = FakeServer(config.controller.address, delay_s=0.05, judge=unreachable)
     summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
     assert summary["code"] == 1

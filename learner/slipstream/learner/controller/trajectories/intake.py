@@ -232,6 +232,8 @@ class Intake:
                 )
         elif entry is not None:
             entry.episodes_failed += 1
+            if failure.kind in OUTAGES:
+                entry.cause = failure.message
             if entry.is_news(failure.message):
                 self._run.events.add(
                     f"an episode of {trajectory.environment} failed "
@@ -259,8 +261,6 @@ class Intake:
             )
         if failure.kind in OUTAGES:
             self._environments.group_withdrawn(group.environment)
-            if entry is not None:
-                entry.cause = cause
         elif self._environments.group_ended(group.environment, cause=cause):
             count = self._run.config.controller.max_failed_groups
             last = "its last group" if count == 1 else f"its last {count} groups all"
