@@ -523,6 +523,21 @@ async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path
     assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for 16 ")
 
 
+async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp_path):
+    def unreachable(lease, member, attempt):
+        return Failure(FailureKind.INFRASTRUCTURE, "the reference model failed")
+
+    # No episode has its last attempt before the limit.
+    limits = {"controller__stall_timeout_s": 1.0, "controller__max_attempts": 1000}
+    config = make_config(tmp_path, **limits)
+    server = FakeServer(config.controller.address, delay_s=0.05, judge=unreachable)
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    assert summary["code"] == 1
+    assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for ")
+    assert summary["cause"].endswith("; the last failure in e: the reference model failed")
+    assert summary["suspended_environments"] == {}
+
+
 async def test_a_lease_without_progress_is_taken_back_and_goes_on(tmp_path):
     config = make_config(tmp_path, run__steps=4, controller__lease_timeout_s=2.5)
     server = FakeServer(config.controller.address)

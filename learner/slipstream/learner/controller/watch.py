@@ -100,7 +100,11 @@ class RunWatch:
         waits_for_fleet = self._progress.has_trainer and bool(self._fleet.serving())
         if waits_for_fleet and training and idle > settings.stall_timeout_s:
             waited_for = self._progress.waiting_for
-            return f"nothing moved for {idle:.0f} s of serving while waiting for {waited_for}"
+            failures = [
+                f"; the last failure in {e.spec.name}: {e.cause}" for e in training if e.cause
+            ]
+            line = f"nothing moved for {idle:.0f} s of serving while waiting for {waited_for}"
+            return line + "".join(failures)
         return ""
 
     def _nowhere(self, entry: EnvironmentEntry) -> bool:

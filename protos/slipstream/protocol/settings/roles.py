@@ -106,6 +106,13 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
             ):
                 yield renamed(problem, name, role)
     reference = config.reference
+    # A vLLM server that is asked for more likely tokens than there are ends, and a teacher on the
+    # ranks would count a token twice.
+    if reference is not None and reference.top_k > policy.vocab > 0:
+        yield (
+            f"reference.top_k must be at most the model's {policy.vocab} tokens, "
+            f"got {reference.top_k}"
+        )
     if reference is None or reference.path is None or not reference.refresh_every_steps:
         return
     if read_model_sizes(reference.path) != policy:

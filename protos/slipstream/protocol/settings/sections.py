@@ -107,9 +107,10 @@ class ControllerSection(Section):
     # fails the run. 0: the first one does.
     max_set_aside_batches: int = Field(3, ge=0)
     # The run stops after this time of serving in which no step was made, no episode ended and the
-    # trainer gave no sign of life. The clock is paused while every server loads weights, is stale
-    # or gone. A trainer gives signs of life with each micro batch, and while it loads, saves or
-    # exports. The run also stops this long after the deadline of a publish that the trainer was
+    # trainer gave no sign of life. Cancelled episodes do not count, nor failures of engines,
+    # connections and reference.server. The clock is paused while every server loads weights, is
+    # stale or gone. A trainer gives signs of life with each micro batch, and while it loads, saves
+    # or exports. The run also stops this long after the deadline of a publish that the trainer was
     # told to send.
     stall_timeout_s: Silence = 600.0
     # The run stops when no rollout server was connected for this time; the first server has

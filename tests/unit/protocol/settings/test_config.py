@@ -525,6 +525,24 @@ def test_a_stop_token_is_one_of_the_model(token: int, is_refused: bool, tmp_path
         )
 
 
+@pytest.mark.parametrize(("top_k", "is_refused"), [(32, False), (33, True)])
+def test_a_reference_names_at_most_all_tokens_of_the_model(
+    top_k: int, is_refused: bool, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path, vocab_size=32)
+    config = config_with(
+        ("model.path", str(folder)),
+        ("algorithm.kl", {"coefficient": 1.0, "estimator": "forward_top_k"}),
+        ("reference", {"top_k": top_k}),
+    )
+    with pytest.raises(ConfigError) if is_refused else contextlib.nullcontext() as caught:
+        check_model(config)
+    if is_refused:
+        assert str(caught.value) == (
+            "reference.top_k must be at most the model's 32 tokens, got 33"
+        )
+
+
 def test_adapters_must_fit_the_layout_and_the_weights() -> None:
     table = table_with("lora.rank", 6)
     table["learner"] = {"world_size": 4, "parallel": {"tp": 4}}

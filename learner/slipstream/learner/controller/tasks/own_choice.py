@@ -10,7 +10,9 @@ import importlib
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,13 +39,14 @@ class OwnChoice:
         assert settings.chooser is not None, "another rule has no class"
         self._name, self._limit_s = settings.chooser, limit_s
         module_name, _, class_name = settings.chooser.partition(":")
+        self._module_name = module_name
         if search_path not in sys.path:
             sys.path.insert(0, search_path)
         try:
             found = getattr(importlib.import_module(module_name), class_name)
             self._chooser: Any = found(**settings.args)
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"curriculum.chooser {self._name}: {_line(error)}") from error
+            raise ConfigError(f"curriculum.chooser {self._name}: {self._line(error)}") from error
         if not callable(getattr(self._chooser, "choose", None)):
             raise ConfigError(f"curriculum.chooser {self._name} must have a method choose(tasks)")
 
@@ -53,13 +56,24 @@ class OwnChoice:
             with _within(self._limit_s):
                 found = self._chooser.choose(tasks)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise ChoiceFailed(f"{self._name} failed: {_line(error)}") from error
+            raise ChoiceFailed(f"{self._name} failed: {self._line(error)}") from error
         is_index = isinstance(found, int) and not isinstance(found, bool)
         if not is_index or not 0 <= found < tasks.num_tasks:
             raise ChoiceFailed(
                 f"{self._name} must choose a task from 0 to {tasks.num_tasks - 1}, got {found!r}"
             )
         return int(found)
+
+    def _line(self, error: BaseException) -> str:
+        """Returns type, message and place in the class's file of an exception, in one line."""
+        said = " ".join(str(error).split())
+        line = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        file = getattr(sys.modules.get(self._module_name), "__file__", None)
+        own = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == file]
+        where = (
+            f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
+        )
+        return line[:_MAX_CHARACTERS] + where
 
 
 def own_choices(
@@ -93,9 +107,3 @@ def _within(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    line = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return line[:_MAX_CHARACTERS]

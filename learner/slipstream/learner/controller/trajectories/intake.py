@@ -29,6 +29,7 @@ from slipstream.protocol.types import (
     FailureKind,
     GroupId,
     Purpose,
+    Status,
     Trajectory,
     TrajectoryName,
 )
@@ -38,6 +39,8 @@ from slipstream.v1 import fleet_pb2
 SMALL_BYTES = 256 << 10
 # Exceptions that a malformed delivery may raise in the controller.
 FAULTS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+# Failures that are no fault of an environment. While they last no episode makes the run go on.
+OUTAGES = (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE)
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,9 @@ class Intake:
         try:
             trajectory = self.inspector.take(delivery, decoded)
             if trajectory is not None:
-                self._progress.moved()
+                if _is_progress(trajectory):
+                    self._progress.moved()
+                self._run.signal.notify()
                 self._file(trajectory)
         except FAULTS as error:
             logger.exception("delivery %s", delivery.trajectory_id)
@@ -227,6 +232,8 @@ class Intake:
                 )
         elif entry is not None:
             entry.episodes_failed += 1
+            if failure.kind in OUTAGES:
+                entry.cause = failure.message
             if entry.is_news(failure.message):
                 self._run.events.add(
                     f"an episode of {trajectory.environment} failed "
@@ -252,7 +259,7 @@ class Intake:
                 f"episode {member} of {group.group_id} had its last attempt: {cause}",
                 Severity.WARNING,
             )
-        if failure.kind in (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE):
+        if failure.kind in OUTAGES:
             self._environments.group_withdrawn(group.environment)
         elif self._environments.group_ended(group.environment, cause=cause):
             count = self._run.config.controller.max_failed_groups
@@ -287,3 +294,10 @@ class Intake:
     def _close(self, group: Group, how: str, cause: str) -> None:
         if group.purpose is Purpose.TRAINING:
             self._journal.append("closed", group=group.group_id, how=how, cause=cause)
+
+
+def _is_progress(trajectory: Trajectory) -> bool:
+    """Whether an episode ended by itself, and by no failure that all others may share."""
+    failure = trajectory.failure
+    is_outage = failure is not None and failure.kind in OUTAGES
+    return trajectory.status is not Status.CANCELLED and not is_outage
