@@ -8,6 +8,7 @@ checkpoint are read by `torch.load` with `weights_only`.
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 
 from slipstream.protocol.bounds import one_line
@@ -66,9 +67,18 @@ MAX_CAUSE = 200
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+
+
+def _member(kind: object, name: str) -> object:
+    """Returns a member of an enum, which Python 3.11.2 pickles as a call of `getattr`."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
+    return kind[name]
 
 
 def read_index(path: Path) -> Metadata:

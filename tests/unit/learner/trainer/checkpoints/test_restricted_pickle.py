@@ -40,6 +40,29 @@ def test_a_call_is_refused_before_it_happens(tmp_path: Path, module: str, name: 
     assert not canary.exists()
 
 
+def attribute(module: str, name: str, attribute: str) -> bytes:
+    """A pickle that gets an attribute, as Python 3.11.2 writes members of enums."""
+    return f"cbuiltins\ngetattr\n(c{module}\n{name}\nV{attribute}\ntR.".encode()
+
+
+def test_members_of_enums_are_read_as_any_python_writes_them(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    enum = "torch.distributed.checkpoint.planner", "WriteItemType"
+    path.write_bytes(attribute(*enum, "TENSOR"))
+    with pytest.raises(CheckpointError, match="holds a WriteItemType, not the index"):
+        read_index(path)
+    path.write_bytes(attribute(*enum, "mro"))
+    with pytest.raises(CheckpointError, match="cannot be read: 'mro'"):
+        read_index(path)
+
+
+def test_attributes_of_anything_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(attribute("torch.distributed.checkpoint.metadata", "Metadata", "__init__"))
+    with pytest.raises(CheckpointError, match="builtins.getattr has no place in the index"):
+        read_index(path)
+
+
 def test_a_plain_value_is_no_index(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(b"I1\n.")
