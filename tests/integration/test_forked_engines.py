@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import multiprocessing
-import multiprocessing.process
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,23 +18,18 @@ from slipstream.protocol.settings.config_file import check_model, parse_config  
 from support.fakes.field_models import CASES, make_field_model  # noqa: E402
 from support.fakes.nested_folders import nest  # noqa: E402
 from support.fakes.published_qwen35 import write_as_published  # noqa: E402
-from support.rigs.started_engine import become_a_server  # noqa: E402
+from support.rigs.forking_engine import start_up_to_the_fork  # noqa: E402
 
 LIMIT_S = 120
-FORK = multiprocessing.get_context("fork")
-# vLLM's kernels of delta nets ask for the GPU when they are imported.
-KERNELS = "flash_linear_attention"
+# A process of its own: a fork of this one would inherit locks of threads of earlier tests.
+SPAWN = multiprocessing.get_context("spawn")
 DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
 LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
 # Each family of decoders once, and families with a tower.
 DECODERS = list({case.split(".")[0]: case for case in CASES}.values())
 NESTED = "gemma3.gemma3 beside a tower"
 SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3"]
-QUICK = ("qwen3_5", "qwen35.glm", "qwen3.yarn-factor")
-
-
-class ForkedError(Exception):
-    """vLLM would fork its engine now."""
+QUICK = ("qwen3_5",)
 
 
 def folder_of(family: str, folder: Path) -> Path:
@@ -84,25 +74,6 @@ def config_of(folder: Path, *, has_adapters: bool) -> Config:
     return parse_config(table, source="test")
 
 
-def start(config: Config, said: Any) -> None:
-    """Starts a server's engine up to the fork, and says what its process has imported."""
-    from slipstream.rollout_server.inference import engine, engine_arguments
-
-    started: list[str] = []
-
-    def fork(_process: object) -> None:
-        raise ForkedError
-
-    multiprocessing.process.BaseProcess.start = fork
-    torch.cuda._lazy_init = lambda: started.append("CUDA")
-    # What a CPU lacks for adapters is no matter here.
-    engine_arguments.cpu_engine_problems = lambda _: ()
-    try:
-        asyncio.run(engine.VllmEngine.start(config, seed=1))
-    except ForkedError:
-        said.put([*started, *(name for name in sys.modules if KERNELS in name)])
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -122,11 +93,8 @@ def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
             assert has_adapters
             assert str(error).startswith("lora."), error
             continue
-        become_a_server(config)
-        # What all servers import is imported once.
-        importlib.import_module("slipstream.rollout_server.inference.engine")
-        said = FORK.SimpleQueue()
-        server = FORK.Process(target=start, args=(config, said))
+        said = SPAWN.SimpleQueue()
+        server = SPAWN.Process(target=start_up_to_the_fork, args=(config, said))
         server.start()
         server.join(LIMIT_S)
         server.kill()
