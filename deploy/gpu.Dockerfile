@@ -49,7 +49,7 @@ RUN (id ubuntu > /dev/null 2>&1 && userdel --remove ubuntu || true) \
     && useradd --uid 1000 --create-home slipstream \
     && install --directory --mode 1777 /cache \
     && install --directory /environments /models /runs
-# CUDNN_HOME: TransformerEngine would take the image's cuDNN before the one that requirements/gpu.txt names.
+# CUDNN_HOME, LD_LIBRARY_PATH: TransformerEngine would take the image's cuDNN before the one that requirements/gpu.txt names.
 # VLLM_USE_FLASHINFER_SAMPLER: its kernels are compiled with nvcc, which this image leaves out.
 ENV PATH=/opt/slipstream/bin:$PATH \
     HOME=/tmp \
@@ -60,6 +60,7 @@ ENV PATH=/opt/slipstream/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     CUDNN_HOME=/opt/slipstream/lib/python3.12/site-packages/nvidia/cudnn \
+    LD_LIBRARY_PATH=/opt/slipstream/lib/python3.12/site-packages/nvidia/cudnn/lib:${LD_LIBRARY_PATH} \
     VLLM_USE_FLASHINFER_SAMPLER=0
 USER slipstream
 WORKDIR /environments

@@ -41,6 +41,8 @@ def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
     if of_torch:
         return f"torch {torch.__version__}", "another version of torch"
     chosen = chosen_attention()
+    if chosen.startswith(_KINDS["use_unfused_attention"]):
+        return chosen, "another version of TransformerEngine"
     if "cuDNN" not in chosen:
         return chosen, "NVTE_FLASH_ATTN=0 in the environment of the trainer"
     utils = importlib.import_module("transformer_engine.pytorch.utils")

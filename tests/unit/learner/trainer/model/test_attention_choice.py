@@ -70,6 +70,7 @@ def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> N
     [
         ("use_fused_attention", "bfloat16, cuDNN 9.14.0", "NVTE_FUSED_ATTN=0"),
         ("use_flash_attention", "flash attention, thd_thd_thd bfloat16", "NVTE_FLASH_ATTN=0"),
+        ("use_unfused_attention", "thd_thd_thd bfloat16", "another version of TransformerEngine"),
     ],
 )
 def test_a_wrong_kernel_is_named_with_what_avoids_it(
