@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
-SOURCES := protos client rollout_server learner
+SOURCES := protos core client environments rollout_server learner
 
 .PHONY: install quickstart smollm2 test test-fast test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
 
@@ -66,12 +66,12 @@ FAST_PARTS := trainer weights controller client servers rest
 # Benchmarks whose tests import torch, some of them while they run.
 FAST_torch := $(patsubst %,tests/unit/test_benchmark_%.py,drafts engine_steps families learner long_context rounding)
 FAST_weights := $(addprefix tests/unit/learner/trainer/,weights ranks checkpoints)
-FAST_trainer := tests/unit/learner/trainer $(FAST_weights:%=--ignore=%) tests/unit/protocol/vision $(FAST_torch)
+FAST_trainer := tests/unit/learner/trainer $(FAST_weights:%=--ignore=%) tests/unit/core/models/vision $(FAST_torch)
 FAST_servers := tests/unit/rollout_server
-FAST_client := tests/unit/client
+FAST_client := tests/unit/client tests/unit/environments
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
 FAST_rest := tests/unit tests/test_*.py $(FAST_torch:%=--ignore=%) \
-	$(addprefix --ignore=tests/unit/,client learner rollout_server protocol/vision)
+	$(addprefix --ignore=tests/unit/,client learner rollout_server core/models/vision)
 
 test-fast: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)

@@ -27,10 +27,7 @@ import grpc.aio
 import numpy as np
 import tomli_w
 from measure import table
-from slipstream.protocol.access.security import Credentials, open_channel
-from slipstream.protocol.codec import TRAINER_EPOCH, trajectory_to_pb
-from slipstream.protocol.queue.seal import seal
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
@@ -39,6 +36,9 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.access.security import Credentials, open_channel
+from slipstream.protocol.codec import TRAINER_EPOCH, trajectory_to_pb
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import (
     fleet_pb2,
@@ -381,7 +381,10 @@ async def measure(
         }
         path = Path(folder) / "config.toml"
         path.write_text(tomli_w.dumps(config))
-        roots = [str(checkout / part) for part in ("protos", "client", "rollout_server", "learner")]
+        roots = [
+            str(checkout / part)
+            for part in ("protos", "core", "client", "environments", "rollout_server", "learner")
+        ]
         controller = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "slipstream.learner.controller", "--config", str(path)),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},

@@ -122,7 +122,10 @@ async def measure(checkout: Path, machines: Machines, work: Work, steps: int) ->
         }
         path = Path(folder) / "config.toml"
         path.write_text(tomli_w.dumps(config))
-        roots = [str(checkout / part) for part in ("protos", "client", "rollout_server", "learner")]
+        roots = [
+            str(checkout / part)
+            for part in ("protos", "core", "client", "environments", "rollout_server", "learner")
+        ]
         controller = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "slipstream.learner.controller", "--config", str(path)),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},

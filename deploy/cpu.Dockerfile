@@ -15,7 +15,9 @@ COPY requirements/cpu.txt /build/requirements/cpu.txt
 RUN pip install --no-deps --requirement /build/requirements/cpu.txt
 COPY pyproject.toml README.md LICENSE /build/
 COPY protos /build/protos
+COPY core /build/core
 COPY client /build/client
+COPY environments /build/environments
 COPY rollout_server /build/rollout_server
 COPY learner /build/learner
 RUN pip install --no-deps /build

@@ -33,7 +33,9 @@ RUN if [ -n "${FLASH_ATTN_VERSION}" ]; then \
     flash-attn==${FLASH_ATTN_VERSION}; fi
 COPY pyproject.toml README.md LICENSE /build/
 COPY protos /build/protos
+COPY core /build/core
 COPY client /build/client
+COPY environments /build/environments
 COPY rollout_server /build/rollout_server
 COPY learner /build/learner
 RUN pip install --no-deps /build

@@ -1,1 +1,1 @@
-"""Types, rules, wire forms and settings that several parts share."""
+"""The wire between parts: forms of messages and their bounds, queues, access, weights."""

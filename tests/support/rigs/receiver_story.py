@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 RIGS = Path(__file__).parent
-FOLDERS = ("protos", "client", "rollout_server", "learner", "tests", "deploy")
+FOLDERS = (
+    "protos",
+    "core",
+    "client",
+    "environments",
+    "rollout_server",
+    "learner",
+    "tests",
+    "deploy",
+)
 
 
 def run_rig(

@@ -1,1 +1,1 @@
-"""The vLLM engine: its start, the calls to it, and the places where it is made to do less work."""
+"""What inference needs beside vLLM itself: drafts, prompts, memory, usage."""

@@ -15,9 +15,9 @@ import types
 from pathlib import Path
 
 import torch
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.process import without_collections
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.process import without_collections
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
@@ -80,7 +80,7 @@ def install() -> Megatron:
         "vision",
         "qwen3_5",
     ):
-        importlib.import_module(f"slipstream.learner.trainer.model.{name}")
+        importlib.import_module(f"slipstream.learner.trainer.families.{name}")
     # With a mask, cuDNN makes NaN of low scores in sequences of some lengths (9.19, Hopper).
     torch.backends.cuda.enable_cudnn_sdp(False)
     _cure_retries()

@@ -1,0 +1,1 @@
+"""Environments that come with Slipstream, written as users write theirs."""
