@@ -10,13 +10,13 @@ from slipstream.core.models.rope_fields import QWEN35, QWEN35_VISION, VISION, ar
 from slipstream.core.settings.sampling_section import SamplingSection
 from vllm import ModelRegistry
 
-_INFERENCE = "slipstream.rollout_server.inference"
+_PACKAGE = "slipstream.rollout_server.vllm"
 
 
 def register_language_models() -> None:
     """Makes vLLM take the language models of Qwen3.5 with or without torchvision."""
     for architecture in QWEN35:
-        ModelRegistry.register_model(architecture, f"{_INFERENCE}.delta_models:{architecture}")
+        ModelRegistry.register_model(architecture, f"{_PACKAGE}.delta_models:{architecture}")
 
 
 def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
@@ -31,7 +31,7 @@ def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[st
         module = "nested_models" if architecture in NESTED else "vision_models"
         module = "delta_models" if architecture in QWEN35_VISION else module
         # vLLM imports the module by its name, in processes of its own too.
-        ModelRegistry.register_model(architecture, f"{_INFERENCE}.{module}:{architecture}")
+        ModelRegistry.register_model(architecture, f"{_PACKAGE}.{module}:{architecture}")
     if architecture_of(table) in QWEN35_VISION:
         from slipstream.rollout_server.vllm import vision_models
 
