@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 from make_tiny_vision_model import FAMILIES, make_model
+from slipstream.core.models import registry
 from slipstream.core.models.model_fields import has_tied_output
 from slipstream.core.models.model_files import read_header
-from slipstream.core.models.model_rules import ARCHITECTURES
 from slipstream.core.models.model_sizes import ModelSizes, decoder_table, read_model_table
-from slipstream.core.models.model_tensors import needed_tensors, tensor_problems
+from slipstream.core.models.model_tensors import (
+    TOWER_FOLDERS,
+    needed_tensors,
+    tensor_problems,
+    tower_tensors,
+)
 from slipstream.core.models.nested_decoders import is_nested, nested_name
-from slipstream.core.models.tower_tensors import TOWER_FOLDERS, tower_tensors
 from support.fakes.parity_models import make_models
 
 
@@ -47,13 +51,13 @@ def test_the_tensors_of_every_family_are_needed_as_transformers_writes_them(
         assert needed == held, folder.name
         assert not list(tensor_problems(folder, "model.path", has_tower=sees))
         seen |= set(values["architectures"])
-    assert seen == set(ARCHITECTURES)
+    assert seen == set(registry.FAMILIES)
 
 
 def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_default() -> None:
     import transformers
 
-    for name in ARCHITECTURES:
+    for name in registry.FAMILIES:
         default = getattr(transformers, name).config_class().tie_word_embeddings
         assert has_tied_output({"architectures": [name]}) == default, name
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.cpu_engines import cpu_engine_problems
+from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config, RolloutServerSection
 

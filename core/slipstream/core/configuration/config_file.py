@@ -17,14 +17,10 @@ from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.whole_settings import check_whole
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import missing_files
-from slipstream.core.models.model_rules import (
-    FUSED_EXPERTS,
-    layout_problems,
-    linear_problems,
-    model_problems,
-)
+from slipstream.core.models.model_rules import engine_problems, layout_problems, model_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.models.vision_rules import sees_images, vision_problems
@@ -134,14 +130,15 @@ def check_sizes(config: Config) -> list[str]:
     lora_problems = config.lora.problems(
         num_experts=sizes.experts,
         latent_tp=config.learner.parallel.tp if sizes.latent_size else 0,
-        delta_net_of=sizes.architecture if sizes.linear_heads else "",
-        has_fused_experts=sizes.architecture in FUSED_EXPERTS,
+        has_delta_nets=sizes.family.is_delta,
+        has_fused_experts=bool(sizes.family.experts and sizes.family.experts.fused),
     )
     problems = (
         role_problems(config, sizes),
+        refusals(sizes.family, sizes.architecture, {"lora.rank": config.lora.rank}),
         lora_problems,
         vision_problems(config, sizes),
-        linear_problems(sizes, config.rollout_server),
+        engine_problems(sizes, config.rollout_server),
     )
     for problem in itertools.chain(*problems):
         raise ConfigError(problem)

@@ -10,26 +10,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.core.models.family_fields import (
-    NO_HEAD_DIM,
-    NONE,
-    OFF,
-    ONE,
-    ONE_VALUE_OF,
-    READ,
-    TIED,
-    WRITTEN,
-    ZERO,
-    Values,
-    family_problems,
-)
-from slipstream.core.models.rope_fields import (
-    ALTERNATING,
-    DELTA_NETS,
-    LAYER_KINDS,
-    architecture_of,
-    rope_problems,
-)
+from slipstream.core.models.family import NONE, OFF, ONE, ZERO, Family, Values
+from slipstream.core.models.registry import architecture_of, family_of
+from slipstream.core.models.rope_fields import rope_problems
 
 # Fields that all three programs use; `model_problems` checks their values.
 HONOURED = frozenset(
@@ -253,9 +236,9 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each field for which the three programs would compute differently."""
-    architecture = architecture_of(values)
-    allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
-    for name in READ.get(architecture, ()):
+    architecture, family = architecture_of(values), family_of(values)
+    allowed = {**ONE_VALUE, **family.values}
+    for name in family.read:
         del allowed[name]
     for name, value in values.items():
         if name in allowed and value not in allowed[name]:
@@ -264,25 +247,23 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 f"got {value!r}: transformers, learner and rollout servers would compute "
                 "different models"
             )
-    for name in WRITTEN.get(architecture, ()):
+    for name in family.written:
         if name not in values:
             yield (
                 f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
                 "got none: rollout servers take another value if config.json has none"
             )
-    kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
-    if architecture in DELTA_NETS:
-        kinds = (*kinds, "linear_attention")
-    for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
-        yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
-    yield from family_problems(values, architecture)
+    for kind in sorted(set(values.get("layer_types") or ()) - set(family.layer_kinds)):
+        kinds = " or ".join(family.layer_kinds)
+        yield f"model.path: layer_types must all be {kinds}, got {kind!r}"
+    yield from family.problems(values)
     counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
     if len(counts) > 1:
         yield (
             f"model.path: num_experts and num_local_experts must be the same number, "
             f"got {values['num_experts']} and {values['num_local_experts']}"
         )
-    yield from _head_problems(values, architecture)
+    yield from _head_problems(values, family)
     yield from rope_problems(values)
 
 
@@ -294,18 +275,18 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 
 def has_tied_output(values: Mapping[str, Any]) -> bool:
     """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
-    return bool(values.get("tie_word_embeddings", architecture_of(values) in TIED))
+    return bool(values.get("tie_word_embeddings", family_of(values).is_tied))
 
 
-def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:
+def _head_problems(values: Mapping[str, Any], family: Family) -> Iterator[str]:
     size, heads = values.get("hidden_size"), values.get("num_attention_heads")
     head_dim = values.get("head_dim")
-    if architecture not in NO_HEAD_DIM or not (size and heads and head_dim):
+    if family.has_head_dim or not (size and heads and head_dim):
         return
     if head_dim * heads != size:
         yield (
-            f"model.path: head_dim of a {architecture} must be hidden_size / num_attention_heads "
-            f"= {size / heads:g}, as rollout servers take it, got {head_dim}"
+            f"model.path: head_dim of a {family.architecture} must be hidden_size / "
+            f"num_attention_heads = {size / heads:g}, as rollout servers take it, got {head_dim}"
         )
 
 

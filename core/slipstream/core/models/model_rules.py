@@ -8,45 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pydantic import JsonValue
-from slipstream.core.models.hybrid_layers import NEMOTRON_H
-from slipstream.core.models.model_sizes import ModelSizes
-from slipstream.core.models.nested_decoders import NESTED
-from slipstream.core.models.rope_fields import QWEN35, VISION
+from slipstream.core.models.family import MAMBA, refusals
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
+from slipstream.core.models.registry import FAMILIES, NESTED
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import ParallelSection, RolloutServerSection
 
-# Architectures that Megatron-Bridge loads and exports, and tests compare with transformers.
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "MixtralForCausalLM",
-    "MistralForCausalLM",
-    "Ministral3ForCausalLM",
-    "Olmo2ForCausalLM",
-    "OlmoeForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "GptOssForCausalLM",
-    "Qwen3NextForCausalLM",
-    NEMOTRON_H,
-    *QWEN35,
-    *VISION,
-)
-# Architectures whose files hold one tensor for all experts of a layer.
-FUSED_EXPERTS = ("GptOssForCausalLM", VISION[2])
-# Architectures whose windows the learner, transformers and vLLM compute alike.
-WINDOWED = (
-    "MistralForCausalLM",
-    "Ministral3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",
-)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Why a scaling of the rotary embedding is refused.
 _ROPE_REFUSALS = {
@@ -57,19 +24,21 @@ _ROPE_REFUSALS = {
 
 def model_problems(sizes: ModelSizes) -> Iterator[str]:
     """Checks a model, for any layout."""
-    if sizes.architecture not in ARCHITECTURES:
+    family = sizes.family
+    if not family.architecture:
         kind = "mixture of experts" if sizes.experts else "model"
         yield (
             f"model.path holds a {kind} of architecture {sizes.architecture or 'without a name'}, "
-            f"which cannot be loaded; known are {', '.join((*ARCHITECTURES, *NESTED))}"
+            f"which cannot be loaded; known are {', '.join((*FAMILIES, *NESTED))}"
         )
         return
     if sizes.is_quantized:
-        yield f"model.path holds quantized weights, which cannot be trained{_conversion(sizes)}"
-    if sizes.uses_sliding_window and sizes.architecture not in WINDOWED:
+        yield (f"model.path holds quantized weights, which cannot be trained: {family.conversion}")
+    if sizes.uses_sliding_window and not family.has_windows:
+        tested = ", ".join(name for name, each in FAMILIES.items() if each.has_windows)
         yield (
             f"model.path holds a {sizes.architecture} with a sliding window, which was tested for "
-            f"{', '.join(WINDOWED)} only"
+            f"{tested} only"
         )
     if sizes.rope_type not in ROPE_TYPES:
         cause = _ROPE_REFUSALS.get(sizes.rope_type, "was not tested")
@@ -79,8 +48,8 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
     if not sizes.experts:
         return
-    if sizes.architecture == "Qwen2MoeForCausalLM" and not sizes.shared_expert_ffn:
-        yield "model.path: shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set"
+    if family.experts is not None and family.experts.needs_shared and not sizes.shared_expert_ffn:
+        yield f"model.path: shared_expert_intermediate_size of a {family.architecture} must be set"
     if sizes.has_dense_layers:
         yield "model.path holds a mixture of experts with dense layers in between: not supported"
     if not 1 <= sizes.experts_per_token <= sizes.experts:
@@ -88,21 +57,8 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
             f"model.path: num_experts_per_tok must be 1 to the {sizes.experts} experts, "
             f"got {sizes.experts_per_token}"
         )
-    is_v3 = sizes.architecture == "DeepseekV3ForCausalLM"
-    if is_v3 and sizes.expert_groups > 1 and sizes.experts_per_token // sizes.chosen_groups != 2:
-        yield (
-            "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
-            "group by its best num_experts_per_tok / topk_group experts and transformers by its "
-            f"best 2, got {sizes.experts_per_token} and {sizes.chosen_groups}"
-        )
     if sizes.experts_per_token == 1 and sizes.normalizes_experts:
         yield ("model.path: norm_topk_prob with one expert per token leaves the router no gradient")
-
-
-def _conversion(sizes: ModelSizes) -> str:
-    if sizes.architecture != "GptOssForCausalLM":
-        return ": take the folder in bfloat16"
-    return ": write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"
 
 
 def layout_problems(
@@ -118,8 +74,16 @@ def layout_problems(
             yield f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
     if sizes.dense_layers and sizes.ffn % tp:
         yield f"learner.parallel.tp must divide the intermediate size of {sizes.ffn}, got {tp}"
-    if sizes.linear_heads:
-        yield from _linear_problems(sizes, parallel)
+    yield from refusals(
+        sizes.family,
+        sizes.architecture,
+        {
+            "learner.parallel.cp": parallel.cp,
+            "learner.parallel.etp": (parallel.etp or tp) if sizes.experts else 1,
+            "learner.transformer.moe_router_fusion": transformer.get("moe_router_fusion"),
+        },
+    )
+    yield from _linear_problems(sizes, parallel)
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel, transformer)
     if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
@@ -130,35 +94,25 @@ def layout_problems(
 
 
 def _linear_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
-    if parallel.cp > 1:
-        yield (
-            f"learner.parallel.cp must be 1 for a {sizes.architecture}: {sizes.linear_name} read "
-            f"the tokens of a sequence in turn, got {parallel.cp}"
-        )
     for number in sizes.linear_heads:
         if number % parallel.tp:
             yield (
                 f"learner.parallel.tp must divide the {number} heads or groups of "
-                f"{sizes.linear_name}, got {parallel.tp}"
+                f"{sizes.family.linear}, got {parallel.tp}"
             )
 
 
-def linear_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
-    """Yields one line for each setting with which vLLM's layers that read tokens in turn fail."""
-    drafts, rollout_tp = server.drafts, server.tensor_parallel_size
-    if sizes.linear_heads and drafts != "off":
-        yield (
-            f'rollout_server.drafts must be "off" for a model with {sizes.linear_name}: vLLM takes '
-            f"their state back with a kernel for GPUs, where that was not tested, got {drafts!r}"
-        )
-    if not sizes.has_mamba:
+def engine_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
+    """Yields one line for each setting of a rollout server that the model's family cannot have."""
+    chosen = {
+        "rollout_server.drafts": server.drafts,
+        "rollout_server.quantization": server.quantization,
+    }
+    yield from refusals(sizes.family, sizes.architecture, chosen)
+    if sizes.family.linear != MAMBA:
         return
-    if server.quantization != "off":
-        yield (
-            f'rollout_server.quantization must be "off" for a {sizes.architecture}: it was not '
-            f"tested with Mamba layers, got {server.quantization!r}"
-        )
     groups, heads = sizes.linear_heads
+    rollout_tp = server.tensor_parallel_size
     if heads % rollout_tp or (groups > 1 and groups % rollout_tp):
         yield (
             f"rollout_server.tensor_parallel_size must divide the {groups} groups and {heads} "
@@ -186,16 +140,6 @@ def _expert_problems(
         )
     if sizes.experts % ep:
         yield f"learner.parallel.ep must divide the model's {sizes.experts} experts, got {ep}"
-    if sizes.architecture == "DeepseekV2ForCausalLM" and transformer.get("moe_router_fusion"):
-        yield (
-            "learner.transformer.moe_router_fusion must be false for a DeepseekV2ForCausalLM: "
-            "the fused kernel scores groups of experts otherwise"
-        )
-    if sizes.architecture == "GptOssForCausalLM" and etp > 1:
-        yield (
-            "learner.parallel.etp (None: tp) must be 1: Megatron does not split experts with "
-            f"biases, got {etp}"
-        )
     if sizes.expert_ffn % etp:
         yield (
             f"learner.parallel.etp (None: tp) must divide the experts' intermediate size of "
@@ -251,4 +195,38 @@ def _stage_problems(
         yield (
             f"learner.parallel: the {rest} layers between the first and the last stage must be "
             f"shared out evenly over {stages} stages with vpp = {vpp}"
+        )
+
+
+def cpu_engine_problems(config: Config) -> Iterator[str]:
+    """Yields one line for each setting that vLLM cannot do on a CPU; it reads config.json."""
+    server, dtype = config.rollout_server, config.model.dtype
+    sizes = read_model_sizes(config.model.path)
+    if server.quantization == "fp8_per_tensor":
+        yield (
+            f"rollout_server.quantization = {server.quantization!r} needs a GPU; a CPU can compute "
+            "with 'fp8_per_channel'"
+        )
+    elif sizes.experts and server.quantization != "off":
+        yield (
+            "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
+            f"no kernel there that quantises experts, got {server.quantization!r}"
+        )
+    # vLLM's delta nets fail there at the first request in any other type.
+    if sizes.family.is_delta and dtype != "bfloat16":
+        yield (
+            'model.dtype must be "bfloat16" for a model with delta nets whose rollout servers run '
+            f"on a CPU: vLLM computes them in no other type there, got {dtype!r}"
+        )
+    # vLLM's scan does not return the states in the middle of a prompt, which prefixes need.
+    if sizes.family.linear == MAMBA and server.enable_prefix_caching:
+        yield (
+            "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
+            "a CPU: vLLM keeps no states of their prefixes there, got true"
+        )
+    # With adapters, on whatever matrices, vLLM (0.32.0) computes experts by that kernel.
+    if sizes.experts and config.lora.publishes_adapters:
+        yield (
+            "lora.publish must be merged for a mixture of experts on a CPU: vLLM's kernel for "
+            "experts beside adapters needs a GPU"
         )

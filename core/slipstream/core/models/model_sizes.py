@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.hybrid_layers import NEMOTRON_H, layer_kinds, with_usual_fields
+from slipstream.core.models.family import Family
 from slipstream.core.models.model_fields import has_tied_output
-from slipstream.core.models.nested_decoders import (
-    NESTED,
-    SEEING,
-    is_nested,
-    nested_table,
-    outer_class,
-)
-from slipstream.core.models.rope_fields import QWEN35_VISION, VISION, architecture_of, rope_table
-from slipstream.core.models.tower_tensors import deep_layers
+from slipstream.core.models.nested_decoders import is_nested, nested_table
+from slipstream.core.models.registry import FAMILIES, NESTED, architecture_of, family_of
+from slipstream.core.models.rope_fields import rope_table
 
 
 @dataclass(frozen=True)
@@ -84,24 +78,21 @@ class ModelSizes:
         return 2 * self.cached_layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
 
     @property
+    def family(self) -> Family:
+        """The record of the model's class; that of a plain decoder for an unknown class."""
+        return FAMILIES.get(self.architecture, Family())
+
+    @property
     def folder_class(self) -> str:
         """The class that config.json names, for a message."""
-        return outer_class(self.architecture) if self.is_nested else self.architecture
-
-    @property
-    def linear_name(self) -> str:
-        """The name of layers that read the tokens of a sequence in turn, for a message."""
-        return "Mamba layers" if self.has_mamba else "delta nets"
-
-    @property
-    def has_mamba(self) -> bool:
-        """Whether some layers are Mamba's."""
-        return self.architecture == NEMOTRON_H
+        nested = self.family.nested
+        return nested.outer if self.is_nested and nested is not None else self.architecture
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
         """Reads the table of a config.json, as transformers 4 or 5 writes it."""
-        values = with_usual_fields(values)
+        family = family_of(values)
+        values = family.usual(values)
 
         def number(*names: str) -> int:
             found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
@@ -150,7 +141,7 @@ class ModelSizes:
                 )
                 if number(name)
             ),
-            cached_layers=layer_kinds(values).count("full_attention") or layers,
+            cached_layers=(family.cached_layers(values) if family.cached_layers else 0) or layers,
             norm_eps=values.get("rms_norm_eps", 0.0),
             has_tied_output=has_tied_output(values),
             rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
@@ -163,7 +154,7 @@ class ModelSizes:
             is_quantized="quantization_config" in values,
             has_vision=_has_vision(values),
             is_nested=is_nested(values),
-            deep_layers=deep_layers(values),
+            deep_layers=_deep_layers(values),
             image_token=_image_token(values),
         )
 
@@ -171,31 +162,34 @@ class ModelSizes:
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
     """Whether the weights of a token's experts add up to 1, by the table of a config.json.
 
-    Those of Mixtral, gpt-oss and Qwen3.5 always do, without a field in their tables.
+    Those of some families always do, without a field in their tables.
     """
-    always = values.get("model_type") in (
-        "mixtral",
-        "gpt_oss",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-    )
-    return bool(values.get("norm_topk_prob", always))
+    experts = family_of(values).experts
+    return bool(values.get("norm_topk_prob", experts is not None and experts.is_normalized))
 
 
 def _has_vision(values: Mapping[str, Any]) -> bool:
-    architecture = architecture_of(values)
-    return architecture in VISION or (is_nested(values) and architecture in SEEING)
+    family = family_of(values)
+    if is_nested(values):
+        return family.nested is not None and family.nested.tower is not None
+    return family.vision is not None
 
 
 def _image_token(values: Mapping[str, Any]) -> object:
+    vision = family_of(values).vision
+    if vision is not None:
+        return values.get("image_token_id", vision.image_token)
     if not _has_vision(values):
         return 0
-    if is_nested(values):
-        # transformers takes both names, and the second if it finds both.
-        return values.get("image_token_id", values.get("image_token_index", 10))
-    # The default is that of transformers.
-    default = 248056 if architecture_of(values) in QWEN35_VISION else 151655
-    return values.get("image_token_id", default)
+    # transformers takes both names, and the second if it finds both.
+    return values.get("image_token_id", values.get("image_token_index", 10))
+
+
+def _deep_layers(values: Mapping[str, Any]) -> int:
+    vision = family_of(values).vision
+    default = () if vision is None else vision.deep_layers
+    table = values.get("vision_config") or {}
+    return len(table.get("deepstack_visual_indexes", default) or ())
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
@@ -228,8 +222,9 @@ def read_model_table(folder: Path) -> dict[str, Any]:
 
 
 def _check_ties(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a Qwen3.5 that says in two places whether embeddings are tied."""
-    if architecture_of(values) not in QWEN35_VISION:
+    """Raises ConfigError for two places that differ in whether embeddings are tied."""
+    vision = family_of(values).vision
+    if vision is None or vision.ties != "same":
         return
     decoder = values.get("text_config") or {}
     outer, inner = (bool(table.get("tie_word_embeddings")) for table in (values, decoder))
@@ -258,10 +253,11 @@ def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(decoder, Mapping):
         return dict(values)
     outer = {name: value for name, value in values.items() if name != "text_config"}
-    if architecture in VISION:
-        # transformers takes the outer field or its default, false; for Qwen2.5-VL both count.
+    vision = family_of(values).vision
+    if vision is not None:
+        # transformers takes the outer field or its default, false; for some families both count.
         is_tied = outer.get("tie_word_embeddings") or (
-            architecture == VISION[0] and decoder.get("tie_word_embeddings")
+            vision.ties == "either" and decoder.get("tie_word_embeddings")
         )
         outer["tie_word_embeddings"] = bool(is_tied)
     return {**decoder, **outer}

@@ -5,58 +5,27 @@ Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.hybrid_layers import hybrid_tensors
-from slipstream.core.models.model_files import INDEX, held_tensors
+from slipstream.core.models.family import Experts, Shape
+from slipstream.core.models.model_files import INDEX, LENGTH_BYTES, held_tensors, read_header
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.nested_decoders import is_nested, nested_name
-from slipstream.core.models.rope_fields import DELTA_NETS, QWEN35_VISION, VISION
-from slipstream.core.models.tied_outputs import are_equal
-from slipstream.core.models.tower_tensors import TOWER_FOLDERS, Shape, further_blocks, tower_tensors
+from slipstream.core.models.nested_decoders import TOWERS, is_nested, nested_name, tower_name
+from slipstream.core.models.registry import family_of
 
 OUTPUT = "lm_head.weight"
 # Endings of the matrix of embeddings.
 _EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
-_NORMED_HEADS = (
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Gemma3ForCausalLM",
-    *DELTA_NETS,
-    *VISION[1:],
-)
-# Architectures whose norm is over all heads together.
-_NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
-_GPT_OSS = "GptOssForCausalLM"
-_BEFORE = ("input", "post_attention")
-# Architecture -> names of the norms in a layer; the others have `_BEFORE`.
-_AFTER = ("post_attention", "post_feedforward")
-_NORMS = {
-    "Olmo2ForCausalLM": _AFTER,
-    "Gemma2ForCausalLM": ("input", "pre_feedforward", *_AFTER),
-    "Gemma3ForCausalLM": ("input", "pre_feedforward", *_AFTER),
-}
-# Names of gate, up and down in a layer.
+# Names of gate, up and down in a dense MLP.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS = {
-    "Qwen3MoeForCausalLM": ("mlp.", _PROJECTIONS),
-    "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
-    "OlmoeForCausalLM": ("mlp.", _PROJECTIONS),
-    "Glm4MoeForCausalLM": ("mlp.", _PROJECTIONS),
-    "DeepseekV2ForCausalLM": ("mlp.", _PROJECTIONS),
-    "DeepseekV3ForCausalLM": ("mlp.", _PROJECTIONS),
-    "Qwen3NextForCausalLM": ("mlp.", _PROJECTIONS),
-    "Qwen3_5MoeForCausalLM": ("mlp.", _PROJECTIONS),
-    "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
-}
-
-
-# Architectures whose experts have biases that choose them, and those with shared ones besides.
-_SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
-_SHARED = (*_SIGMOID, "DeepseekV2ForCausalLM")
+# Folders of the tensors of towers, of all families.
+TOWER_FOLDERS = ("visual.", "model.visual.", *TOWERS)
+_BLOCK = re.compile(r".*?\.(blocks|layers|deepstack_merger_list)\.\d+\.")
+_READ_BYTES = 1 << 24
 
 
 def tensor_problems(
@@ -103,7 +72,7 @@ def tensor_problems(
         )
     if has_output:
         yield from _output_problems(values, needed, held, setting)
-    if not is_nested(values) and architecture not in VISION:
+    if not is_nested(values) and family_of(values).vision is None:
         for name in [name for name in held if name.startswith(TOWER_FOLDERS)][:1]:
             yield (
                 f"{setting} must hold no vision tower for a {architecture}, which sees no "
@@ -126,7 +95,7 @@ def _output_problems(
     if output in needed or output not in held or embedding not in held:
         return
     (path, shape), (other, expected) = held[output], held[embedding]
-    if shape != expected or not are_equal((path, output), (other, embedding)):
+    if shape != expected or not _are_equal((path, output), (other, embedding)):
         yield (
             f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
             f"them (tie_word_embeddings), {path} has one"
@@ -136,8 +105,9 @@ def _output_problems(
 def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns name and shape of each tensor, by the config.json of a known architecture."""
     sizes = ModelSizes.of(values)
-    if sizes.has_mamba:
-        return hybrid_tensors(values, has_tied_output=sizes.has_tied_output)
+    family = sizes.family
+    if family.tensors is not None:
+        return family.tensors(values, sizes.has_tied_output)
     needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
     for layer in range(sizes.layers):
         mixer = _delta_net if _has_delta_net(values, layer) else _attention
@@ -146,9 +116,8 @@ def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
     needed["model.norm.weight"] = (sizes.hidden,)
     if not sizes.has_tied_output:
         needed[OUTPUT] = (sizes.vocab, sizes.hidden)
-    if sizes.architecture in VISION[1:]:
-        inner = "model.language_model."
-        needed = {name.replace("model.", inner, 1): shape for name, shape in needed.items()}
+    if family.vision is not None and (prefix := family.vision.prefix):
+        needed = {name.replace("model.", prefix, 1): shape for name, shape in needed.items()}
     return needed
 
 
@@ -157,9 +126,8 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
     rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
     # Each query head has a gate of its output beside it.
     gates = {"q": rows["q"] if sizes.linear_heads else 0}
-    found: dict[str, Shape] = {
-        f"{norm}_layernorm.weight": (hidden,) for norm in _NORMS.get(sizes.architecture, _BEFORE)
-    }
+    family = sizes.family
+    found: dict[str, Shape] = {f"{norm}_layernorm.weight": (hidden,) for norm in family.norms}
     if sizes.latent_size:
         return found | _latent_attention(sizes, values)
     found |= {
@@ -167,19 +135,16 @@ def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
         for name, size in rows.items()
     }
     found["self_attn.o_proj.weight"] = (hidden, rows["q"])
-    is_biased = sizes.architecture in ("Qwen2ForCausalLM", VISION[0]) or (
-        sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
-    )
-    if sizes.architecture == "Glm4MoeForCausalLM":
-        is_biased = bool(values.get("attention_bias"))
-    if sizes.architecture == _GPT_OSS:
-        is_biased = True
-        found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (sizes.heads,)}
+    is_biased = family.attention_bias
+    if isinstance(is_biased, str):
+        is_biased = bool(values.get(is_biased))
     if is_biased:
         found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
-    if sizes.architecture in _NORMED_HEADS or values.get("use_qk_norm"):
+    if family.has_sinks:
+        found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (sizes.heads,)}
+    if family.query_norm == "head" or values.get("use_qk_norm"):
         found |= {f"self_attn.{name}_norm.weight": (head,) for name in ("q", "k")}
-    if sizes.architecture in _NORMED_WHOLE:
+    if family.query_norm == "whole":
         found |= {f"self_attn.{name}_norm.weight": (rows[name],) for name in ("q", "k")}
     return found
 
@@ -208,10 +173,10 @@ def _delta_net(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]
         "out_proj.weight": (hidden, inner),
     }
     inputs = {"qkv": 2 * keys + inner, "z": inner, "b": heads, "a": heads}
-    if sizes.architecture == "Qwen3NextForCausalLM":
+    if sizes.family.has_joined_inputs:
         inputs = {"qkvz": 2 * keys + 2 * inner, "ba": 2 * heads}
     found |= {f"in_proj_{name}.weight": (rows, hidden) for name, rows in inputs.items()}
-    return {f"{norm}_layernorm.weight": (hidden,) for norm in _BEFORE} | {
+    return {f"{norm}_layernorm.weight": (hidden,) for norm in sizes.family.norms} | {
         f"linear_attn.{name}": shape for name, shape in found.items()
     }
 
@@ -241,19 +206,18 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     hidden = sizes.hidden
     if layer < sizes.dense_layers:
         return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
-    if sizes.architecture == _GPT_OSS:
-        return _fused_experts(sizes, "router") | _biases(sizes)
-    if sizes.architecture == VISION[2]:
-        return _fused_experts(sizes, "gate")
-    if sizes.architecture == QWEN35_VISION[1]:
-        return _fused_experts(sizes, "gate", is_turned=False) | _gated_expert(sizes)
-    prefix, names = _EXPERTS[sizes.architecture]
-    found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
-    for expert in range(sizes.experts):
-        found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
-    if sizes.architecture in _SIGMOID:
+    experts = sizes.family.experts
+    assert experts is not None, "a mixture of experts of a family without any"
+    prefix, names = experts.prefix, experts.names
+    found: dict[str, Shape] = {f"{prefix}{experts.router}.weight": (sizes.experts, hidden)}
+    if experts.fused:
+        found |= _fused_experts(sizes, experts)
+    else:
+        for expert in range(sizes.experts):
+            found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
+    if experts.has_choice_bias:
         found[f"{prefix}gate.e_score_correction_bias"] = (sizes.experts,)
-    if sizes.architecture in _SHARED:
+    if experts.shared == "several":
         found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
     elif sizes.shared_expert_ffn:
         found |= _gated_expert(sizes)
@@ -266,27 +230,18 @@ def _gated_expert(sizes: ModelSizes) -> dict[str, Shape]:
     return found | {"mlp.shared_expert_gate.weight": (1, sizes.hidden)}
 
 
-def _fused_experts(sizes: ModelSizes, router: str, *, is_turned: bool = True) -> dict[str, Shape]:
-    """Returns the tensors of all experts together.
-
-    With `is_turned` they have the form in which tokens multiply them, else that of a linear layer.
-    """
-    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+def _fused_experts(sizes: ModelSizes, experts: Experts) -> dict[str, Shape]:
+    """Returns the tensors of all experts together."""
+    number, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
     shapes = {"gate_up": (hidden, 2 * ffn), "down": (ffn, hidden)}
-    return {f"mlp.{router}.weight": (experts, hidden)} | {
-        f"mlp.experts.{name}_proj": (experts, *(shape if is_turned else shape[::-1]))
+    found: dict[str, Shape] = {
+        f"mlp.experts.{name}_proj": (number, *(shape[::-1] if experts.fused == "turned" else shape))
         for name, shape in shapes.items()
     }
-
-
-def _biases(sizes: ModelSizes) -> dict[str, Shape]:
-    """Returns the biases of router and experts of a gpt-oss."""
-    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
-    return {
-        "mlp.router.bias": (experts,),
-        "mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
-        "mlp.experts.down_proj_bias": (experts, hidden),
-    }
+    if experts.is_biased:
+        found[f"mlp.{experts.router}.bias"] = (number,)
+        found |= {f"mlp.experts.{name}_proj_bias": (number, shapes[name][1]) for name in shapes}
+    return found
 
 
 def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
@@ -300,3 +255,48 @@ def _place(folder: Path) -> Path:
     if (folder / INDEX).is_file():
         return folder / INDEX
     return paths[0] if len(paths) == 1 else folder
+
+
+def tower_tensors(values: Mapping[str, Any], held: Collection[str]) -> dict[str, Shape]:
+    """Returns name and shape of each tensor of a tower, in files with the tensors `held`.
+
+    Raises ConfigError for sizes in vision_config that are no numbers, or do not fit the decoder.
+    """
+    family = family_of(values)
+    if family.vision is not None:
+        return family.vision.tower(values)
+    assert family.nested is not None and family.nested.tower is not None, "no tower"
+    found = family.nested.tower(values)
+    return {tower_name(name, held): shape for name, shape in found.items()}
+
+
+def further_blocks(tower: Collection[str], held: Collection[str]) -> list[str]:
+    """Returns the names in `held` that lie in blocks of a tower beside those in `tower`."""
+    known = {_block(name) for name in tower}
+    return [name for name in held if name.startswith(TOWER_FOLDERS) and _block(name) not in known]
+
+
+def _block(name: str) -> str:
+    """Returns the part of a name up to the number of its block; "" if it is in none."""
+    found = _BLOCK.match(name)
+    return found[0] if found else ""
+
+
+def _are_equal(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Whether two matrices, each by its file and name, have the same bytes.
+
+    Both have the same shape. Matrices of different element types count as different.
+    """
+    types = [read_header(path)[name]["dtype"] for path, name in (first, second)]
+    if types[0] != types[1]:
+        return False
+    return all(one == other for one, other in zip(_blocks(*first), _blocks(*second), strict=True))
+
+
+def _blocks(path: Path, name: str) -> Iterator[bytes]:
+    begin, end = read_header(path)[name]["data_offsets"]
+    with path.open("rb") as file:
+        data = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+        file.seek(data + begin)
+        for place in range(begin, end, _READ_BYTES):
+            yield file.read(min(_READ_BYTES, end - place))

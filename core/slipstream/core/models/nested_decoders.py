@@ -6,36 +6,11 @@ The programs treat such a folder as its text class under other names of tensors.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.rope_fields import architecture_of
+from slipstream.core.models.registry import FAMILIES, NESTED, architecture_of, family_of
 
-# Class of a folder -> class of its decoder by text_config's model_type; the first is the default.
-NESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
-        "Mistral3ForConditionalGeneration": {
-            "mistral": "MistralForCausalLM",
-            "ministral3": "Ministral3ForCausalLM",
-        },
-    }
-)
-# Published files leave out fields that have transformers' defaults.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "Gemma3ForCausalLM": {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
-}
 # Folders of the tensors that are no decoder's, in both forms of names.
 TOWERS = tuple(
     f"{outer}{part}."
@@ -43,8 +18,6 @@ TOWERS = tuple(
     for part in ("vision_tower", "multi_modal_projector")
 )
 _NEW_FORM = "model.language_model."
-# Decoders beside a tower that is trained if episodes have images.
-SEEING = ("MistralForCausalLM", "Ministral3ForCausalLM")
 
 
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +40,9 @@ def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
             f"got {kind!r}"
         )
     architecture = kinds[kind]
-    table = {**_DEFAULTS.get(architecture, {}), **decoder}
+    nested = FAMILIES[architecture].nested
+    assert nested is not None
+    table = {**nested.defaults, **decoder}
     if values.get("tie_word_embeddings") is False and table.get("tie_word_embeddings"):
         raise ConfigError(
             "model.path: tie_word_embeddings must be the same in config.json and its text_config, "
@@ -81,13 +56,7 @@ def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_nested(values: Mapping[str, Any]) -> bool:
     """Whether a table is one that `nested_table` has made."""
-    known = {name for kinds in NESTED.values() for name in kinds.values()}
-    return bool(values.get("vision_config")) and architecture_of(values) in known
-
-
-def outer_class(decoder: str) -> str:
-    """Returns the class of `NESTED` whose decoder is a `decoder`."""
-    return next(outer for outer, kinds in NESTED.items() if decoder in kinds.values())
+    return bool(values.get("vision_config")) and family_of(values).nested is not None
 
 
 def nested_name(name: str, held: Collection[str]) -> str:

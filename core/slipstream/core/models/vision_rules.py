@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slipstream.core.models.family import refusals
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import LearnerSection
@@ -77,12 +78,8 @@ def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterat
 
 def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Checks a run whose model has a vision tower that is left out."""
-    if config.sampling.max_images:
-        yield (
-            "sampling.max_images must be 0 for a Gemma3ForConditionalGeneration, whose tokens of "
-            "an image attend to each other in both directions, the learner's to those before "
-            f"them alone, got {config.sampling.max_images}"
-        )
+    chosen = {"sampling.max_images": config.sampling.max_images}
+    yield from refusals(sizes.family, sizes.folder_class, chosen)
     yield from _untested_problems(config, sizes)
     for setting in ("drafts", "quantization"):
         value = getattr(config.rollout_server, setting)

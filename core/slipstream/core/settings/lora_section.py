@@ -25,7 +25,6 @@ LATENT = {
 }
 # What `linear_qkv` and `linear_proj` stand for in delta nets.
 DELTA = {"in_proj": ("in_proj_qkvz", "in_proj_ba"), "out_proj": ("out_proj",)}
-_ADAPTED_DELTA = "Qwen3NextForCausalLM"
 Target = Literal[
     "linear_qkv",
     "linear_proj",
@@ -137,14 +136,13 @@ class LoraSection(Section):
         *,
         num_experts: int,
         latent_tp: int = 0,
-        delta_net_of: str = "",
+        has_delta_nets: bool = False,
         has_fused_experts: bool = False,
     ) -> Iterator[str]:
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
-        `latent_tp` is the tensor parallel size of a model with latent attention, else 0;
-        `delta_net_of` names the architecture if some layers have no attention. `has_fused_experts`
-        says that files hold one tensor for all experts of a layer.
+        `latent_tp` is the tensor parallel size of a model with latent attention, else 0.
+        `has_fused_experts` says that files hold one tensor for all experts of a layer.
 
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.
@@ -179,12 +177,7 @@ class LoraSection(Section):
                 "learner.parallel.tp must be 1 for adapters in a model with latent attention, "
                 f"got {latent_tp}"
             )
-        if self.rank and delta_net_of not in ("", _ADAPTED_DELTA):
-            yield (
-                f"lora.rank must be 0 for a {delta_net_of}: of layers without attention only the "
-                f"delta nets of a {_ADAPTED_DELTA} have adapters, got {self.rank}"
-            )
-        elif delta_net_of and self.publishes_adapters:
+        if has_delta_nets and self.publishes_adapters:
             yield (
                 f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
                 "GPUs only, where that was not tested"

@@ -8,13 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
-from slipstream.core.models.hybrid_layers import (
-    NEMOTRON_H,
-    hybrid_tensors,
-    layer_kinds,
-    with_usual_fields,
-)
-from slipstream.core.models.rope_fields import architecture_of
+from slipstream.core.models.registry import family_of
 
 # Dense bfloat16 TFLOP/s of one device, from NVIDIA's data sheets.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
@@ -46,7 +40,7 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
     `config` is the model's config.json; KeyError names a missing field. Layers with attention
     windows are counted like the others.
     """
-    if architecture_of(config) == NEMOTRON_H:
+    if family_of(config).tensors is not None:
         return _hybrid_sizes(config)
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     attention, width = _attention(config, hidden)
@@ -61,14 +55,16 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
 
 
 def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
-    """Returns the sizes of a Nemotron-H; the scans of its Mamba layers are not counted."""
-    shapes = hybrid_tensors(config, has_tied_output=False)
+    """Returns the sizes of layers of several forms; the scans of Mamba layers are not counted."""
+    family = family_of(config)
+    assert family.tensors is not None and family.cached_layers is not None
+    shapes = family.tensors(config, False)
     matrices = (shape for name, shape in shapes.items() if not name.endswith("embeddings.weight"))
-    usual = with_usual_fields(config)
+    usual = family.usual(config)
     width = _number(usual, "num_attention_heads") * _number(usual, "head_dim")
     return ModelSizes(
         sum(math.prod(shape) for shape in matrices if len(shape) == 2),
-        layer_kinds(config).count("full_attention") * width,
+        family.cached_layers(config) * width,
     )
 
 

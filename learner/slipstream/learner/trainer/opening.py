@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.core.models.nested_decoders import NESTED
+from slipstream.core.models.registry import NESTED
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.adapters.lora import adapters

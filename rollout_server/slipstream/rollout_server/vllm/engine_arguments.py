@@ -7,16 +7,15 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.cpu_engines import cpu_engine_problems
+from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.rope_fields import QWEN35, architecture_of
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server.inference.cuda_graphs import graph_values
 from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems
-from slipstream.rollout_server.vllm.vision_values import register_language_models, tower_values
+from slipstream.rollout_server.vllm.vision_values import tower_values
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.vllm.weights.plan_recording import KEEPING_BACKEND
 from slipstream.rollout_server.vllm.weights.weight_receiver import BACKEND
@@ -89,8 +88,6 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     table = read_model_table(config.model.path)
     longest = table.get("max_position_embeddings", math.inf)
     on_cpu = current_platform.is_cpu()
-    if architecture_of(table) in QWEN35:
-        register_language_models()
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,

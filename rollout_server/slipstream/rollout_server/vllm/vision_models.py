@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.core.models.rope_fields import QWEN35_VISION
+from slipstream.core.models.registry import FAMILIES
 from slipstream.core.models.vision.processors import load_processor
 from transformers import PretrainedConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -133,7 +133,8 @@ def ask_images_of_qwen35() -> None:
     of_model = MULTIMODAL_REGISTRY._get_model_cls
 
     def of_images(model_config: Any) -> Any:  # noqa: ANN401 - vLLM's
-        is_qwen35 = model_config.architecture in QWEN35_VISION
-        return Qwen35Images if is_qwen35 else of_model(model_config)
+        family = FAMILIES.get(model_config.architecture)
+        starts_cuda = family is not None and family.vision is not None and family.engine.starts_cuda
+        return Qwen35Images if starts_cuda else of_model(model_config)
 
     MULTIMODAL_REGISTRY._get_model_cls = of_images

@@ -5,34 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.core.models.nested_decoders import NESTED, is_nested
-from slipstream.core.models.rope_fields import QWEN35, QWEN35_VISION, VISION, architecture_of
+from slipstream.core.models.nested_decoders import is_nested
+from slipstream.core.models.registry import FAMILIES, NESTED, family_of
 from slipstream.core.settings.sampling_section import SamplingSection
 from vllm import ModelRegistry
 
 _PACKAGE = "slipstream.rollout_server.vllm"
 
 
-def register_language_models() -> None:
-    """Makes vLLM take the language models of Qwen3.5 with or without torchvision."""
-    for architecture in QWEN35:
-        ModelRegistry.register_model(architecture, f"{_PACKAGE}.delta_models:{architecture}")
-
-
 def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
-    """Makes vLLM take our classes of a model with a vision tower, and returns its settings.
+    """Makes vLLM take our classes of models, and returns the settings of one with a vision tower.
 
     There are none for a model without a tower. That of `NESTED` is left out if no episode has
     images: it is not trained, so that no weights come for it.
     """
+    modules = {name: family.engine.module for name, family in FAMILIES.items()}
+    for name, module in {**modules, **dict.fromkeys(NESTED, "nested_models")}.items():
+        # vLLM imports the module by its name, in processes of its own too.
+        if module:
+            ModelRegistry.register_model(name, f"{_PACKAGE}.{module}:{name}")
     if not table.get("vision_config"):
         return {}
-    for architecture in (*VISION, *NESTED):
-        module = "nested_models" if architecture in NESTED else "vision_models"
-        module = "delta_models" if architecture in QWEN35_VISION else module
-        # vLLM imports the module by its name, in processes of its own too.
-        ModelRegistry.register_model(architecture, f"{_PACKAGE}.{module}:{architecture}")
-    if architecture_of(table) in QWEN35_VISION:
+    if family_of(table).engine.starts_cuda:
         from slipstream.rollout_server.vllm import vision_models
 
         vision_models.ask_images_of_qwen35()

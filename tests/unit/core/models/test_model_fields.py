@@ -14,18 +14,27 @@ from slipstream.core.models.model_fields import (
     HARMLESS,
     HONOURED,
     ONE_VALUE,
-    ONE_VALUE_OF,
     field_problems,
     unknown_fields,
 )
-from slipstream.core.models.model_rules import ARCHITECTURES
 from slipstream.core.models.model_sizes import read_model_table
-from slipstream.core.models.rope_fields import ALTERNATING, DELTA_NETS
+from slipstream.core.models.registry import FAMILIES
 from support.fakes.model_folders import write_loadable_files
 
-LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
-GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT, NEMOTRON_H, *LATEST = LATER
-QWEN35, QWEN35_MOE, *SEEING = LATEST
+TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mixtral", "Mistral", "Olmoe")
+LATER = ("Gemma2", "Gemma3", "Glm4Moe", "DeepseekV2", "DeepseekV3", "GptOss", "Qwen3Next")
+LATEST = ("NemotronH", "Qwen3_5", "Qwen3_5Moe")
+LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, OLMOE = (
+    f"{name}ForCausalLM" for name in TEXT
+)
+GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT = (
+    f"{name}ForCausalLM" for name in LATER
+)
+NEMOTRON_H, QWEN35, QWEN35_MOE = (f"{name}ForCausalLM" for name in LATEST)
+SEEING = [
+    f"{name}ForConditionalGeneration"
+    for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -123,6 +132,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "topk_method"),
     (DEEPSEEK, {"scoring_func": None}, "scoring_func of a DeepseekV3ForCausalLM must be 'sigmoid'"),
     (DEEPSEEK, {"rms_norm_eps": 0.01}, "rms_norm_eps"),
+    (
+        DEEPSEEK,
+        {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2},
+        "num_experts_per_tok must be 2 * topk_group",
+    ),
     (DEEPSEEK, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "the same number without an atten"),
     (
         DEEPSEEK,
@@ -227,8 +241,8 @@ def test_fields_that_are_not_computed_alike_are_refused(
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (one, {"rope_parameters": LLAMA3})
-        for one in ARCHITECTURES
-        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, *DELTA_NETS, *SEEING)
+        for one, family in FAMILIES.items()
+        if len(family.layer_kinds) == 1 and one not in (GLM, DEEPSEEK2, DEEPSEEK, *SEEING)
     ),
     *(
         (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
@@ -322,7 +336,9 @@ def test_a_deepseek_says_how_its_router_scores() -> None:
 def test_no_field_is_of_two_kinds() -> None:
     assert HONOURED.isdisjoint(HARMLESS)
     assert ONE_VALUE.keys().isdisjoint(HONOURED | HARMLESS)
-    assert ONE_VALUE_OF.keys() == set(ARCHITECTURES)
+    for family in FAMILIES.values():
+        assert family.values.keys() <= ONE_VALUE.keys() | HONOURED
+        assert set(family.read) <= ONE_VALUE.keys()
 
 
 def test_every_field_with_one_value_is_refused_with_another() -> None:
@@ -407,7 +423,12 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
 @pytest.mark.parametrize(
     ("architecture", "fields", "section", "message"),
     [
-        (GPT_OSS, {}, {"learner": GPT_OSS_RANKS}, "etp .* must be 1: Megatron does not split exp"),
+        (
+            GPT_OSS,
+            {},
+            {"learner": GPT_OSS_RANKS},
+            "etp must be 1 for a GptOss.*: Megatron does not split exp",
+        ),
         (
             GPT_OSS,
             {"quantization_config": {"quant_method": "mxfp4"}},
@@ -424,13 +445,13 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
             QWEN3_NEXT,
             {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
             {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
-            "cp must be 1 for a Qwen3Next.*: delta nets read the tokens",
+            "cp must be 1 for a Qwen3Next.*: its delta nets read the tokens",
         ),
         (
             NEMOTRON_H,
             {"num_experts": 0},
             {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
-            "cp must be 1 for a NemotronH.*: Mamba layers read the tokens",
+            "cp must be 1 for a NemotronH.*: its Mamba layers read the tokens",
         ),
         (
             NEMOTRON_H,
@@ -478,7 +499,7 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
             QWEN3_NEXT,
             {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
             {"rollout_server": {"drafts": "shared"}},
-            "rollout_server.drafts must be \"off\" for a model with delta nets.* got 'shared'",
+            "rollout_server.drafts must be \"off\" for a Qwen3Next.* delta nets.* got 'shared'",
         ),
     ],
 )

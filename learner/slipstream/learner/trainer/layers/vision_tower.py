@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from slipstream.core.models.registry import NESTED
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
@@ -64,7 +65,7 @@ def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
 def smallest_image(hf_config: Megatron) -> ImageInputs:
     """Returns an image of one token, of which no token of a micro batch takes features."""
     settings = hf_config.vision_config
-    if hf_config.model_type == "mistral3":
+    if hf_config.architectures[0] in NESTED:
         merge, depth = hf_config.spatial_merge_size, settings.num_channels
     else:
         merge, depth = settings.spatial_merge_size, settings.in_channels

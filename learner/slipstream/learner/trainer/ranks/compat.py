@@ -10,6 +10,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import pkgutil
 import sys
 import types
 from pathlib import Path
@@ -70,17 +71,9 @@ def install() -> Megatron:
         auto_bridge = _import_bridge()
         _cure_names()
     # These imports register recipes that Bridge lacks.
-    for name in (
-        "families",
-        "gpt_oss",
-        "mixture_families",
-        "nested",
-        "nemotron_h",
-        "qwen3_next",
-        "vision",
-        "qwen3_5",
-    ):
-        importlib.import_module(f"slipstream.learner.trainer.families.{name}")
+    families: types.ModuleType = importlib.import_module("slipstream.learner.trainer.families")
+    for module in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
+        importlib.import_module(f"{families.__name__}.{module}")
     # With a mask, cuDNN makes NaN of low scores in sequences of some lengths (9.19, Hopper).
     torch.backends.cuda.enable_cudnn_sdp(False)
     _cure_retries()

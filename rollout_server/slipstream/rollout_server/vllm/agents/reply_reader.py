@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.models.registry import family_of
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.chat import ParsedReply, TemplateInputs, ToolCall
 from slipstream.rollout_server.engine_interface import GenerationFailed
@@ -39,7 +40,7 @@ class ReplyReader:
             reasoning_parser_name=settings.reasoning_parser,
             enable_auto_tools=settings.tool_parser is not None,
             model_name=model.model,
-            is_harmony=model.hf_config.model_type == "gpt_oss",
+            is_harmony=family_of(model.hf_config.to_dict()).engine.is_harmony,
             tokenizer=self._tokenizer,
         )
         assert kind is not None, "a run without parsers has no reader"

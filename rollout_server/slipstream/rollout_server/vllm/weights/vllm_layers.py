@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from slipstream.core.models.registry import FAMILIES
 from slipstream.rollout_server.vllm.weights.fp8_linears import FP8_METHODS
 from slipstream.rollout_server.weights.copy_plan import NotCopied
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -18,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.v1.attention.backend import AttentionImplBase
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
@@ -97,11 +97,12 @@ def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] |
     their own loaders. During a reload these have no memory: the copy is lost without an error, and
     the engine keeps its old experts and sinks (0.32.0). Here they go to the loaders one by one.
     """
-    if not isinstance(model, GptOssForCausalLM):
+    family = FAMILIES.get(type(model).__name__)
+    if family is None or not family.engine.copies_parameters:
         loaded: set[str] | None = model.load_weights(tensors)  # type: ignore[operator]
         return loaded
     sinks: set[str] = set()
-    return set(model.load_weights(_one_by_one(model, tensors, sinks))) | sinks
+    return set(model.load_weights(_one_by_one(model, tensors, sinks))) | sinks  # type: ignore[operator]
 
 
 def _one_by_one(

@@ -1,4 +1,4 @@
-"""The config.json of a Nemotron-H: a model each of whose layers is one part alone.
+"""Nemotron-H: a model each of whose layers is one part alone.
 
 Published files have a pattern, a letter for each layer; those of transformers 5 a list of kinds.
 """
@@ -6,12 +6,20 @@ Published files have a pattern, a letter for each layer; those of transformers 5
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from slipstream.core.models.rope_fields import architecture_of
+from slipstream.core.models.family import (
+    DENSE,
+    FULL,
+    LINEAR,
+    MAMBA,
+    OFF,
+    Family,
+    Shape,
+    Table,
+)
 
-NEMOTRON_H = "NemotronHForCausalLM"
-KINDS: Mapping[str, str] = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+NAME = "NemotronHForCausalLM"
+KINDS: Mapping[str, str] = {"M": LINEAR, "*": FULL, "-": "mlp"}
 # Numbers without which the shapes of the tensors are not known.
 _NEEDED = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 # transformers' value, which vLLM takes too, if config.json has none.
@@ -19,7 +27,7 @@ _HEAD_DIM = 128
 _EXPERTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
-def layer_kinds(values: Mapping[str, Any]) -> list[str]:
+def layer_kinds(values: Table) -> list[str]:
     """Returns the kind of each layer; [] if config.json does not say it.
 
     A letter that is not known stands for itself.
@@ -32,24 +40,22 @@ def layer_kinds(values: Mapping[str, Any]) -> list[str]:
     return list(kinds)
 
 
-def with_usual_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def usual_fields(values: Table) -> Table:
     """Returns a config.json with the fields that those of other classes have.
 
     The fields of experts, which transformers writes of a model without experts, are left out.
     """
-    if architecture_of(values) != NEMOTRON_H:
-        return values
     found = {name: value for name, value in values.items() if name not in _EXPERTS}
     usual = {"num_hidden_layers": len(layer_kinds(values)), "head_dim": _HEAD_DIM}
     return {**usual, **found, "num_hidden_layers": usual["num_hidden_layers"]}
 
 
-def hybrid_problems(values: Mapping[str, Any]) -> Iterator[str]:
+def hybrid_problems(values: Table) -> Iterator[str]:
     """Yields one line for each rule between the fields of a Nemotron-H."""
     pattern, kinds = values.get("hybrid_override_pattern"), layer_kinds(values)
     if not kinds:
         yield (
-            f"model.path: a {NEMOTRON_H} needs hybrid_override_pattern or layers_block_type, "
+            f"model.path: a {NAME} needs hybrid_override_pattern or layers_block_type, "
             "which say what each layer is"
         )
     if pattern is not None and [KINDS.get(letter, letter) for letter in pattern] != kinds:
@@ -59,12 +65,12 @@ def hybrid_problems(values: Mapping[str, Any]) -> Iterator[str]:
         )
     for kind in sorted(set(kinds) - set(KINDS.values())):
         yield (
-            f"model.path: each layer of a {NEMOTRON_H} must be one of {', '.join(KINDS.values())} "
+            f"model.path: each layer of a {NAME} must be one of {', '.join(KINDS.values())} "
             f"(in a pattern {', '.join(KINDS)}), got {kind!r}: layers of experts are not trained"
         )
     for name in _NEEDED:
         if not isinstance(values.get(name), int) or values[name] < 1:
-            yield f"model.path: {name} of a {NEMOTRON_H} must be a number, got {values.get(name)!r}"
+            yield f"model.path: {name} of a {NAME} must be a number, got {values.get(name)!r}"
             return
     if values["mamba_num_heads"] % values["n_groups"]:
         yield (
@@ -73,13 +79,11 @@ def hybrid_problems(values: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def hybrid_tensors(
-    values: Mapping[str, Any], *, has_tied_output: bool
-) -> dict[str, tuple[int, ...]]:
+def hybrid_tensors(values: Table, has_tied_output: bool) -> dict[str, Shape]:
     """Returns name and shape of each tensor of a Nemotron-H."""
-    usual = with_usual_fields(values)
+    usual = usual_fields(values)
     hidden, vocab = usual["hidden_size"], usual["vocab_size"]
-    found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (vocab, hidden)}
+    found: dict[str, Shape] = {"backbone.embeddings.weight": (vocab, hidden)}
     for layer, kind in enumerate(layer_kinds(values)):
         shapes = _shapes(usual, kind)
         found[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
@@ -90,7 +94,7 @@ def hybrid_tensors(
     return found
 
 
-def _shapes(values: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+def _shapes(values: Table, kind: str) -> dict[str, Shape]:
     """Returns the shapes of the tensors of one layer."""
     hidden, ffn = values["hidden_size"], values.get("intermediate_size", 0)
     if kind == "mlp":
@@ -99,7 +103,7 @@ def _shapes(values: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
         heads, size = values["num_attention_heads"], values["head_dim"]
         queries, keys = heads * size, (values.get("num_key_value_heads") or heads) * size
         rows = {"q": queries, "k": keys, "v": keys}
-        found: dict[str, tuple[int, ...]] = {
+        found: dict[str, Shape] = {
             f"{name}_proj.weight": (size, hidden) for name, size in rows.items()
         }
         return found | {"o_proj.weight": (hidden, queries)}
@@ -115,3 +119,57 @@ def _shapes(values: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
         "norm.weight": (inner,),
         "out_proj.weight": (hidden, inner),
     }
+
+
+def _cached_layers(values: Table) -> int:
+    return layer_kinds(values).count(FULL)
+
+
+FAMILIES = (
+    Family(
+        architecture=NAME,
+        model_type="nemotron_h",
+        values={
+            **DENSE,
+            "mlp_hidden_act": (None, "relu2"),
+            "use_conv_bias": (None, True),
+            # vLLM has a projection of its own.
+            "tie_word_embeddings": OFF,
+        },
+        read=(
+            "hybrid_override_pattern",
+            "layers_block_type",
+            "layer_norm_epsilon",
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "n_groups",
+            "ssm_state_size",
+            "conv_kernel",
+            # transformers writes these of a model without experts, too.
+            "n_routed_experts",
+            "n_group",
+            "topk_group",
+            "routed_scaling_factor",
+            "moe_shared_expert_intermediate_size",
+            # The layers that predict further tokens are neither loaded nor sampled from.
+            "num_nextn_predict_layers",
+        ),
+        problems=hybrid_problems,
+        usual=usual_fields,
+        linear=MAMBA,
+        tensors=hybrid_tensors,
+        cached_layers=_cached_layers,
+        cannot={
+            "learner.parallel.cp": "its Mamba layers read the tokens of a sequence in turn",
+            "lora.rank": (
+                "of layers without attention only the delta nets of a Qwen3NextForCausalLM have "
+                "adapters"
+            ),
+            "rollout_server.drafts": (
+                "vLLM takes the state of its Mamba layers back with a kernel for GPUs, where that "
+                "was not tested"
+            ),
+            "rollout_server.quantization": "it was not tested with Mamba layers",
+        },
+    ),
+)

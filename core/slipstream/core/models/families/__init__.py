@@ -1,0 +1,1 @@
+"""Records of model families, one module a lineage; `registry` finds them here."""

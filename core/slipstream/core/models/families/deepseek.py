@@ -1,0 +1,115 @@
+"""DeepSeek V2 and V3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from slipstream.core.models.family import OFF, Experts, Family, Rope, Table, Values
+
+# Routers with a sigmoid: the weights of a token's experts always add up to routed_scaling_factor.
+SIGMOID: Mapping[str, Values] = {
+    "norm_topk_prob": (None, True),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
+READ_OF_EXPERTS = (
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+)
+_READ = (
+    *READ_OF_EXPERTS,
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
+
+
+def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
+    """Checks the positions of latent attention, which turn only a part of each head."""
+    if kind == "default":
+        return
+    if kind != "yarn":
+        yield f"model.path: the rope_type of latent attention must be default or yarn, got {kind!r}"
+    mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
+    if not mscale or mscale != of_all or table.get("attention_factor") is not None:
+        yield (
+            "model.path: mscale and mscale_all_dim of latent attention must be the same number "
+            f"without an attention_factor, got {mscale!r} and {of_all!r}"
+        )
+
+
+def _group_problems(values: Table) -> Iterator[str]:
+    """Checks the groups of experts of a DeepSeek V2: vLLM reads no topk_method."""
+    groups, chosen = values.get("n_group"), values.get("topk_group")
+    if not (isinstance(groups, int) and isinstance(chosen, int) and 1 <= chosen <= groups):
+        yield (
+            "model.path: n_group and topk_group of a DeepseekV2ForCausalLM must be numbers, as "
+            f"rollout servers need them, got {groups!r} and {chosen!r}"
+        )
+    elif groups > 1 and values.get("topk_method", "greedy") == "greedy":
+        yield (
+            "model.path: n_group of a DeepseekV2ForCausalLM with topk_method greedy must be 1, "
+            f"since rollout servers would choose groups, got {groups}"
+        )
+
+
+def _score_problems(values: Table) -> Iterator[str]:
+    """Checks that learner and transformers score a group of experts by the same number."""
+    groups, chosen, of_token = (
+        values.get(name) or 0 for name in ("n_group", "topk_group", "num_experts_per_tok")
+    )
+    if groups > 1 and chosen and of_token // chosen != 2:
+        yield (
+            "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
+            "group by its best num_experts_per_tok / topk_group experts and transformers by its "
+            f"best 2, got {of_token} and {chosen}"
+        )
+
+
+FAMILIES = (
+    Family(
+        architecture="DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
+        values={
+            # transformers does not read it.
+            "norm_topk_prob": OFF,
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "rms_norm_eps": (None, 1e-6),
+        },
+        read=_READ,
+        problems=_group_problems,
+        rope=Rope(problems=_rope_problems),
+        has_latent_attention=True,
+        experts=Experts(shared="several"),
+        cannot={
+            "learner.transformer.moe_router_fusion": (
+                "the fused kernel scores groups of experts otherwise"
+            )
+        },
+    ),
+    Family(
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        values={
+            **SIGMOID,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            # transformers norms latent vectors with this one, vLLM with that of config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
+        read=_READ,
+        written=("scoring_func", "topk_method"),
+        problems=_score_problems,
+        rope=Rope(problems=_rope_problems),
+        has_latent_attention=True,
+        experts=Experts(has_choice_bias=True, shared="several"),
+    ),
+)

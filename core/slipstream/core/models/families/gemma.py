@@ -1,0 +1,70 @@
+"""Gemma 2 and 3."""
+
+from __future__ import annotations
+
+from slipstream.core.models.family import (
+    DENSE,
+    FULL,
+    SLIDING,
+    Family,
+    Nested,
+    Rope,
+    Values,
+)
+
+_GELU: Values = (None, "gelu_pytorch_tanh")
+_VALUES = {
+    **DENSE,
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    # vLLM has no projection of its own for Gemma 2.
+    "tie_word_embeddings": (None, True),
+}
+_ROPE = Rope(kinds=("default", "linear"), is_by_layer=True)
+_NORMS = ("input", "pre_feedforward", "post_attention", "post_feedforward")
+
+FAMILIES = (
+    Family(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        values=_VALUES,
+        read=("attn_logit_softcapping", "final_logit_softcapping"),
+        layer_kinds=(FULL, SLIDING),
+        is_tied=True,
+        rope=_ROPE,
+        norms=_NORMS,
+        has_windows=True,
+    ),
+    Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        values=_VALUES,
+        layer_kinds=(FULL, SLIDING),
+        is_tied=True,
+        rope=_ROPE,
+        norms=_NORMS,
+        query_norm="head",
+        has_windows=True,
+        nested=Nested(
+            outer="Gemma3ForConditionalGeneration",
+            model_type="gemma3_text",
+            defaults={
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-6,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "tie_word_embeddings": True,
+            },
+        ),
+        cannot={
+            "sampling.max_images": (
+                "its tokens of an image attend to each other in both directions, the learner's "
+                "only to those before them"
+            ),
+        },
+    ),
+)

@@ -1,0 +1,30 @@
+"""OLMo 2 and OLMoE."""
+
+from __future__ import annotations
+
+from slipstream.core.models.family import DENSE, OFF, UNSHARED, Experts, Family
+
+FAMILIES = (
+    Family(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        values=DENSE,
+        norms=("post_attention", "post_feedforward"),
+        query_norm="whole",
+    ),
+    Family(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        values={
+            **UNSHARED,
+            # vLLM never lets the weights of a token's experts add up to 1.
+            "norm_topk_prob": OFF,
+            # vLLM reads no other, and always has a projection of its own.
+            "rms_norm_eps": (None, 1e-5),
+            "tie_word_embeddings": OFF,
+        },
+        has_head_dim=False,
+        query_norm="whole",
+        experts=Experts(),
+    ),
+)

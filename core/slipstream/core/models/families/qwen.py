@@ -1,0 +1,290 @@
+"""Qwen 2 to 3.5, dense and with experts, for text and with a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.family import (
+    ANY_BIAS,
+    DELTA_NETS,
+    DENSE,
+    FULL,
+    LINEAR,
+    UNSHARED,
+    ZERO,
+    Engine,
+    Experts,
+    Family,
+    Rope,
+    Shape,
+    Table,
+    Vision,
+    blocks,
+    linear,
+    sizes_of_tower,
+)
+
+# transformers' defaults for fields that vision_config leaves out.
+_PATCHES = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_SECOND = {
+    **_PATCHES,
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+}
+_THIRD = {
+    **_PATCHES,
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+}
+
+
+def _sizes(values: Table, defaults: dict[str, int]) -> dict[str, int]:
+    sizes = sizes_of_tower(values, defaults)
+    if sizes["out_hidden_size"] != values.get("hidden_size"):
+        raise ConfigError(
+            f"out_hidden_size in vision_config must be the hidden_size of the decoder, "
+            f"{values.get('hidden_size')}, got {sizes['out_hidden_size']}"
+        )
+    return sizes
+
+
+def _patch_shape(sizes: dict[str, int]) -> Shape:
+    side = sizes["patch_size"]
+    return (sizes["hidden_size"], sizes["in_channels"], sizes["temporal_patch_size"], side, side)
+
+
+def _second_tower(values: Table) -> dict[str, Shape]:
+    """Returns the tensors of Qwen2.5-VL's tower."""
+    sizes = _sizes(values, _SECOND)
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    merged = hidden * sizes["spatial_merge_size"] ** 2
+    block = {
+        "norm1.weight": (hidden,),
+        "norm2.weight": (hidden,),
+        **linear("attn.qkv", 3 * hidden, hidden),
+        **linear("attn.proj", hidden, hidden),
+        **linear("mlp.gate_proj", inner, hidden),
+        **linear("mlp.up_proj", inner, hidden),
+        **linear("mlp.down_proj", hidden, inner),
+    }
+    found = {
+        "patch_embed.proj.weight": _patch_shape(sizes),
+        **blocks(sizes["depth"], "blocks", block),
+        "merger.ln_q.weight": (hidden,),
+        **linear("merger.mlp.0", merged, merged),
+        **linear("merger.mlp.2", sizes["out_hidden_size"], merged),
+    }
+    return {f"visual.{name}": shape for name, shape in found.items()}
+
+
+def _third_tower(values: Table, *, default_deep: int = 0) -> dict[str, Shape]:
+    """Returns the tensors of the tower of Qwen3-VL and Qwen3.5.
+
+    Qwen3-VL has a further merger for each layer behind which it adds features.
+    """
+    sizes = _sizes(values, _THIRD)
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    merged = hidden * sizes["spatial_merge_size"] ** 2
+    block = {
+        **{f"{norm}.{kind}": (hidden,) for norm in _TWO_NORMS for kind in ("weight", "bias")},
+        **linear("attn.qkv", 3 * hidden, hidden),
+        **linear("attn.proj", hidden, hidden),
+        **linear("mlp.linear_fc1", inner, hidden),
+        **linear("mlp.linear_fc2", hidden, inner),
+    }
+
+    def merger(normed: int) -> dict[str, Shape]:
+        return {
+            "norm.weight": (normed,),
+            "norm.bias": (normed,),
+            **linear("linear_fc1", merged, merged),
+            **linear("linear_fc2", sizes["out_hidden_size"], merged),
+        }
+
+    found = {
+        "patch_embed.proj.weight": _patch_shape(sizes),
+        "patch_embed.proj.bias": (hidden,),
+        "pos_embed.weight": (sizes["num_position_embeddings"], hidden),
+        **blocks(sizes["depth"], "blocks", block),
+        **{f"merger.{name}": shape for name, shape in merger(hidden).items()},
+        **blocks(default_deep, "deepstack_merger_list", merger(merged)),
+    }
+    return {f"model.visual.{name}": shape for name, shape in found.items()}
+
+
+def _deep_tower(values: Table) -> dict[str, Shape]:
+    table = values.get("vision_config") or {}
+    return _third_tower(
+        values, default_deep=len(table.get("deepstack_visual_indexes", _DEEP_LAYERS) or ())
+    )
+
+
+def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
+    """Checks the three axes of positions, which share the turned part of each head in turn."""
+    sections = table.get("mrope_section")
+    if not sections:
+        return
+    architecture = values["architectures"][0]
+    if table.get("mrope_interleaved") is not True:
+        yield (
+            f"model.path: mrope_interleaved of a {architecture} must be true in rope_parameters, "
+            f"as transformers takes it, got {table.get('mrope_interleaved')!r}"
+        )
+    # transformers takes a quarter if config.json does not say which part is turned.
+    part = table.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.25))
+    turned = int(values.get("head_dim", 256) * part) // 2
+    if len(sections) != 3 or sum(sections) != turned:
+        yield (
+            f"model.path: mrope_section of a {architecture} must be three numbers that add up to "
+            f"half of the turned part of a head, {turned}, got {sections}"
+        )
+
+
+_TWO_NORMS = ("norm1", "norm2")
+_DEEP_LAYERS = (8, 16, 24)
+_IMAGE_TOKEN = 151655
+_READ_OF_DELTA_NETS = (
+    "full_attention_interval",
+    "partial_rotary_factor",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+_IN_TURN = "its delta nets read the tokens of a sequence in turn"
+_NO_DRAFTS = (
+    "vLLM takes the state of its delta nets back with a kernel for GPUs, where that was not tested"
+)
+_NO_ADAPTERS = (
+    "of layers without attention only the delta nets of a Qwen3NextForCausalLM have adapters"
+)
+# vLLM reads whether attention is gated, transformers always takes it so.
+_GATED = {"attn_output_gate": (None, True)}
+_GATED_MIXTURE = {
+    **_GATED,
+    "num_local_experts": ZERO,
+    # The weights of a token's experts always add up to 1.
+    "norm_topk_prob": (None, True),
+}
+_AXES = ("mrope_section", "mrope_interleaved")
+_SEEING_ROPE = Rope(kinds=("default",), alias="mrope", needed=_AXES[:1], optional=_AXES[1:])
+_QWEN35 = Family(
+    values={**DENSE, **_GATED},
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    read=(*_READ_OF_DELTA_NETS, "mtp_num_hidden_layers"),
+    layer_kinds=(FULL, LINEAR),
+    # Text has one axis of positions: vLLM takes these away.
+    rope=Rope(is_partial=True, optional=_AXES),
+    query_norm="head",
+    linear=DELTA_NETS,
+    engine=Engine(module="delta_models", starts_cuda=True),
+    cannot={
+        "learner.parallel.cp": _IN_TURN,
+        "rollout_server.drafts": _NO_DRAFTS,
+        "lora.rank": _NO_ADAPTERS,
+    },
+)
+_QWEN35_EXPERTS = Experts(is_normalized=True)
+_SEEING_QWEN35 = replace(
+    _QWEN35,
+    rope=replace(_SEEING_ROPE, is_partial=True, problems=_axes_problems),
+    vision=Vision(image_token=248056, tower=_third_tower, ties="same"),
+)
+
+FAMILIES = (
+    Family(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        # No program reads attention_bias of a Qwen2, which has biases.
+        values={**DENSE, "attention_bias": ANY_BIAS},
+        has_head_dim=False,
+        attention_bias=True,
+    ),
+    Family(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        # vLLM always has these biases.
+        values={"attention_bias": ANY_BIAS, "qkv_bias": (None, True)},
+        has_head_dim=False,
+        attention_bias=True,
+        experts=Experts(needs_shared=True),
+    ),
+    Family(architecture="Qwen3ForCausalLM", model_type="qwen3", values=DENSE, query_norm="head"),
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        values=UNSHARED,
+        query_norm="head",
+        experts=Experts(),
+    ),
+    Family(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        values={**_GATED, "num_local_experts": ZERO},
+        read=_READ_OF_DELTA_NETS,
+        layer_kinds=(FULL, LINEAR),
+        rope=Rope(is_partial=True),
+        query_norm="head",
+        linear=DELTA_NETS,
+        has_joined_inputs=True,
+        experts=Experts(),
+        cannot={"learner.parallel.cp": _IN_TURN, "rollout_server.drafts": _NO_DRAFTS},
+    ),
+    replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),
+    replace(
+        _QWEN35,
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        values=_GATED_MIXTURE,
+        experts=_QWEN35_EXPERTS,
+    ),
+    Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        model_type="qwen2_5_vl",
+        values={**DENSE, "attention_bias": ANY_BIAS},
+        has_head_dim=False,
+        rope=_SEEING_ROPE,
+        attention_bias=True,
+        vision=Vision(image_token=_IMAGE_TOKEN, tower=_second_tower, ties="either", prefix=""),
+        engine=Engine(module="vision_models"),
+    ),
+    Family(
+        architecture="Qwen3VLForConditionalGeneration",
+        model_type="qwen3_vl",
+        values=DENSE,
+        rope=_SEEING_ROPE,
+        query_norm="head",
+        vision=Vision(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
+        engine=Engine(module="vision_models"),
+    ),
+    Family(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        model_type="qwen3_vl_moe",
+        # transformers lets the weights of a token's experts add up to 1, vLLM if the file says so.
+        values={**UNSHARED, "norm_topk_prob": (True,)},
+        written=("norm_topk_prob",),
+        rope=_SEEING_ROPE,
+        query_norm="head",
+        experts=Experts(fused="as multiplied"),
+        vision=Vision(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
+        engine=Engine(module="vision_models"),
+    ),
+    replace(_SEEING_QWEN35, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
+    replace(
+        _SEEING_QWEN35,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe",
+        values=_GATED_MIXTURE,
+        experts=replace(_QWEN35_EXPERTS, fused="turned"),
+    ),
+)

@@ -1,0 +1,241 @@
+"""The record of a model family: all that the programs know of one class of models.
+
+A family is a class that config.json names. `families` has one module a lineage; rules run over the
+records, and none of them names a class. What a record leaves out is that of a plain dense decoder:
+attention with rotary positions, a gated MLP, a norm before each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from slipstream.core.errors import ConfigError
+
+# A config.json, or a table within it.
+Table: TypeAlias = Mapping[str, Any]
+# The values that a field may have; None: it may be left out.
+Values: TypeAlias = tuple[Any, ...]
+Shape: TypeAlias = tuple[int, ...]
+
+OFF: Values = (None, False)
+NONE: Values = (None,)
+ONE: Values = (None, 1)
+ZERO: Values = (None, 0)
+ANY_BIAS: Values = (None, False, True)
+# Fields of experts, in families without any.
+DENSE: Mapping[str, Values] = MappingProxyType({"num_experts": ZERO, "num_local_experts": ZERO})
+# Fields of experts that every token goes to, in families without any.
+UNSHARED: Mapping[str, Values] = MappingProxyType({"shared_expert_intermediate_size": ZERO})
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+Linear: TypeAlias = Literal["", "delta nets", "Mamba layers"]
+DELTA_NETS: Linear = "delta nets"
+MAMBA: Linear = "Mamba layers"
+
+
+def no_problems(_: Table) -> Iterator[str]:
+    """Yields nothing: the fields of most families are independent."""
+    return iter(())
+
+
+def _as_it_is(values: Table) -> Table:
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Settings of the rotary embedding with which all programs compute alike."""
+
+    # Its kinds; empty: all that are known.
+    kinds: tuple[str, ...] = ()
+    # Keys that it needs, and may have, beside those of its kind.
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    # Keys that a kind may have, in place of the usual ones.
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Whether positions turn a part of each head.
+    is_partial: bool = False
+    # Whether each kind of layer may have a table of its own.
+    is_by_layer: bool = False
+    # Published files call the default kind by this name.
+    alias: str = "default"
+    # Yields the problems of one table in a config.json, given the kind.
+    problems: Callable[[str, Table, Table], Iterator[str]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a layer, by the names of their tensors."""
+
+    prefix: str = "mlp."
+    # Names of gate, up and down.
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    # One tensor for all experts of a layer: in the form in which tokens multiply it, or turned.
+    fused: Literal["", "as multiplied", "turned"] = ""
+    # Whether router and experts have biases, and whether a bias helps to choose experts.
+    is_biased: bool = False
+    has_choice_bias: bool = False
+    # Experts that every token goes to: several without a gate, or one with a gate.
+    shared: Literal["several", "gated"] = "gated"
+    needs_shared: bool = False
+    # Whether the weights of a token's experts add up to 1 if config.json does not say so.
+    is_normalized: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """A vision tower of a family whose positions have three axes."""
+
+    # The token that stands for features of an image, unless config.json says another.
+    image_token: int
+    # Returns name and shape of each tensor; raises ConfigError for sizes that are no numbers.
+    tower: Callable[[Table], dict[str, Shape]]
+    # The layers behind which the tower adds features, unless config.json says others.
+    deep_layers: tuple[int, ...] = ()
+    # Which of two tables says whether embeddings are tied: the outer, either, or both the same.
+    ties: Literal["outer", "either", "same"] = "outer"
+    # What stands before the names of the decoder's tensors in place of "model.".
+    prefix: str = "model.language_model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """Folders with a vision tower whose decoder is this text class under other names of tensors."""
+
+    # The class that their config.json names, and its field `model_type` in text_config.
+    outer: str
+    model_type: str
+    # Published files leave out fields of text_config that have transformers' defaults.
+    defaults: Table = field(default_factory=dict)
+    # Returns name and shape of each tensor of tower and projector; None if no run has images.
+    tower: Callable[[Table], dict[str, Shape]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What vLLM needs to be told of a family."""
+
+    # Module of ours below `rollout_server.vllm` that has its class; "" if vLLM's own is taken.
+    module: str = ""
+    # Whether the module starts CUDA, so that the server must not import it.
+    starts_cuda: bool = False
+    # Whether replies have the form of gpt-oss.
+    is_harmony: bool = False
+    # Whether its loader takes experts and sinks into parameters without their own loaders.
+    copies_parameters: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """All that the programs know of one class of models."""
+
+    architecture: str = ""
+    model_type: str = ""
+
+    # Fields of config.json: those with other values than the usual ones, those that are read
+    # although other families have one value, and those that it must have.
+    values: Mapping[str, Values] = field(default_factory=dict)
+    read: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    layer_kinds: tuple[str, ...] = (FULL,)
+    # Whether head_dim may differ from hidden_size / num_attention_heads.
+    has_head_dim: bool = True
+    # Whether embeddings are tied if config.json does not say so.
+    is_tied: bool = False
+    rope: Rope = Rope()
+    # Rules between fields.
+    problems: Callable[[Table], Iterator[str]] = no_problems
+    # Returns a config.json with the fields that those of other families have.
+    usual: Callable[[Table], Table] = _as_it_is
+    # How quantized files become files that can be trained.
+    conversion: str = "take the folder in bfloat16"
+
+    # Parts of a layer.
+    norms: tuple[str, ...] = ("input", "post_attention")
+    query_norm: Literal["", "head", "whole"] = ""
+    # Whether queries, keys and values have biases, or the field that says so.
+    attention_bias: bool | str = False
+    has_sinks: bool = False
+    has_windows: bool = False
+    has_latent_attention: bool = False
+    # Layers that read the tokens of a sequence in turn, and the names of their inputs.
+    linear: Linear = ""
+    has_joined_inputs: bool = False
+    experts: Experts | None = None
+    vision: Vision | None = None
+    nested: Nested | None = None
+    # Name and shape of each tensor, where layers are not of one form.
+    tensors: Callable[[Table, bool], dict[str, Shape]] | None = None
+    # Number of layers that have a cache of keys and values; None: all.
+    cached_layers: Callable[[Table], int] | None = None
+
+    engine: Engine = Engine()
+    # Setting -> why it must be off. `FEATURES` has all such settings.
+    cannot: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether some layers are delta nets."""
+        return self.linear == DELTA_NETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A setting that not every family can have: its value where it is off, and a column's title."""
+
+    off: object
+    title: str
+
+
+FEATURES: Mapping[str, Feature] = MappingProxyType(
+    {
+        "learner.parallel.cp": Feature(off=1, title="context parallel"),
+        "learner.parallel.etp": Feature(off=1, title="split experts"),
+        "learner.transformer.moe_router_fusion": Feature(off=False, title="fused router"),
+        "lora.rank": Feature(off=0, title="adapters"),
+        "rollout_server.drafts": Feature(off="off", title="drafts"),
+        "rollout_server.quantization": Feature(off="off", title="FP8"),
+        "sampling.max_images": Feature(off=0, title="images"),
+    }
+)
+
+
+def refusals(family: Family, name: str, chosen: Mapping[str, object]) -> Iterator[str]:
+    """Yields one line for each of the `chosen` settings that a family cannot have.
+
+    `name` is the class that a message names.
+    """
+    for setting, value in chosen.items():
+        off = FEATURES[setting].off
+        if setting in family.cannot and value not in (off, None):
+            shown = json.dumps(off)
+            yield f"{setting} must be {shown} for a {name}: {family.cannot[setting]}, got {value!r}"
+
+
+def sizes_of_tower(values: Table, defaults: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sizes in vision_config; raises ConfigError for one that is no number."""
+    table = values.get("vision_config") or {}
+    found = {name: table.get(name, default) for name, default in defaults.items()}
+    for name, size in found.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{name} in vision_config must be a number above 0, got {size!r}")
+    return found
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
+    """Returns the tensors of a linear layer with a bias."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def blocks(number: int, folder: str, within: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Returns the tensors of `number` equal blocks."""
+    return {
+        f"{folder}.{place}.{name}": shape
+        for place in range(number)
+        for name, shape in within.items()
+    }
