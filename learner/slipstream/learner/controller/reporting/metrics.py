@@ -143,9 +143,7 @@ class RunRecorder:
             self.rate.began(time.monotonic() - max(0.0, time.time() - intervals[0][0]))
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Recreates removed files; writes the causes of `suspended` environments, by name."""
-        self._metrics.check()
-        self._samples.check()
+        """Writes the causes of `suspended` environments, by name."""
         path = self._folder / SUSPENDED
         is_news = suspended != self._suspended
         if not is_news and (path.is_file() or not suspended):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -16,114 +15,51 @@ Tell: TypeAlias = Callable[[str], None]
 
 
 class ResultFile:
-    r"""A file that grows by whole records and is recreated when it was removed.
+    """A file that grows by whole records. A fault is one warning, and the number of lost records.
 
-    file = ResultFile(path, warn)
-    file.append(b"{}\n")  # the disk is full: warns, and counts the lost record
-    file.append(b"{}\n")  # the disk has room: warns how many records were lost
-    file.check()          # between records: recreates a removed file, with a warning
+    Each record opens the file again, so that one that was removed begins anew.
     """
 
-    unit = "lines"
-
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
-        """Opens the file; `header` is written first into an empty file."""
+        """`header` is written first into an empty file. What is no file at `path` is renamed."""
         self._path, self._tell, self._header = path, tell, header
-        self._file: FileIO | None = None
         self._num_lost = 0
-        # The last warning about the disk; empty: the file can be written.
-        self._trouble = ""
-        self._reopen()
+        is_broken_link = path.is_symlink() and not path.resolve().parent.is_dir()
+        if is_broken_link or (path.exists() and not path.is_file()):
+            set_aside(path, tell)
+        self.append(b"")
 
     def append(self, record: bytes) -> None:
         """Writes one record whole, or counts it as lost."""
-        self.check()
-        if self._file is None:
-            self._reopen()
-        if self._file is None:
-            self._num_lost += 1
-            return
         try:
-            _write_whole(self._file, record)
+            with self._path.open("ab", buffering=0) as file:
+                size = file.tell()
+                _write_whole(file, record if size else self._header + record, size)
         except OSError as error:
-            self._num_lost += 1
-            self._troubled(error)
+            if not self._num_lost:
+                text = f"{self._path} cannot be written: {error.strerror}"
+                self._tell(f"{text}; what comes is lost until it can")
+            self._num_lost += bool(record)
             return
-        if self._trouble:
-            self._tell(f"{self._path} is written again; {self._num_lost} {self.unit} were lost")
-            self._num_lost, self._trouble = 0, ""
-
-    def check(self) -> None:
-        """Recreates a file that was removed or replaced, with a warning."""
-        if self._file is None or _is_open_at(self._file, self._path):
-            return
-        self._file.close()
-        self._tell(f"{self._path} was removed while the run wrote it; it is made anew")
-        self._reopen()
+        if self._num_lost and record:
+            self._tell(f"{self._path} is written again; {self._num_lost} records were lost")
+            self._num_lost = 0
 
     def close(self) -> None:
-        """Closes the file; warns of records lost since the last write."""
+        """Warns of records that were lost since the last write."""
         if self._num_lost:
-            self._tell(f"{self._path}: the last {self._num_lost} {self.unit} were lost")
+            self._tell(f"{self._path}: the last {self._num_lost} records were lost")
             self._num_lost = 0
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _new_path(self) -> Path:
-        """The path of a new file."""
-        return self._path
-
-    def _reopen(self) -> None:
-        self._file = None
-        try:
-            self._path = self._new_path()
-            file = open_or_set_aside(self._path, self._tell)
-            try:
-                if not os.fstat(file.fileno()).st_size:
-                    _write_whole(file, self._header)
-            except OSError:
-                file.close()
-                raise
-            self._file = file
-        except OSError as error:
-            self._troubled(error)
-
-    def _troubled(self, error: OSError) -> None:
-        trouble = f"{self._path} cannot be written: {error.strerror}"
-        if trouble != self._trouble:
-            self._tell(f"{trouble}; what comes is lost until it can")
-        self._trouble = trouble
 
 
-def _write_whole(file: FileIO, record: bytes) -> None:
-    """Appends `record`; on OSError the file keeps its old length."""
-    size = os.fstat(file.fileno()).st_size
+def _write_whole(file: FileIO, record: bytes, size: int) -> None:
+    """Appends `record` to a file of `size` bytes, which it keeps on OSError."""
     try:
         while record:
             record = record[file.write(record) :]
     except OSError:
         file.truncate(size)
         raise
-
-
-def _is_open_at(file: FileIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except OSError:
-        return False
-
-
-def open_or_set_aside(path: Path, tell: Tell) -> FileIO:
-    """Opens the file at `path` to append; anything there that is no file is renamed first."""
-    if path.is_file() or not os.path.lexists(path):
-        return path.open("ab", buffering=0)
-    if not path.exists():
-        # Opening a link whose target does not exist creates the target.
-        with contextlib.suppress(OSError):
-            return path.open("ab", buffering=0)
-    set_aside(path, tell)
-    return path.open("ab", buffering=0)
 
 
 def set_aside(path: Path, tell: Tell) -> None:

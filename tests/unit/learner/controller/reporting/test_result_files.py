@@ -19,8 +19,6 @@ from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
 from slipstream.learner.controller.reporting.trackers.event_file import EventFile
 from slipstream.learner.controller.reporting.trackers.opening import RunIds
-from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
-from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
@@ -56,32 +54,23 @@ def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written
     assert told == [f"{path} cannot be written: File too large; what comes is lost until it can"]
     file.append(b'"four"\n')
     assert path.read_bytes() == b'"one"\n"four"\n'
-    assert told[1:] == [f"{path} is written again; 2 lines were lost"]
+    assert told[1:] == [f"{path} is written again; 2 records were lost"]
     with full(10):
         file.append(b'"five"\n')
     file.close()
     assert told[2:] == [
         f"{path} cannot be written: File too large; what comes is lost until it can",
-        f"{path}: the last 1 lines were lost",
+        f"{path}: the last 1 records were lost",
     ]
 
 
-@pytest.mark.parametrize("by_line", [True, False])
-def test_a_file_that_was_removed_is_made_anew(tmp_path, *, by_line: bool):
-    told: list[str] = []
+def test_a_file_that_was_removed_begins_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = ResultFile(path, told.append)
+    file = ResultFile(path, print, header=b"head\n")
     file.append(b"1\n")
-    file.check()
-    assert told == []
     path.unlink()
-    if by_line:
-        file.append(b"2\n")
-    else:
-        file.check()
-        file.append(b"2\n")
-    assert path.read_bytes() == b"2\n"
-    assert told == [f"{path} was removed while the run wrote it; it is made anew"]
+    file.append(b"2\n")
+    assert path.read_bytes() == b"head\n2\n"
     file.close()
 
 
@@ -104,7 +93,7 @@ def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
     file.append(b"2\n")
     events.scalars(3, {"loss": 1.0})
     assert told[-2:] == [
-        f"{path} is written again; 3 lines were lost",
+        f"{path} is written again; 3 records were lost",
         f"{next((run / 'tensorboard').iterdir())} is written again; 3 records were lost",
     ]
     file.close()
@@ -120,25 +109,6 @@ def steps_of(path: Path) -> list[int]:
         assert len(data) >= length + 16
         data = data[length + 16 :]
     return found[1:]
-
-
-@pytest.mark.parametrize("removed", ["file", "folder"])
-def test_event_files_that_were_removed_get_a_successor_with_a_name_of_its_own(tmp_path, removed):
-    told: list[str] = []
-    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), told.append)
-    tracker.log(1, {"loss": 1.0})
-    (first,) = (tmp_path / "tensorboard").iterdir()
-    if removed == "file":
-        first.unlink()
-    else:
-        shutil.rmtree(first.parent)
-    tracker.check()
-    (second,) = (tmp_path / "tensorboard").iterdir()
-    assert second != first
-    tracker.log(2, {"loss": 1.0})
-    assert len(steps_of(second)) == 1
-    assert told == [f"{first} was removed while the run wrote it; it is made anew"]
-    tracker.close()
 
 
 def test_an_event_file_without_room_holds_whole_records_only(tmp_path, full):
@@ -163,28 +133,6 @@ def test_an_event_file_that_begins_without_room_begins_later(tmp_path, full):
     assert [len(steps_of(path)) for path in whole] == [1]
     assert told[-1] == f"{whole[0]} is written again; 1 records were lost"
     file.close()
-
-
-def test_a_tracker_that_gets_no_numbers_looks_after_its_files(tmp_path):
-    told: list[str] = []
-
-    def open_() -> TensorBoardTracker:
-        return TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), told.append)
-
-    trackers = Trackers({"tensorboard": open_}, told.append)
-    folder = tmp_path / "tensorboard"
-    wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
-    shutil.rmtree(folder)
-    wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
-    trackers.close()
-    assert len(told) == 1
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_whole_file_without_room_leaves_the_old_one(tmp_path, full):

@@ -41,9 +41,6 @@ class FakeTracker:
             raise ConnectionError("the service is away\nand more")
         self.entries.append((step, dict(values)))
 
-    def check(self) -> None:
-        pass
-
     def close(self) -> None:
         self.closed = True
 

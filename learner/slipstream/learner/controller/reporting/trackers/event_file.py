@@ -1,4 +1,4 @@
-"""Writes TensorBoard's event files without the packages that depend on torch.
+"""Writes TensorBoard's event files; tensorboardX (2.6.5) would import torch into the controller.
 
 A file is a sequence of records: length (uint64, little endian), masked CRC-32C of the length, data,
 masked CRC-32C of the data. The data is a protobuf message Event of tensorboard/compat/proto.
@@ -6,6 +6,7 @@ masked CRC-32C of the data. The data is a protobuf message Event of tensorboard/
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -34,16 +35,23 @@ def _crc_table() -> tuple[int, ...]:
 _CRC_TABLE = _crc_table()
 
 
-class EventFile(ResultFile):
-    """A file of records whose name no other event file has. See `ResultFile`."""
-
-    unit = "records"
+class EventFile:
+    """A file of records, in a folder of event files."""
 
     def __init__(self, folder: Path, tell: Tell) -> None:
-        """Creates the folder and the file in it."""
+        """Creates folder and file."""
         self._folder = folder
+        self._make_folder()
+        now = time.time_ns()
+        path = folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
         header = _record(_field(3, _BYTES, _VERSION.encode()))
-        super().__init__(folder, tell, header=header)
+        self._file = ResultFile(path, tell, header=header)
+        self.close = self._file.close
+
+    def _make_folder(self) -> None:
+        # Without `parents`: a run folder that was removed must not be created again.
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values of one step under their names."""
@@ -51,13 +59,8 @@ class EventFile(ResultFile):
             _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
             for name, value in values.items()
         )
-        self.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
-
-    def _new_path(self) -> Path:
-        # Without `parents`: a run folder that was removed must not be created again.
-        self._folder.mkdir(exist_ok=True)
-        now = time.time_ns()
-        return self._folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
+        self._make_folder()
+        self._file.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
 
 
 def _record(event: bytes) -> bytes:

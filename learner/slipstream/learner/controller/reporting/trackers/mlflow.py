@@ -52,9 +52,6 @@ class MlflowTracker:
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + MAX_METRICS])
 
-    def check(self) -> None:
-        """Does nothing: MLflow looks after its own files."""
-
     def close(self) -> None:
         """See `Tracker`."""
         self._client.set_terminated(self.run_id)

@@ -20,10 +20,6 @@ class TensorBoardTracker:
         """See `Tracker`."""
         self._file.scalars(step, values)
 
-    def check(self) -> None:
-        """See `Tracker`."""
-        self._file.check()
-
     def close(self) -> None:
         """See `Tracker`."""
         self._file.close()

@@ -30,10 +30,6 @@ class Tracker(Protocol):
         """Takes the finite numbers of one step or version."""
         ...
 
-    def check(self) -> None:
-        """Checks the tracker's files; called every few seconds while no numbers come."""
-        ...
-
     def close(self) -> None:
         """Sends the numbers that are left."""
         ...

@@ -36,9 +36,6 @@ class WandbTracker:
         """See `Tracker`."""
         self._run.log({**values, STEP: step})
 
-    def check(self) -> None:
-        """Does nothing: wandb looks after its own files."""
-
     def close(self) -> None:
         """See `Tracker`."""
         self._run.finish()

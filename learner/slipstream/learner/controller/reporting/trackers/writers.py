@@ -1,8 +1,8 @@
 """Hands a run's numbers to its trackers, each in a thread of its own.
 
 Consumes: numbers of steps and rounds. Produces: calls of the trackers.
-Waits for: the next numbers. Unblocked by: numbers, `close`, or `CHECK_S`. Only `close` waits for
-trackers, and for a limited time.
+Waits for: the next numbers. Unblocked by: numbers, `close`. Only `close` waits for trackers, and
+for a limited time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ Complain: TypeAlias = Callable[[str], None]
 
 MAX_WAITING = 10_000
 CLOSE_LIMIT_S = 60.0
-# Seconds without numbers after which a tracker checks its files.
-CHECK_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +99,7 @@ class _Writer(threading.Thread):
         try:
             tracker = self._open()
             while not self._ended:
-                try:
-                    entry = self._entries.get(timeout=CHECK_S)
-                except queue.Empty:
-                    tracker.check()
-                    continue
+                entry = self._entries.get()
                 if entry is None:
                     break
                 tracker.log(entry.step, entry.values)
