@@ -20,6 +20,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import generate_models
 import pytest
 from pydantic import BaseModel
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
@@ -124,6 +125,11 @@ def test_the_configuration_page_is_what_the_models_say():
         text=True,
     )
     assert made.stdout == (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_the_page_of_models_is_what_their_records_say():
+    text = (ROOT / "docs" / "guides" / "models.md").read_text()
+    assert generate_models.page(text) == text
 
 
 def test_no_setting_is_without_a_meaning():

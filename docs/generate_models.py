@@ -1,0 +1,59 @@
+"""Writes the table of families in docs/guides/models.md from their records.
+
+Run `python docs/generate_models.py` in the repository root; a test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.core.models.family import FEATURES, SLIDING, Family
+from slipstream.core.models.registry import FAMILIES
+
+PAGE = Path(__file__).parent / "guides" / "models.md"
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
+
+
+def parts(family: Family) -> Iterator[str]:
+    """Yields what differs from a plain dense decoder."""
+    if family.has_latent_attention:
+        yield "latent attention"
+    if family.linear:
+        yield family.linear
+    if family.has_windows:
+        yield "windows by layer" if SLIDING in family.layer_kinds else "windows"
+    if family.has_sinks:
+        yield "sinks"
+    if family.query_norm:
+        yield "normed heads" if family.query_norm == "head" else "norms over all heads"
+    if family.experts is not None:
+        yield "experts"
+    if family.vision is not None:
+        yield "images"
+    if family.nested is not None:
+        yield f"also within `{family.nested.outer}`"
+
+
+def table() -> str:
+    """Returns the table, a row for each family, and the reasons below it."""
+    rows = ["| class | parts | `rope_type` | cannot have |", "|---|---|---|---|"]
+    reasons: dict[str, None] = {}
+    for name, family in FAMILIES.items():
+        titles = ", ".join(FEATURES[setting].title for setting in family.cannot)
+        kinds = "default" if family.rope.is_partial else ", ".join(family.rope.kinds) or "any"
+        rows.append(f"| `{name}` | {', '.join(parts(family))} | {kinds} | {titles} |")
+        for setting, reason in family.cannot.items():
+            reasons[f"- {FEATURES[setting].title}: {reason}"] = None
+    return "\n".join((*rows, "", *sorted(reasons))) + "\n"
+
+
+def page(text: str) -> str:
+    """Returns the page with the table of now."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
