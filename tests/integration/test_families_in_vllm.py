@@ -25,6 +25,7 @@ CASES = [
     "mistral.default",
     "ministral3.ministral",
     "olmo2.default",
+    "ernie.default",
     "olmoe.default",
     "gemma2.default",
     "gemma3.gemma3",

@@ -265,6 +265,7 @@ FAMILIES = [
     "one-mistral",
     "one-ministral3",
     "one-olmo2",
+    "one-ernie",
     "one-olmoe",
     "one-gemma2",
     "one-gemma3",

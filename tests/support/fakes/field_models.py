@@ -150,6 +150,7 @@ FAMILIES = {
         {"num_experts_per_tok": 2},
     ),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
+    "ernie": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 32}),
     "olmoe": Family(
         "OlmoeConfig",
         "OlmoeForCausalLM",

@@ -20,6 +20,8 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         DeepseekV2ForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        Ernie4_5Config,
+        Ernie4_5ForCausalLM,
         Gemma2Config,
         Gemma2ForCausalLM,
         Gemma3Config,
@@ -301,6 +303,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             )
         ),
         "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
+        "ernie": Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, **rope)),
         "olmoe": OlmoeForCausalLM(
             OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
         ),

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 
-class _DenseBridge(FamilyBridge):
+class DenseBridge(FamilyBridge):
     """A Llama by its tensors."""
 
     def _mappings(self) -> list[Megatron]:
@@ -46,7 +46,7 @@ class _DenseBridge(FamilyBridge):
 @MegatronModelBridge.register_bridge(
     source=MistralForCausalLM, target=GPTModel, model_type="mistral"
 )
-class MistralBridge(_DenseBridge):
+class MistralBridge(DenseBridge):
     """Mistral: a Llama whose queries may see a window only.
 
     Bridge's own recipe has windows of one token more than transformers and vLLM.
@@ -57,7 +57,7 @@ class MistralBridge(_DenseBridge):
 @MegatronModelBridge.register_bridge(
     source=Ministral3ForCausalLM, target=GPTModel, model_type="ministral3"
 )
-class Ministral3Bridge(_DenseBridge):
+class Ministral3Bridge(DenseBridge):
     """Ministral 3, its language model alone: a Llama with YaRN.
 
     Bridge's own recipe is for the model with images.
