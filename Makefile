@@ -71,7 +71,7 @@ FAST_servers := tests/unit/rollout_server
 FAST_client := tests/unit/client
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
 FAST_rest := tests/unit tests/test_*.py $(FAST_torch:%=--ignore=%) \
-	$(addprefix --ignore=tests/unit/,client learner rollout_server protocol/vision)
+	$(addprefix --ignore=tests/unit/,client learner rollout_server core/models/vision)
 
 test-fast: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)

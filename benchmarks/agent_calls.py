@@ -27,12 +27,11 @@ from types import SimpleNamespace
 import numpy as np
 import uvloop
 from measure import Spread, note, progress, settings_of, table, write_result
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion, VersionSpan
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.rollout_server import process
 from slipstream.rollout_server.agents.open_call import HttpCall
-from slipstream.rollout_server.agents.opening import AgentApi, Agents
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.chat import REPLY, ChatMessage
 from slipstream.rollout_server.engine_interface import (
@@ -43,6 +42,7 @@ from slipstream.rollout_server.engine_interface import (
     TextPart,
 )
 from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
 
 NAME = "agent_calls"
 # Tokens of the first part of a streamed reply, and of those behind it.
@@ -175,7 +175,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
     """Returns for each kind of session its cost in every repeat."""
     config = make_config(folder)
     os.environ.update(process.engine_environment(config.rollout_server, on_cpu=True))
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
     from vllm.renderers import renderer_from_config
 
     settings = engine_config(config, 1)

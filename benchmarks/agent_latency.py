@@ -166,7 +166,7 @@ class Server:
 async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     """Starts the server; it ends with the block."""
     sys.path.insert(0, str(HERE.parent / "tests"))
-    from slipstream.protocol.types import ServerId
+    from slipstream.core.types import ServerId
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer

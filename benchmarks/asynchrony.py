@@ -35,8 +35,8 @@ from measure import RESULTS, Spread, note, part, progress, settings_of, table, w
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 from step_windows import Row, Windows
 
 TARGET = 0.80

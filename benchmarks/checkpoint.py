@@ -39,7 +39,7 @@ from learner_loops import LOADS, lognormal_batch, shape_config, synchronize
 from measure import Spread, note, progress, settings_of, table, write_result
 from shapes import SHAPES
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.types import PolicyVersion
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.stored_model import StoredModel

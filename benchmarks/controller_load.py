@@ -27,10 +27,7 @@ import grpc.aio
 import numpy as np
 import tomli_w
 from measure import table
-from slipstream.protocol.access.security import Credentials, open_channel
-from slipstream.protocol.codec import TRAINER_EPOCH, trajectory_to_pb
-from slipstream.protocol.queue.seal import seal
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
@@ -39,6 +36,9 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.access.security import Credentials, open_channel
+from slipstream.protocol.codec import TRAINER_EPOCH, trajectory_to_pb
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import (
     fleet_pb2,

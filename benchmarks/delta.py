@@ -21,7 +21,7 @@ from pathlib import Path
 
 from measure import RESULTS, Spread, note, part, progress, settings_of, table, write_result
 from shapes import SHAPES
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.settings.config import WeightsSection
 from wire import DELAY_S, Ends, check, times_of, work_of
 
 ROWS = {"whole": "everything", "delta": "changes"}

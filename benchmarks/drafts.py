@@ -152,8 +152,8 @@ def _failed(task: asyncio.Task[None]) -> bool:
 
 async def measure_engine(arguments: argparse.Namespace) -> None:
     """One engine: prints READY, then a line of JSON for each case that its input names."""
-    from slipstream.protocol.settings.config_file import parse_config
-    from slipstream.protocol.types import PolicyVersion
+    from slipstream.core.configuration.config_file import parse_config
+    from slipstream.core.types import PolicyVersion
     from slipstream.rollout_server import process
 
     table = {
@@ -175,7 +175,7 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
     config = parse_config(table, source=NAME)
     on_cpu = arguments.device == "cpu"
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=on_cpu)
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     profile = None
     if arguments.profile:

@@ -10,8 +10,8 @@ from typing import Literal
 
 import openai
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.builtin.echo import Echo, Pair
 from slipstream.client.environment import StepResult
+from slipstream.environments.echo import Echo, Pair
 
 
 class BareClient:

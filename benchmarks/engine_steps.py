@@ -26,8 +26,8 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _OLD_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 # Parts of a step, by where they are; a part may hold others.
 PARTS = (
-    "slipstream.rollout_server.inference.chunking_scheduler:_Chunking.schedule",
-    "slipstream.rollout_server.inference.chunking_scheduler:_Chunking.update_from_output",
+    "slipstream.rollout_server.vllm.chunking_scheduler:_Chunking.schedule",
+    "slipstream.rollout_server.vllm.chunking_scheduler:_Chunking.update_from_output",
     "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model",
     "vllm.v1.executor.uniproc_executor:UniProcExecutor.sample_tokens",
@@ -41,7 +41,7 @@ PARTS = (
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors",
     f"{_RUNNER}.postprocess_sampled",
-    "slipstream.rollout_server.inference.drafting_worker:SharedText.propose",
+    "slipstream.rollout_server.vllm.drafting_worker:SharedText.propose",
     "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
     f"{_OLD_RUNNER}._update_states",
     f"{_OLD_RUNNER}._prepare_inputs",

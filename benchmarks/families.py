@@ -35,7 +35,7 @@ from typing import Any
 from family_shapes import FAMILIES, count_parameters
 from measure import RESULTS, progress, table, visible, write_result
 from rig import HERE
-from slipstream.protocol.machine.process import die_with_parent
+from slipstream.core.machine.process import die_with_parent
 
 COLUMNS = {
     "kl_k3": "KL (k3)",

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 from rollout_engines import Ours, Sizes, Turn
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 
 # Steps at most for which prompts wait, replies for each prompt, and whether steps without prompts
 # are planned by our code: what a turn may choose. "wait-0-32": no prompt waits.
@@ -162,7 +162,7 @@ class Measured(Ours):
     @classmethod
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Self:
         """See `Ours`; the scheduler that the settings name is timed."""
-        from slipstream.rollout_server.inference import engine
+        from slipstream.rollout_server.vllm import engine
 
         board, own = Board(), engine.engine_config
         board.set_lever("wait-0-32")

@@ -53,12 +53,12 @@ from learner_loops import (
 )
 from shapes import SHAPES
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
 from slipstream.learner.trainer.model.attention_choice import chosen_attention
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
 OURS, PEER = "slipstream", "peer"

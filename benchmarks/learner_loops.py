@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from shapes import SHAPES
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.model.model import Policy, unwrapped
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import (
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
@@ -28,6 +25,9 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.model.model import Policy, unwrapped
 from torch import Tensor
 
 # The size of the square matrices whose product is the limit.

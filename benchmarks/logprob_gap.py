@@ -35,9 +35,9 @@ from measure import RESULTS, part, progress, table, visible, write_result
 from rig import HERE, Placement, Rig
 from shapes import make_apart
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.settings.config import Config
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config, parse_config
 
 KL_TARGET = 1e-3
 START_LIMIT_S = 300.0
@@ -62,7 +62,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
     elif arguments.model is not None and not arguments.replies:
         environment = {
             "name": "arithmetic",
-            "reference": "slipstream.client.builtin.arithmetic:Arithmetic",
+            "reference": "slipstream.environments.arithmetic:Arithmetic",
             "args": {
                 "digits": 1,
                 "operations": ["+", "-"],
@@ -157,8 +157,8 @@ def score_afresh(path: Path) -> None:
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
 
     async def score() -> list[float]:
-        from slipstream.protocol.types import PolicyVersion
-        from slipstream.rollout_server.inference.engine import VllmEngine
+        from slipstream.core.types import PolicyVersion
+        from slipstream.rollout_server.vllm.engine import VllmEngine
 
         engine = await VllmEngine.start(config, seed=1)
         try:

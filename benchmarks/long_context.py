@@ -32,12 +32,12 @@ import torch
 from learner_loops import make_trajectory, synchronize
 from shapes import SHAPES
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, training_flops
 from slipstream.learner.trainer.model.attention_choice import chosen_attention
 from slipstream.learner.trainer.model.model import Policy, unwrapped
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 
 PROMPT_TOKENS, SHORT_REPLY = 128, 16
 YARN_FACTOR = 4

@@ -26,10 +26,10 @@ import numpy as np
 from measure import RESULTS, progress, table, write_result
 from rig import HERE
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.probe_gap import logit_gap
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +182,7 @@ def faults(new: Weights, old: Weights) -> Iterator[tuple[str, Weights]]:
 async def deliver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Returns a real engine's log-probabilities after each delivery, by version and fault."""
     from safetensors.torch import load_file
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
     from support.fakes.gloo_sender import GlooSender, layout_of
 
     engine = await VllmEngine.start(config_of(arguments.model, arguments.dtype), seed=1)

@@ -22,6 +22,10 @@ from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.run_processes import ROLLOUT_SERVER
 from slipstream.client.launch.trainer_ranks import TRAINER, rank_environments
 from slipstream.client.run_folder import write_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.run_folder import METRICS
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -32,10 +36,6 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.run_folder import METRICS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
 HERE = Path(__file__).resolve().parent

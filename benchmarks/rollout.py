@@ -44,7 +44,7 @@ from rollout_engines import REPLY, START_LIMIT_S, Sizes, Turn
 from rollout_entry_point import MODES, EntryPoint
 from rollout_episodes import Episodes
 from rollout_setup import add_size_arguments, config_text, fill_sizes, make_model
-from slipstream.protocol.settings.config_file import load_config
+from slipstream.core.configuration.config_file import load_config
 
 HERE = Path(__file__).resolve().parent
 NAME = "rollout"

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import uvloop
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.engine_interface import Engine, Generation, LoadedWeights
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
 REPLY = "RESULT "
 START_LIMIT_S = 400.0
@@ -92,7 +92,7 @@ class Served:
 
     def __init__(self, engine: Engine, config: Config, address: str, name: str) -> None:
         """Starts the server beside the caller."""
-        from slipstream.protocol.types import ServerId
+        from slipstream.core.types import ServerId
         from slipstream.rollout_server.episodes.renderer import Renderer
         from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
         from slipstream.rollout_server.service import RolloutServer
@@ -128,9 +128,9 @@ class Ours(Served):
     @classmethod
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Self:
         """Ready, with the weights that it was started with."""
-        from slipstream.protocol.types import PolicyVersion
+        from slipstream.core.types import PolicyVersion
         from slipstream.rollout_server.engine_interface import LoadedWeights
-        from slipstream.rollout_server.inference.engine import VllmEngine
+        from slipstream.rollout_server.vllm.engine import VllmEngine
 
         class PresetWeights(VllmEngine):
             """Keeps its weights: none are sent here."""
@@ -168,7 +168,7 @@ class Ours(Served):
 
     async def _check(self, turn: Turn) -> dict[str, Any]:
         """Replies in chunks against the same ones token by token, and a pause in the middle."""
-        from slipstream.protocol.types import PolicyVersion
+        from slipstream.core.types import PolicyVersion
         from vllm.sampling_params import RequestOutputKind
 
         first_seed = turn.first_seed
@@ -203,7 +203,7 @@ class Ours(Served):
         }
 
     async def _seeded(self, first_seed: int, kind: Any) -> list[tuple[list[int], list[float]]]:  # noqa: ANN401 - vLLM's
-        from slipstream.protocol.types import PolicyVersion
+        from slipstream.core.types import PolicyVersion
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -243,7 +243,7 @@ class Bare:
 
     def __init__(self, config: Config, sizes: Sizes) -> None:
         """Starts it."""
-        from slipstream.rollout_server.inference.engine_arguments import own_values
+        from slipstream.rollout_server.vllm.engine_arguments import own_values
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -302,7 +302,7 @@ class Bare:
 
 async def main(role: str, folder: Path, address: str, sizes: Sizes) -> None:
     """Starts one engine, then does what stdin says until it is closed."""
-    from slipstream.protocol.settings.config_file import load_config
+    from slipstream.core.configuration.config_file import load_config
     from slipstream.rollout_server import process
 
     config = load_config(folder / "config.toml")

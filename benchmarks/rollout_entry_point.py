@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_engines import START_LIMIT_S, Sizes, Turn
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 from slipstream.rollout_server import process
 
 # The number of requests sent before the measured ones.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from rollout_engines import WORD_IDS
-from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
+from slipstream.core.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.rollout_server.engine_interface import (
     EngineUse,
     FinishReason,

@@ -19,15 +19,7 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 import numpy as np
-from slipstream.learner.controller.lease_freshness import Freshness
-from slipstream.learner.controller.leasing.groups import Fate
-from slipstream.learner.controller.leasing.lease_pass import Grant, NewLeases, rooms
-from slipstream.learner.controller.leasing.lease_waits import LeaseWait
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
@@ -36,6 +28,14 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.learner.controller.lease_freshness import Freshness
+from slipstream.learner.controller.leasing.groups import Fate
+from slipstream.learner.controller.leasing.lease_pass import Grant, NewLeases, rooms
+from slipstream.learner.controller.leasing.lease_waits import LeaseWait
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from workloads import reply_length
 

@@ -25,9 +25,9 @@ import torch
 from measure import Spread, progress, settings_of, table, write_result
 from rig import HERE
 from shapes import SHAPES, make_shape
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
@@ -36,7 +36,7 @@ from slipstream.v1 import weights_pb2
 from storage import LIMIT_S, Store, Weights
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
 REPLY_TOKENS = 2000
 Row = dict[str, Any]
@@ -129,7 +129,7 @@ async def started(arguments: argparse.Namespace, folder: Path) -> VllmEngine:
 
         # The engine's processes are forked.
         keep_matrices_plain()
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     return await VllmEngine.start(config, seed=1)
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from measure import progress, table, write_result
 from quickstart_runs import Run, make_model, run_quickstart
-from slipstream.client.builtin.echo import split_pairs
+from slipstream.environments.echo import split_pairs
 
 NAME = "warm_start"
 SUPERVISED = [
     "environments.0.name=demonstrations",
-    "environments.0.reference=slipstream.client.builtin.demonstrations:Demonstrations",
+    "environments.0.reference=slipstream.environments.demonstrations:Demonstrations",
     "algorithm.group_size=1",
     "algorithm.groups_per_step=128",
     "algorithm.advantage=score",

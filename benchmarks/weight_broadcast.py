@@ -28,8 +28,8 @@ from measure import RESULTS, note, part, progress, settings_of, write_result
 from rig import Placement, Rig
 from shapes import SHAPES, make_apart
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 
 TARGETS = {"wire of raw": 0.90, "end to end of raw": 0.60}
 # Targets for the engine's pause: at 8B in wire times, at 0.6B in milliseconds on an idle engine.

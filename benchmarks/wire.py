@@ -22,7 +22,7 @@ from typing import Any
 from broadcast_programs import START_LIMIT_S, Program
 from measure import RESULTS, Spread, note, part, progress, settings_of, table, write_result
 from shapes import SHAPES
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.settings.config import WeightsSection
 
 # Seconds by which receivers come later than the sender, as servers do that must pause.
 DELAY_S = 0.01

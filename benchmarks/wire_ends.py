@@ -23,19 +23,19 @@ import torch.distributed as dist
 from broadcast_peers import Message, Pipe
 from learner_loops import synchronize
 from shapes import SHAPES, Shape
+from slipstream.core.settings.config import OffloadSection, WeightsSection
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
-from slipstream.protocol.settings.config import OffloadSection, WeightsSection
-from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
-from slipstream.rollout_server.weights.joining import TRANSPORTS
 from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.share_digests import whole_digests
 from slipstream.v1 import weights_pb2

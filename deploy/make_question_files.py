@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.client.builtin.question_files import Question, read_questions
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
+from slipstream.environments.question_files import Question, read_questions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

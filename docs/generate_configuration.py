@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 
 FIELD = re.compile(r"    (\w+): ")
 COMMENT = re.compile(r"    # (.*)")

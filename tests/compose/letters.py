@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from slipstream.client.builtin.echo import Echo, Pair
 from slipstream.client.environment import Message
+from slipstream.environments.echo import Echo, Pair
 
 
 class PacedEcho(Echo):

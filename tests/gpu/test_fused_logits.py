@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
 from torch import Tensor
 
 pytestmark = [

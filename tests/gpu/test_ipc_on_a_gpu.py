@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver

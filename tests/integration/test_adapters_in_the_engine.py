@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.errors import WeightSyncError  # noqa: E402
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
-from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
+from slipstream.core.errors import WeightSyncError  # noqa: E402
+from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import (  # noqa: E402
     Generation,
     TextOptions,

@@ -18,14 +18,14 @@ pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.types import PolicyVersion, VersionSpan  # noqa: E402
-from slipstream.rollout_server.agents.opening import Agents  # noqa: E402
+from slipstream.core.types import PolicyVersion, VersionSpan  # noqa: E402
 from slipstream.rollout_server.engine_interface import (  # noqa: E402
     FinishReason,
     Generation,
     TextOptions,
     TextPart,
 )
+from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config  # noqa: E402
 from support.fakes.chat_models import make_chat_model  # noqa: E402
 from support.rigs.engine_rig import Reference  # noqa: E402

@@ -13,7 +13,7 @@ import pytest_asyncio
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
-from slipstream.protocol.types import (  # noqa: E402
+from slipstream.core.types import (  # noqa: E402
     Branch,
     FailureKind,
     PolicyVersion,

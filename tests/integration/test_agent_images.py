@@ -13,9 +13,9 @@ import pytest_asyncio
 pytest.importorskip("vllm")
 
 from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.client.builtin.colours import COLOURS, square_png  # noqa: E402
-from slipstream.rollout_server.agents.opening import Agents  # noqa: E402
+from slipstream.environments.colours import COLOURS, square_png  # noqa: E402
 from slipstream.rollout_server.episodes.recording import Recording  # noqa: E402
+from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
 from support.fakes.agent_rig import (  # noqa: E402
     SAMPLING,
     AgentRig,

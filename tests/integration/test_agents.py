@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
-from slipstream.protocol.errors import ConfigError  # noqa: E402
-from slipstream.rollout_server.agents.opening import Agents  # noqa: E402
+from slipstream.core.errors import ConfigError  # noqa: E402
+from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
 from support.fakes.agent_rig import (  # noqa: E402
     SAMPLING,
     AgentRig,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
 from support.ranks import attention_ranks
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
         cpu.install()
         compat.install()
-        from slipstream.learner.trainer.model.attention import CoreAttention
+        from slipstream.learner.trainer.layers.attention import CoreAttention
 
         super().__init__()
         settings = {

@@ -6,9 +6,9 @@ import dataclasses
 import json
 
 import numpy as np
+from slipstream.core.types import Branch, Trajectory
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.types import Branch, Trajectory
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play

@@ -13,13 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.protocol.checkpoints import (  # noqa: E402
     check_files,
     checkpoint_path,
     complete_steps,
     read_manifest,
 )
-from slipstream.protocol.errors import CheckpointError  # noqa: E402
 from support.ranks import checkpoint_ranks  # noqa: E402
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job  # noqa: E402
 

@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 BLOCK = 16
@@ -29,7 +29,7 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     folder = make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)
     table = {
@@ -175,7 +175,7 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
         windowed: bool = False,
         newer_runner: bool = False,
     ) -> Engine:
-        from slipstream.rollout_server.inference.chunking_scheduler import scheduler_class
+        from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import (
@@ -350,7 +350,7 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
 
 
 def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
-    from slipstream.rollout_server.inference.steady_decoding import decodes_plainly
+    from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
 
     full, windowed = (start(ours=True, overlapping=True, windowed=each) for each in (False, True))
     assert decodes_plainly(full.scheduler, "0.32.0+cu130")
@@ -713,7 +713,7 @@ def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_block
 
 
 def test_what_comes_beside_tokens_is_joined_too() -> None:
-    from slipstream.rollout_server.inference.chunks import Chunk
+    from slipstream.rollout_server.vllm.chunks import Chunk
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.settings.config_file import dump_config, load_config
+from slipstream.core.configuration.config_file import dump_config, load_config
 from support.ranks import settings_ranks
 from support.ranks.rank_pool import RankPool
 from support.rigs.run_processes import run_command

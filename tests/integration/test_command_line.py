@@ -20,7 +20,7 @@ import pytest
 from slipstream.client.cli import parse
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.settings.config_file import load_config
+from slipstream.core.configuration.config_file import load_config
 from support.rigs.run_processes import (
     COMMAND,
     address_of,

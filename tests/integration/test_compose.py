@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from slipstream.client import health
 from slipstream.client.cli import _parser
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import is_loopback
-from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.queue.redis_durability import REQUIRED_SETTINGS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config
 from support.rigs.compose_file import (
     COMPOSE_FILE,
     DEPLOY,

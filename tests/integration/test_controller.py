@@ -11,13 +11,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client import Client
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import Failure, FailureKind, PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.access.security import open_channel
-from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, error_info
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import Failure, FailureKind, PolicyVersion
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

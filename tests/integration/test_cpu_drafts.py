@@ -24,7 +24,7 @@ def expanded(values: list[float], ends: list[int]) -> list[float]:
 
 
 def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
-    from slipstream.rollout_server.inference.cpu_drafts import repair_expansion
+    from slipstream.rollout_server.vllm.cpu_drafts import repair_expansion
 
     repair_expansion()
     # The second request has no draft; the third one is greedy.
@@ -32,7 +32,7 @@ def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
 
 
 def test_a_row_of_vllms_table_is_drafted_from_all_of_them() -> None:
-    from slipstream.rollout_server.inference.cpu_drafts import SharedTextProposer
+    from slipstream.rollout_server.vllm.cpu_drafts import SharedTextProposer
 
     settings = SimpleNamespace(
         num_speculative_tokens=3, model_config=SimpleNamespace(max_model_len=50)

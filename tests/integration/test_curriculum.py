@@ -6,12 +6,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.tasks.own_choice import own_choices
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.curriculum_section import CurriculumSection
-from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer

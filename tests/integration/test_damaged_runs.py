@@ -11,9 +11,9 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint

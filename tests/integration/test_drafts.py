@@ -14,8 +14,8 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.protocol.settings.config import Config  # noqa: E402
-from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.core.settings.config import Config  # noqa: E402
+from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import FinishReason, Generation  # noqa: E402
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig  # noqa: E402
 from support.rigs.running_replies import until_generated  # noqa: E402
@@ -31,8 +31,8 @@ PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
 @pytest.fixture(scope="module", autouse=True)
 def drafts_are_always_made() -> Iterator[None]:
     """On a CPU they hardly pay. The engine's process is forked, with the scheduler from here."""
-    from slipstream.rollout_server.inference import engine
     from slipstream.rollout_server.inference.draft_rule import DraftRule
+    from slipstream.rollout_server.vllm import engine
 
     own = engine.engine_config
 

@@ -7,10 +7,10 @@ import json
 
 import pytest
 from slipstream.client.run_folder import check_run_folder, write_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.learner.controller.records.journal import read_records
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer

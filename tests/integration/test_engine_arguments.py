@@ -17,14 +17,14 @@ torch = pytest.importorskip("torch")
 vllm = pytest.importorskip("vllm")
 
 from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.protocol.errors import ConfigError  # noqa: E402
-from slipstream.protocol.settings.config import Config  # noqa: E402
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
-from slipstream.protocol.settings.engine_table import OWNED  # noqa: E402
-from slipstream.protocol.settings.model_sizes import decoder_table  # noqa: E402
-from slipstream.protocol.settings.sampling_section import SamplingSection  # noqa: E402
-from slipstream.protocol.vision.processors import load_processor  # noqa: E402
-from slipstream.rollout_server.inference.vision_values import tower_values  # noqa: E402
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
+from slipstream.core.errors import ConfigError  # noqa: E402
+from slipstream.core.models.model_sizes import decoder_table  # noqa: E402
+from slipstream.core.models.vision.processors import load_processor  # noqa: E402
+from slipstream.core.settings.config import Config  # noqa: E402
+from slipstream.core.settings.engine_table import OWNED  # noqa: E402
+from slipstream.core.settings.sampling_section import SamplingSection  # noqa: E402
+from slipstream.rollout_server.vllm.vision_values import tower_values  # noqa: E402
 from support.fakes.parity_models import make_mixture  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 from vllm import AsyncEngineArgs  # noqa: E402
@@ -55,7 +55,7 @@ def config_with(
 
 
 def test_settings_reach_vllm_by_name(model: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     passed = {"max_num_batched_tokens": 192, "block_size": 32, "load_format": "dummy"}
     settings = engine_config(config_with(model, passed), seed=3)
@@ -75,7 +75,7 @@ def in_bfloat16(config: Config) -> Config:
 def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
     model: Path, tmp_path: Path
 ) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config, own_values
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config, own_values
 
     delta_nets = make_model_folder(tmp_path / "model", **SMALLEST)
     architectures = ["Qwen3NextForCausalLM"]
@@ -93,7 +93,7 @@ def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
 
 
 def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config, own_values
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config, own_values
 
     folder = make_model_folder(tmp_path / "model", **SMALLEST)
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "mamba_num_heads": 4}
@@ -114,7 +114,7 @@ def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> Non
 def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
     model: Path, steps: int | None, interval: int
 ) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     config = config_with(model, {})
     section = config.rollout_server.model_copy(update={"prompt_wait_steps": steps})
@@ -141,7 +141,7 @@ def test_drafts_reach_vllm_where_they_may_pay(
     expected: tuple[str, int] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
     assert (found and (found.method, found.num_speculative_tokens)) == expected
@@ -150,8 +150,8 @@ def test_drafts_reach_vllm_where_they_may_pay(
 
 
 def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
-    from slipstream.protocol.settings.sections import RolloutServerSection
-    from slipstream.rollout_server.inference.drafting_scheduler import draft_values
+    from slipstream.core.settings.sections import RolloutServerSection
+    from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -170,7 +170,7 @@ def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
 def test_logits_have_the_type_that_the_learners_have(
     model: Path, head: str, dtype: torch.dtype
 ) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     config = config_with(model, {})
     section = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
@@ -186,7 +186,7 @@ def config_in_fp8(model: Path, method: str) -> Config:
 
 
 def test_precisions_reach_vllm_by_their_names(model: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     plain = engine_config(config_with(model, {}), seed=3)
     assert plain.model_config.quantization is None
@@ -196,7 +196,7 @@ def test_precisions_reach_vllm_by_their_names(model: Path) -> None:
 
 
 def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
-    from slipstream.rollout_server.inference.engine_arguments import check_precision
+    from slipstream.rollout_server.vllm.engine_arguments import check_precision
 
     # vLLM's platform here is one that has no FP8.
     with pytest.raises(ConfigError) as refused:
@@ -212,7 +212,7 @@ def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(
     async_scheduling: bool, name: str
 ) -> None:
-    from slipstream.rollout_server.inference.chunking_scheduler import scheduler_class
+    from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     found = scheduler_class(async_scheduling=async_scheduling)
@@ -221,7 +221,7 @@ def test_the_scheduler_is_ours_with_and_without_async_scheduling(
 
 
 def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     settings = engine_config(config_with(model, {}), seed=3).scheduler_config
     assert "Chunking" in settings.get_scheduler_cls().__name__
@@ -244,7 +244,7 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
 def test_settings_that_cannot_be_are_refused_in_one_line(
     model: Path, engine: dict[str, object], line: str
 ) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     with pytest.raises(ConfigError) as caught:
         engine_config(config_with(model, engine), seed=3)
@@ -253,7 +253,7 @@ def test_settings_that_cannot_be_are_refused_in_one_line(
 
 
 def test_few_arguments_have_a_type_that_only_vllm_knows() -> None:
-    from slipstream.rollout_server.inference.passed_table import argument_types
+    from slipstream.rollout_server.vllm.passed_table import argument_types
 
     known = argument_types()
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init}
@@ -330,7 +330,7 @@ KEY = "rollout_server.engine"
     ids=str,
 )
 def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> None:
-    from slipstream.rollout_server.inference.passed_table import table_problems
+    from slipstream.rollout_server.vllm.passed_table import table_problems
 
     (found,) = table_problems(engine)
     assert found.startswith(line)
@@ -350,13 +350,13 @@ def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> 
     ids=str,
 )
 def test_what_vllm_may_take_passes(engine: dict[str, object]) -> None:
-    from slipstream.rollout_server.inference.passed_table import table_problems
+    from slipstream.rollout_server.vllm.passed_table import table_problems
 
     assert list(table_problems(engine)) == []
 
 
 def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
-    from slipstream.rollout_server.inference.passed_table import table_problems
+    from slipstream.rollout_server.vllm.passed_table import table_problems
 
     plain = (bool, int, float, str, list, dict)
     defaults = {f.name: f.default for f in dataclasses.fields(AsyncEngineArgs)}
@@ -389,7 +389,7 @@ def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
 def test_a_parser_that_vllm_lacks_is_one_line(
     model: Path, settings: dict[str, object], line: str
 ) -> None:
-    from slipstream.rollout_server.inference.passed_table import parser_problems
+    from slipstream.rollout_server.vllm.passed_table import parser_problems
 
     found = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
     assert bool(found) == bool(line)
@@ -397,7 +397,7 @@ def test_a_parser_that_vllm_lacks_is_one_line(
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     lora = {"rank": 24, "target_modules": ["linear_qkv", "o_proj"]}
     assert engine_config(config_with(model, {}, lora), seed=3).lora_config is None
@@ -413,7 +413,7 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
 
 
 def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     folder = tmp_path / "gpt2"
     shutil.copytree(model, folder)
@@ -452,9 +452,9 @@ def test_a_tower_that_is_not_trained_is_left_out(
 # vLLM forks the engine only from a process without CUDA, which kernels of delta nets start.
 IMAGE_QUESTIONS = """
 import sys
-from slipstream.protocol.settings.model_sizes import read_model_table
-from slipstream.protocol.settings.sampling_section import SamplingSection
-from slipstream.rollout_server.inference.vision_values import tower_values
+from slipstream.core.models.model_sizes import read_model_table
+from slipstream.core.settings.sampling_section import SamplingSection
+from slipstream.rollout_server.vllm.vision_values import tower_values
 from pathlib import Path
 from vllm import AsyncEngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -480,7 +480,7 @@ def test_a_server_asks_about_images_without_kernels_of_delta_nets(
 
 
 def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     folder = tmp_path / "mixture"
     make_mixture(folder, seed=0, num_hidden_layers=2)

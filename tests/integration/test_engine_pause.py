@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from slipstream.core.errors import WeightSyncError  # noqa: E402
+from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.codec import version_to_pb  # noqa: E402
-from slipstream.protocol.errors import WeightSyncError  # noqa: E402
-from slipstream.protocol.types import PolicyVersion  # noqa: E402
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
 from slipstream.rollout_server.engine_interface import (  # noqa: E402
     EngineDied,
@@ -36,7 +36,7 @@ class NotedCalls:
     """Stands for AsyncLLM: notes when it is called; `arrived` lets an update's buckets come."""
 
     def __init__(self) -> None:
-        from slipstream.rollout_server.inference.token_counter import TokenCounter
+        from slipstream.rollout_server.vllm.token_counter import TokenCounter
 
         self.noted: list[str] = []
         self.errored = False
@@ -107,7 +107,7 @@ class Rig:
     """An engine that has a plan for its copies and serves version 1."""
 
     def __init__(self, *, answer_limit_s: float = 120.0) -> None:
-        from slipstream.rollout_server.inference.engine import VllmEngine
+        from slipstream.rollout_server.vllm.engine import VllmEngine
 
         self.llm, self.line = NotedCalls(), DirectLine(1)
         # The engine's end of the line.
@@ -389,7 +389,7 @@ async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
 def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies() -> (
     None
 ):
-    from slipstream.rollout_server.weights.worker_extension import WorkerExtension
+    from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
 
     class Worker(WorkerExtension):
         waits = 0
@@ -417,7 +417,7 @@ def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless
 
 
 def test_copies_are_under_way_until_the_device_has_ended_them() -> None:
-    from slipstream.rollout_server.weights.weight_receiver import SlipstreamWeightTransfer
+    from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
 
     engine = object.__new__(SlipstreamWeightTransfer)
     seen = []

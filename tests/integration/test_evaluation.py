@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 from slipstream.client import Client
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.records.journal import read_records
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer

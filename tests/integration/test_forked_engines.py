@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.protocol.errors import ConfigError  # noqa: E402
-from slipstream.protocol.settings.config import Config  # noqa: E402
-from slipstream.protocol.settings.config_file import check_model, parse_config  # noqa: E402
+from slipstream.core.configuration.config_file import check_model, parse_config  # noqa: E402
+from slipstream.core.errors import ConfigError  # noqa: E402
+from slipstream.core.settings.config import Config  # noqa: E402
 from support.fakes.field_models import CASES, make_field_model  # noqa: E402
 from support.fakes.nested_folders import nest  # noqa: E402
 from support.fakes.published_qwen35 import write_as_published  # noqa: E402
@@ -103,7 +103,7 @@ def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
 
 
 async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.rollout_server.inference import engine
+    from slipstream.rollout_server.vllm import engine
     from vllm.utils import system_utils
 
     ended: list[float] = []

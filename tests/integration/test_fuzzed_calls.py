@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from slipstream.protocol.types import Branch
+from slipstream.core.types import Branch
 from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzz_calls import (

@@ -12,7 +12,7 @@ import pytest_asyncio
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import Generation  # noqa: E402
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
 from support.rigs.running_replies import until_generated  # noqa: E402

@@ -16,12 +16,12 @@ import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
+from slipstream.core.errors import ProtocolError
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.trajectories.intake import SMALL_BYTES as LARGEST_IN_LOOP
 from slipstream.protocol.access.checked_calls import SMALL_BYTES
 from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.protocol.codec import decode_trajectory
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import fleet_pb2, trainer_pb2, trajectory_pb2
 from support.fakes.largest_messages import largest
 from support.rigs.fuzz_calls import METHODS, opening

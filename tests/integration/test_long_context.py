@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream.learner.trainer.model.length_groups import MOST_SCORES
+from slipstream.learner.trainer.layers.length_groups import MOST_SCORES
 from support.ranks import long_ranks
 from support.ranks.long_ranks import ADAM_EPS, LAYOUTS, LEARNING_RATE, make_model, sequences_of
 from support.ranks.rank_pool import RankPool
@@ -150,7 +150,7 @@ def test_blocks_of_queries_attend_like_whole_sequences(kind: dict[str, object]) 
 
     cpu.install()
     compat.install()
-    from slipstream.learner.trainer.model.attention import CoreAttention
+    from slipstream.learner.trainer.layers.attention import CoreAttention
 
     settings = {
         "kv_channels": 16,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.protocol.settings.model_fields import field_problems, unknown_fields
+from slipstream.core.models.model_fields import field_problems, unknown_fields
 from support.fakes.field_models import (
     CASES,
     CHOICES,

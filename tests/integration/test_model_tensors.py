@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from make_tiny_vision_model import FAMILIES, make_model
-from slipstream.protocol.settings.model_fields import has_tied_output
-from slipstream.protocol.settings.model_files import read_header
-from slipstream.protocol.settings.model_rules import ARCHITECTURES
-from slipstream.protocol.settings.model_sizes import ModelSizes, decoder_table, read_model_table
-from slipstream.protocol.settings.model_tensors import needed_tensors, tensor_problems
-from slipstream.protocol.settings.nested_decoders import is_nested, nested_name
-from slipstream.protocol.settings.tower_tensors import TOWER_FOLDERS, tower_tensors
+from slipstream.core.models.model_fields import has_tied_output
+from slipstream.core.models.model_files import read_header
+from slipstream.core.models.model_rules import ARCHITECTURES
+from slipstream.core.models.model_sizes import ModelSizes, decoder_table, read_model_table
+from slipstream.core.models.model_tensors import needed_tensors, tensor_problems
+from slipstream.core.models.nested_decoders import is_nested, nested_name
+from slipstream.core.models.tower_tensors import TOWER_FOLDERS, tower_tensors
 from support.fakes.parity_models import make_models
 
 

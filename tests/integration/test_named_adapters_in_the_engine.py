@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.errors import WeightSyncError  # noqa: E402
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
+from slipstream.core.errors import WeightSyncError  # noqa: E402
 from slipstream.rollout_server.engine_interface import GenerationFailed, TextOptions  # noqa: E402
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
 from support.fakes.tiny_models import make_model_folder  # noqa: E402

@@ -21,8 +21,8 @@ import pytest_asyncio
 
 pytest.importorskip("vllm")
 
-from slipstream.client.builtin.command import Command  # noqa: E402
 from slipstream.client.serving import EpisodeHost  # noqa: E402
+from slipstream.environments.command import Command  # noqa: E402
 from slipstream.rollout_server.agents.open_call import HttpCall  # noqa: E402
 from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
 from slipstream.v1 import environment_pb2 as pb  # noqa: E402

@@ -32,8 +32,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.environment import Message, StepResult
-from slipstream.client.frameworks.openenv import OpenEnv
 from slipstream.client.launch.preflight import free_port
+from slipstream.environments.frameworks.openenv import OpenEnv
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
@@ -56,9 +56,9 @@ IMAGE = os.environ.get("SLIPSTREAM_OPENENV_IMAGE", "")
 GAMES = FOLDER / "OpenEnv" / "envs"
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
-VERIFIERS = "slipstream.client.frameworks.verifiers:Verifiers"
-OPENENV = "slipstream.client.frameworks.openenv:OpenEnv"
-INSPECT = "slipstream.client.frameworks.inspect_ai:Inspect"
+VERIFIERS = "slipstream.environments.frameworks.verifiers:Verifiers"
+OPENENV = "slipstream.environments.frameworks.openenv:OpenEnv"
+INSPECT = "slipstream.environments.frameworks.inspect_ai:Inspect"
 FAKES = ROOT / "tests" / "support" / "fakes"
 
 
@@ -435,7 +435,7 @@ async def test_a_container_of_openenv_ends_with_the_process_that_started_it() ->
 
 PLAYS_IN_A_CONTAINER = """
 import asyncio, copy, json, sys
-from slipstream.client.frameworks.openenv import OpenEnv
+from slipstream.environments.frameworks.openenv import OpenEnv
 
 async def main():
     game = OpenEnv(**json.loads(sys.argv[1]), observation="You said: {echoed_message}")
@@ -530,7 +530,7 @@ async def test_environments_of_openenvs_own_repository_train_twenty_steps(tmp_pa
 @pytest.mark.slow
 @needs("inspect")
 async def test_a_task_of_inspect_evaluates_versions_of_a_run(tmp_path: Path) -> None:
-    entries = [{"name": "echo", "reference": "slipstream.client.builtin.echo:Echo"}]
+    entries = [{"name": "echo", "reference": "slipstream.environments.echo:Echo"}]
     evaluation = {
         "name": "sums",
         "reference": INSPECT,

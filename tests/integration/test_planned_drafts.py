@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 BLOCK = 16
@@ -26,7 +26,7 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     table = {
         "run": {"name": "test", "steps": 1},
@@ -98,8 +98,8 @@ class Engine:
     """vLLM's loop around the scheduler, with two steps under way."""
 
     def __init__(self, settings: Any, num_blocks: int, **rule: int) -> None:  # noqa: ANN401
-        from slipstream.rollout_server.inference.chunking_scheduler import scheduler_class
         from slipstream.rollout_server.inference.draft_rule import DraftRule
+        from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -221,14 +221,14 @@ def test_steps_draft_nothing_while_drafts_rest(settings) -> None:
 
 
 def test_a_step_with_many_replies_gets_shorter_drafts() -> None:
-    from slipstream.rollout_server.inference.drafting_scheduler import draft_lengths
+    from slipstream.rollout_server.vllm.drafting_scheduler import draft_lengths
 
     lengths = draft_lengths(7, 256)
     assert [lengths[size] for size in (1, 64, 65, 128, 129, 256)] == [7, 7, 6, 3, 2, 1]
 
 
 def test_graphs_are_captured_for_steps_with_drafts_and_without(settings) -> None:
-    from slipstream.rollout_server.inference.drafting_scheduler import draft_values
+    from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     for places, expected in ((1, {4}), (2, {0, 4}), (102, {0, 4}), (128, {0, 3, 4})):
@@ -241,14 +241,14 @@ def test_graphs_are_captured_for_steps_with_drafts_and_without(settings) -> None
 
 
 def parse_section(places: int) -> Any:  # noqa: ANN401 - a section
-    from slipstream.protocol.settings.sections import RolloutServerSection
+    from slipstream.core.settings.sections import RolloutServerSection
 
     return RolloutServerSection(max_episodes=places, drafts="shared")
 
 
 def test_workers_draft_what_prompts_and_other_replies_say() -> None:
     """On the CPU, with vLLM's tables of requests as plain tensors."""
-    from slipstream.rollout_server.inference.drafting_worker import SharedText
+    from slipstream.rollout_server.vllm.drafting_worker import SharedText
 
     text = random.Random(1).sample(range(1000, 9000), 40)
     tokens = torch.zeros(3, 64, dtype=torch.int32)
@@ -298,7 +298,7 @@ def test_workers_draft_what_prompts_and_other_replies_say() -> None:
 
 
 def test_a_worker_with_vllms_older_runner_is_refused() -> None:
-    from slipstream.rollout_server.inference.drafting_worker import DraftingWorker
+    from slipstream.rollout_server.vllm.drafting_worker import DraftingWorker
 
     worker = object.__new__(DraftingWorker)
     worker.use_v2_model_runner = False

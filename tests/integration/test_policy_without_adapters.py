@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.roles import reference_is_policy, role_settings
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.configuration.roles import reference_is_policy, role_settings
 from support.fakes.parity_models import make_models
 from support.ranks import bare_ranks
 from support.ranks.bare_ranks import JOBS, SHARING, WITH_REFERENCE, config_of

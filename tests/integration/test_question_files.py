@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.rigs.run_processes import empty_model, run_command, write_config
 
-QUESTIONS = "slipstream.client.builtin.questions:Questions"
+QUESTIONS = "slipstream.environments.questions:Questions"
 
 
 def test_a_missing_column_is_one_line_before_anything_starts(tmp_path: Path):

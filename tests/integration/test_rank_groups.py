@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.settings.config import ParallelSection
-from slipstream.protocol.settings.rank_layout import RankLayout
+from slipstream.core.settings.config import ParallelSection
+from slipstream.core.settings.rank_layout import RankLayout
 from support.ranks import rank_groups
 from support.ranks.rank_groups import LAYOUTS
 from support.ranks.rank_pool import RankPool

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
-from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
+from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import Generation, Sampling  # noqa: E402
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
 from support.fakes.parity_models import NUM_EXPERTS, make_mixture  # noqa: E402

@@ -16,13 +16,13 @@ import pytest
 import redis.asyncio
 from slipstream.client import Client
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play, with_evaluations

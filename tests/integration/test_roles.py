@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.roles.critic import explained_variance
-from slipstream.protocol.types import Trajectory
 from support.fakes.parity_models import make_models, rename_as_modules
 from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches

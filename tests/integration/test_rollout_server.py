@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file  # noqa: E402
+from slipstream.core.configuration.config_file import dump_config, parse_config  # noqa: E402
+from slipstream.core.types import PolicyVersion, Status  # noqa: E402
 from slipstream.protocol.codec import pack_tokens, unpack_logprobs, version_to_pb  # noqa: E402
-from slipstream.protocol.settings.config_file import dump_config, parse_config  # noqa: E402
-from slipstream.protocol.types import PolicyVersion, Status  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2  # noqa: E402
 from support.fakes.fake_fleet import LIMIT_S, SAMPLING, Connection, FakeFleet  # noqa: E402
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
@@ -116,7 +116,7 @@ async def test_the_program_serves_a_group_and_drains(
         assert connection.hello.max_model_len == 33
         spec = environment_pb2.EnvironmentSpec(
             name="echo",
-            reference="slipstream.client.builtin.echo:Echo",
+            reference="slipstream.environments.echo:Echo",
             args_json="{}",
             timeout_s=10,
             num_workers=1,

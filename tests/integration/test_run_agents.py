@@ -95,7 +95,7 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
         {"name": "plainly", "reference": "user_agents:Plainly", "timeout_s": 60.0},
         {
             "name": "program",
-            "reference": "slipstream.client.builtin.command:Command",
+            "reference": "slipstream.environments.command:Command",
             "args": {"command": asks, "tasks": tasks, "score_command": score},
             "timeout_s": 60.0,
             "weight": 0.5,

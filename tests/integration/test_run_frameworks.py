@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 STEPS = 20
-FRAMEWORKS = "slipstream.client.frameworks"
+FRAMEWORKS = "slipstream.environments.frameworks"
 REASONING_GYM = f"{FRAMEWORKS}.reasoning_gym:ReasoningGym"
 GYMNASIUM = f"{FRAMEWORKS}.gymnasium:Gymnasium"
 TEXTARENA = f"{FRAMEWORKS}.textarena:TextArena"

@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from slipstream.core.configuration.config_file import load_config  # noqa: E402
 from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from slipstream.protocol.settings.config_file import load_config  # noqa: E402
 from support.references.documented_metrics import tables  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
@@ -34,7 +34,7 @@ GROUPS, MEMBERS = 16, 16
 ENVIRONMENTS = [
     {
         "name": "echo",
-        "reference": "slipstream.client.builtin.echo:Echo",
+        "reference": "slipstream.environments.echo:Echo",
         "args": {"num_symbols": 12, "reply_length": 4, "split": "train"},
         "weight": 3.0,
         "timeout_s": 10.0,

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from slipstream.core.types import GroupId, PolicyVersion, VersionSpan  # noqa: E402
 from slipstream.learner.controller.records.history import read_history  # noqa: E402
 from slipstream.learner.controller.records.journal import Journal, read_records  # noqa: E402
 from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
@@ -18,7 +19,6 @@ from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
     from_record,
     tokens_by_server,
 )
-from slipstream.protocol.types import GroupId, PolicyVersion, VersionSpan  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.run_folder import hold_folder, write_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.learner.controller.set_aside_batch import set_batch_aside
 from slipstream.learner.trainer.replay import recorded_steps
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Trajectory
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import START, FakeTrainer

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from slipstream.protocol.types import PolicyVersion  # noqa: E402
+from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import EngineDied, Sampling  # noqa: E402
 from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
 
@@ -26,8 +26,8 @@ async def never(*_: object, **__: object) -> None:
 
 
 async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.inference.engine import VllmEngine
-    from slipstream.rollout_server.inference.token_counter import TokenCounter
+    from slipstream.rollout_server.vllm.engine import VllmEngine
+    from slipstream.rollout_server.vllm.token_counter import TokenCounter
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
@@ -46,8 +46,8 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
 
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.inference.engine import VllmEngine
-    from slipstream.rollout_server.inference.token_counter import TokenCounter
+    from slipstream.rollout_server.vllm.engine import VllmEngine
+    from slipstream.rollout_server.vllm.token_counter import TokenCounter
 
     counter = TokenCounter(None)
     asked = asyncio.Event()
@@ -87,8 +87,8 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
 
 def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.rollout_server.inference.engine import TokenCounter
     from slipstream.rollout_server.inference.engine_watchdog import EngineWatchdog
+    from slipstream.rollout_server.vllm.engine import TokenCounter
 
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])

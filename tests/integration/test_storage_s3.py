@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.rollout_server.stored_weights import StoredWeights
 from support.rigs.stored_versions import (
     StoredVersions,

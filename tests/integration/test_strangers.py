@@ -19,12 +19,12 @@ import psutil
 import pytest
 import torch
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.ranks.meeting import meeting_place
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from slipstream.client import Environment  # noqa: E402
 from slipstream.client.serving import EpisodeHost  # noqa: E402
-from slipstream.protocol.types import (  # noqa: E402
+from slipstream.core.types import (  # noqa: E402
     Branch,
     FailureKind,
     ServerId,

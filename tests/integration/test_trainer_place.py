@@ -13,12 +13,12 @@ import grpc
 import grpc.aio
 import pytest
 import tomli_w
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from support.fakes.fake_server import OPEN
 from support.rigs.controller_runs import make_config
@@ -27,8 +27,8 @@ FIRST = """
 import sys
 from pathlib import Path
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config_file import load_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.configuration.config_file import load_config
 from slipstream.v1 import trainer_pb2
 
 client = ControllerClient(load_config(Path(sys.argv[1])))

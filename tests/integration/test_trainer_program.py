@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.settings.config import WeightsSection
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
-from slipstream.protocol.settings.config import WeightsSection
-from slipstream.protocol.settings.config_file import dump_config, parse_config
-from slipstream.protocol.types import GroupId
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.rollout_server.stored_weights import StoredWeights
@@ -549,7 +549,7 @@ def test_token_that_is_too_old_stops_the_trainer(
 def with_old_token():
     from dataclasses import replace
 
-    from slipstream.protocol.types import PolicyVersion, VersionSpan
+    from slipstream.core.types import PolicyVersion, VersionSpan
 
     first, *rest = BATCHES[2].trajectories
     number = first.num_sampled_tokens

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 from slipstream.v1 import weights_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer

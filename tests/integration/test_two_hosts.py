@@ -64,7 +64,7 @@ ENVIRONMENT = """
 import asyncio
 from pathlib import Path
 
-from slipstream.client.builtin.echo import Echo
+from slipstream.environments.echo import Echo
 
 
 class PatientEcho(Echo):

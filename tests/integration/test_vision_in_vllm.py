@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.protocol.settings.config_file import check_model, parse_config  # noqa: E402
+from slipstream.core.configuration.config_file import check_model, parse_config  # noqa: E402
 from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
 from support.fakes.published_qwen35 import write_as_published  # noqa: E402
 from support.ranks.vision_ranks import conversations, replied  # noqa: E402

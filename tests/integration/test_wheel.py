@@ -26,7 +26,7 @@ def test_the_wheel_holds_all_four_roots_under_one_name(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for module in (
         "slipstream/v1/trajectory_pb2.py",
-        "slipstream/protocol/staleness.py",
+        "slipstream/core/staleness.py",
         "slipstream/client/py.typed",
         "slipstream/rollout_server/__main__.py",
         "slipstream/learner/controller/__main__.py",
@@ -47,8 +47,8 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     code = (
         "import importlib.util, slipstream.client as c; c.Client, c.Environment, c.StepResult; "
         "from slipstream.client.agents.gateway import Gateway; "
-        "from slipstream.client.builtin.command import Command; "
-        "from slipstream.client.builtin.echo import Echo; "
+        "from slipstream.environments.command import Command; "
+        "from slipstream.environments.echo import Echo; "
         "assert importlib.util.find_spec('torch') is None; "
         "assert importlib.util.find_spec('vllm') is None"
     )

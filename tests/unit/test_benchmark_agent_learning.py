@@ -16,7 +16,7 @@ import agent_learning
 import pytest
 import quickstart_runs
 from quickstart_runs import CONFIG, Run, finished_run
-from slipstream.protocol.settings.config_file import load_config
+from slipstream.core.configuration.config_file import load_config
 
 LEDGER = {"difference": 0}
 

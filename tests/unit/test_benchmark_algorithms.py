@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from quickstart_runs import CONFIG
-from slipstream.protocol.settings.config_file import load_config
+from slipstream.core.configuration.config_file import load_config
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
 

@@ -14,7 +14,7 @@ import pytest
 from families import Rooms, earlier_rows, lines_of, measure_family
 from family_shapes import FAMILIES, make_family
 from logprob_gap import config_of, parse_arguments
-from slipstream.protocol.settings.config_file import check_sizes
+from slipstream.core.configuration.config_file import check_sizes
 
 ARGUMENTS = argparse.Namespace(device="cpu", steps=1, limit_s=1.0, fresh=True, logs=None)
 

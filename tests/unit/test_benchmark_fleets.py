@@ -17,9 +17,9 @@ import weight_broadcast
 import wire
 from rig import SteeredController
 from shapes import SHAPES
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import ServerId
 from workloads import reply_length, van_der_corput
 
 

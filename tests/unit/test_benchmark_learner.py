@@ -13,8 +13,8 @@ import learner_pretrain
 import measure
 import pytest
 import torch
+from slipstream.core.configuration.config_file import load_config
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.protocol.settings.config_file import load_config
 
 from learner import OURS, Turn, rows
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import long_context
+from slipstream.core.models.model_fields import field_problems
 from slipstream.learner.trainer.batches.data_checks import check_data
-from slipstream.protocol.settings.model_fields import field_problems
 
 
 def options(**values: object) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
 from whole_systems import known
 from whole_systems_setup import System, our_config
 from whole_systems_tables import figures, table_of, windows

@@ -25,8 +25,8 @@ from pydantic import BaseModel
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config, parse_config
+from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.settings.config import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -398,7 +398,7 @@ def test_the_page_of_events_has_what_the_controller_says() -> None:
 
 
 def test_the_page_of_errors_has_all_of_them() -> None:
-    tree = ast.parse((ROOT / "protos/slipstream/protocol/errors.py").read_text())
+    tree = ast.parse((ROOT / "core/slipstream/core/errors.py").read_text())
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     page = (ROOT / "docs" / "errors.md").read_text()
     assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == classes

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from slipstream.core.errors import ProtocolError
 from slipstream.learner.controller.reporting.rows import COLUMNS
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzz_files import RECORDS, file_readers, journal_bytes

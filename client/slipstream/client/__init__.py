@@ -16,7 +16,7 @@ from slipstream.client.environment import (
     StepResult,
     ToolCall,
 )
-from slipstream.protocol.task_view import TaskView
+from slipstream.core.task_view import TaskView
 
 if TYPE_CHECKING:
     from slipstream.client.client import Client

@@ -17,9 +17,9 @@ from slipstream.client.agent import BRANCH_NAME, AgentOutcome
 from slipstream.client.content import content_parts
 from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.loading import environment_failed
+from slipstream.core.errors import ProtocolError
+from slipstream.core.tool_schemas import tools_json
 from slipstream.protocol.bounds import check_bounds
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.tool_schemas import tools_json
 from slipstream.v1 import environment_pb2 as pb
 
 MESSAGE_KEYS = {"role", "content", "tool_call_id"}

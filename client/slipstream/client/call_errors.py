@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import grpc.aio
-from slipstream.protocol.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError, SlipstreamError
 
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 REFUSED = (

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The log of gRPC's core is of no use at a terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slipstream.client.terminal import complain
-    from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
+    from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 
     try:
         result = arguments.execute(arguments)

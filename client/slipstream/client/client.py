@@ -31,15 +31,15 @@ from slipstream.client.status import (
     event_from_pb,
     run_from_pb,
 )
+from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
+from slipstream.core.settings.config import SecuritySection, address_parts
+from slipstream.core.template_values import values_json
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
     is_loopback,
     open_channel,
 )
-from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
-from slipstream.protocol.settings.config import SecuritySection, address_parts
-from slipstream.protocol.template_values import values_json
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

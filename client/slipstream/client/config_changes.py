@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import reduce
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.model_sizes import read_model_sizes
-from slipstream.protocol.settings.vision_rules import sees_images
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.models.vision_rules import sees_images
+from slipstream.core.settings.config import Config
 
 # Setting -> reason why it must not change.
 FIXED = {

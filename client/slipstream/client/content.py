@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slipstream.protocol.vision.data_urls import data_of_url
+from slipstream.core.models.vision.data_urls import data_of_url
 from slipstream.v1 import environment_pb2 as pb
 
 # The bound of `ChatMessage.parts` in environment.proto.

@@ -14,7 +14,7 @@ from pathlib import Path
 from slipstream.client.client import Client
 from slipstream.client.status import RunStatus
 from slipstream.client.terminal import plain
-from slipstream.protocol.errors import SlipstreamError
+from slipstream.core.errors import SlipstreamError
 
 WORKING = ("loading", "serving", "draining")
 

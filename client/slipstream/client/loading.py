@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from slipstream.client.environment import AnyEnvironment, Environment
-from slipstream.protocol.errors import ConfigError, EnvironmentFailed
+from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from slipstream.protocol.backoff import Backoff
+from slipstream.core.backoff import Backoff
 
 # Seconds in which a lost controller may come back.
 RECONNECT_TIMEOUT_S = 120.0

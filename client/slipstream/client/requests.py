@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus, ServerStatus
 from slipstream.client.terminal import counted, plain, say
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
 
 _RATE = "pass_at_"
 # Counts of the episodes of a round, without their prefix `num_`.

@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.client.config_changes import check_resumable
-from slipstream.protocol.checkpoints import (
-    MANIFEST_NAME,
-    check_newest,
-    checkpoint_path,
-    complete_steps,
-    passed_over,
-    read_manifest,
-)
-from slipstream.protocol.errors import CheckpointError, ConfigError
-from slipstream.protocol.run_folder import (
+from slipstream.core.configuration.config_file import dump_config, load_config
+from slipstream.core.configuration.whole_settings import REMEDY, with_first_line
+from slipstream.core.errors import CheckpointError, ConfigError
+from slipstream.core.run_folder import (
     CHECKPOINTS,
     CONFIG,
     FINAL_ADAPTERS,
@@ -30,9 +24,15 @@ from slipstream.protocol.run_folder import (
     SUMMARY,
     check_journal_not_lost,
 )
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config, load_config
-from slipstream.protocol.settings.whole_settings import REMEDY, with_first_line
+from slipstream.core.settings.config import Config
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    check_newest,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+    read_manifest,
+)
 
 LOCK = "command.lock"
 

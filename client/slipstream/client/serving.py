@@ -23,7 +23,7 @@ from slipstream.client.answers import agent_observation, observation, reply_of, 
 from slipstream.client.environment import AnyEnvironment, TaskSource
 from slipstream.client.loading import describe, environment_failed, load_environment
 from slipstream.client.witness import CallWitness, awaited_place
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 

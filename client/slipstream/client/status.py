@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from pydantic import JsonValue
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import PolicyVersion
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
 

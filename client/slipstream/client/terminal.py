@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TextIO
 
-from slipstream.protocol.errors import RunFailed
+from slipstream.core.errors import RunFailed
 
 
 def plain(text: str, *, indent: int = 0) -> str:

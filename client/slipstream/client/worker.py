@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
     """Goes on as the same check with the interpreter `python`; exits with 2 without one."""
-    from slipstream.protocol.other_python import worker_program
+    from slipstream.core.machine.other_python import worker_program
 
     command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
     command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
@@ -83,8 +83,8 @@ def _keep_stdout() -> int:
 
 
 def _serve(address: str, record: int | None) -> int:
-    from slipstream.protocol.machine.owned_folder import remove_abandoned
-    from slipstream.protocol.machine.process import die_with_parent
+    from slipstream.core.machine.owned_folder import remove_abandoned
+    from slipstream.core.machine.process import die_with_parent
 
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if address.startswith("unix:"):
@@ -116,8 +116,8 @@ async def _attach(address: str, token: str | None, record: int | None) -> None:
     import grpc.aio
     from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
     from slipstream.client.witness import CallWitness
+    from slipstream.core.errors import ConfigError
     from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
-    from slipstream.protocol.errors import ConfigError
     from slipstream.v1 import environment_pb2 as pb
     from slipstream.v1 import environment_pb2_grpc
 
@@ -149,7 +149,7 @@ def _check(options: argparse.Namespace, report: int) -> NoReturn:
     from slipstream.client.serving import EpisodeHost
     from slipstream.client.terminal import counted
     from slipstream.client.witness import running_place
-    from slipstream.protocol.tool_schemas import NEED_PARSER
+    from slipstream.core.tool_schemas import NEED_PARSER
     from slipstream.v1 import environment_pb2 as pb
 
     reference, timeout_s = options.check, options.timeout_s

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from slipstream.protocol.errors import ProtocolError
+from slipstream.core.errors import ProtocolError
 from slipstream.v1 import bounds_pb2
 
 M = TypeVar("M", bound=Message)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from slipstream.core.errors import CheckpointError
+from slipstream.core.run_folder import rename_aside
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.errors import CheckpointError
-from slipstream.protocol.run_folder import rename_aside
-from slipstream.protocol.types import PolicyVersion
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"

@@ -11,12 +11,10 @@ import itertools
 import zlib
 
 import numpy as np
-from slipstream.protocol.bounds import decode, max_message_bytes
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.routed_experts import RoutedExperts, unpack_experts
-from slipstream.protocol.trajectory_checks import check_trajectory
-from slipstream.protocol.types import (
+from slipstream.core.errors import ProtocolError
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.routed_experts import RoutedExperts, unpack_experts
+from slipstream.core.types import (
     Branch,
     Failure,
     FailureKind,
@@ -31,6 +29,8 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.bounds import decode, max_message_bytes
+from slipstream.protocol.trajectory_checks import check_trajectory
 from slipstream.v1 import trajectory_pb2 as pb
 
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)

@@ -6,9 +6,9 @@ import itertools
 import math
 
 import numpy as np
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.reference_logprobs import check_reference
-from slipstream.protocol.types import Trajectory
+from slipstream.core.errors import ProtocolError
+from slipstream.core.reference_logprobs import check_reference
+from slipstream.core.types import Trajectory
 
 
 def _check_branches(trajectory: Trajectory) -> None:

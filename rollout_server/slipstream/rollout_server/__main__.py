@@ -18,17 +18,17 @@ import traceback
 from pathlib import Path
 
 import uvloop
+from slipstream.core.configuration.config_file import check_model, load_config
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
+from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.machine.process import die_with_parent, without_collections
+from slipstream.core.names import check_server_id
+from slipstream.core.run_folder import LOCKS, LOGS
+from slipstream.core.settings.config import Config, RolloutServerSection, address_parts
+from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
-from slipstream.protocol.descendants import kernel_oom_kills
-from slipstream.protocol.errors import ConfigError, SlipstreamError
-from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
-from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.machine.process import die_with_parent, without_collections
-from slipstream.protocol.names import check_server_id
-from slipstream.protocol.run_folder import LOCKS, LOGS
-from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
-from slipstream.protocol.settings.config_file import check_model, load_config
-from slipstream.protocol.types import ServerId
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
@@ -99,7 +99,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> None:
-    from slipstream.protocol.vision.placed import image_tokens
+    from slipstream.core.models.vision.placed import image_tokens
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer, wait_for_controller
@@ -122,7 +122,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         images=image_tokens(config.model.path, max_images=config.sampling.max_images),
     )
     with process.limited_start(settings.start_timeout_s), without_collections():
-        from slipstream.rollout_server.inference.engine import VllmEngine
+        from slipstream.rollout_server.vllm.engine import VllmEngine
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s
     # Both may block the event loop: nothing else runs in it yet.

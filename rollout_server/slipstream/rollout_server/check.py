@@ -10,9 +10,9 @@ import sys
 import tomllib
 from itertools import chain
 
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.engine_table import SECTION
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.settings.engine_table import SECTION
 from slipstream.rollout_server import process
 
 
@@ -23,10 +23,7 @@ def main() -> int:
     # vLLM reads these when it is imported.
     os.environ.update(process.engine_environment(server, on_cpu=process.is_cpu_build()))
     try:
-        from slipstream.rollout_server.inference.passed_table import (
-            parser_problems,
-            table_problems,
-        )
+        from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems
     except ImportError as error:
         problem: str | None = f"{SECTION} cannot be checked: {error}; vLLM 0.32.0 was tested"
     else:

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.errors import SlipstreamError
-from slipstream.protocol.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
-from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 

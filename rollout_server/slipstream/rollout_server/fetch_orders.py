@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
 from slipstream.v1 import fleet_pb2

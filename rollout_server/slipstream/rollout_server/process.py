@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from slipstream.protocol.descendants import kernel_oom_kills
-from slipstream.protocol.exit_codes import NOT_STARTED
-from slipstream.protocol.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
-from slipstream.protocol.machine.process import die_with_parent, flush_output, open_variables
-from slipstream.protocol.settings.config import RolloutServerSection
+from slipstream.core.exit_codes import NOT_STARTED
+from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
+from slipstream.core.machine.process import die_with_parent, flush_output, open_variables
+from slipstream.core.settings.config import RolloutServerSection
 
 # Parts of the errors for an engine process that is gone: vLLM's, and that of `Engine.watch`.
 _GONE = ("See stack trace (above)", "engine process is gone")

@@ -11,11 +11,11 @@ import tomllib
 from typing import Any
 
 import numpy as np
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config, vocabulary_size
-from slipstream.protocol.settings.role_sections import ReferenceServerSection
+from slipstream.core.configuration.config_file import parse_config, vocabulary_size
+from slipstream.core.errors import ConfigError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,
     ReferenceServer,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs, check_reference
-from slipstream.protocol.settings.role_sections import ReferenceServerSection
+from slipstream.core.errors import ConfigError
+from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
+from slipstream.core.settings.role_sections import ReferenceServerSection
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

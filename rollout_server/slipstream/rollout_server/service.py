@@ -15,19 +15,18 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
+from slipstream.core.configuration.config_file import vocabulary_size
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.run_folder import FETCHED
+from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.types import ServerId
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
     open_channel,
     redis_url_of,
 )
-from slipstream.protocol.errors import ConfigError, RunFailed
 from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.run_folder import FETCHED
-from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import vocabulary_size
-from slipstream.protocol.types import ServerId
-from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.lease import Identity
@@ -45,6 +44,7 @@ from slipstream.rollout_server.session import (
     hello,
 )
 from slipstream.rollout_server.stored_weights import StoredWeights
+from slipstream.rollout_server.vllm.agents.opening import Agents
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)

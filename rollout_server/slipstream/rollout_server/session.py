@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc.aio
+from slipstream.core.machine.gpu_lock import gpu_names
+from slipstream.core.settings.config import Config
+from slipstream.core.types import GroupId, ServerId
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.machine.gpu_lock import gpu_names
 from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import GroupId, ServerId
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
-from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.environments import Environments
@@ -35,6 +34,7 @@ from slipstream.rollout_server.fetch_orders import FetchOrders
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.stored_weights import StoredWeights
+from slipstream.rollout_server.vllm.agents.opening import Agents
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from slipstream.protocol.errors import ProtocolError, WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.errors import ProtocolError, WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.deltas import (
     Elements,

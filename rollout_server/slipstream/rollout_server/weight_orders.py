@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server.abandonable import Abandonable
 from slipstream.rollout_server.engine_interface import Engine, EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx2
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 from slipstream.rollout_server.agents.open_call import HttpCall
-from slipstream.rollout_server.agents.opening import AgentApi, Agents
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
@@ -61,8 +61,8 @@ def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: obje
 def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEngine:
     """A scripted engine with the parts of vLLM that its application needs."""
     become_a_server(config)
-    from slipstream.rollout_server.inference.engine_arguments import engine_config
-    from slipstream.rollout_server.inference.vllm_requests import VllmParts
+    from slipstream.rollout_server.vllm.engine_arguments import engine_config
+    from slipstream.rollout_server.vllm.vllm_requests import VllmParts
     from vllm.renderers import renderer_from_config
 
     settings = engine_config(config, 1)

@@ -9,10 +9,7 @@ from concurrent import futures
 
 import grpc
 import numpy as np
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.access.security import TOKEN_KEY
-from slipstream.protocol.codec import merge_spans, trajectory_to_pb, version_to_pb
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     Branch,
     GroupId,
     PolicyVersion,
@@ -22,6 +19,9 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.access.security import TOKEN_KEY
+from slipstream.protocol.codec import merge_spans, trajectory_to_pb, version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 

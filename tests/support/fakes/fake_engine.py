@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.protocol.codec import merge_spans
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,

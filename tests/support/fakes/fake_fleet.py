@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc
 import grpc.aio
+from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
 from slipstream.protocol.queue.seal import SEAL_BYTES
-from slipstream.protocol.types import PolicyVersion, Trajectory
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.nccl_group import Room
 
 

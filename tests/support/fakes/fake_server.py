@@ -10,12 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import numpy as np
-from slipstream.protocol.access.security import Credentials, open_channel
-from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
-from slipstream.protocol.queue.grpc import GrpcSender
-from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.seal import seal
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     Failure,
     FailureKind,
     GroupId,
@@ -26,6 +21,11 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.access.security import Credentials, open_channel
+from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
+from slipstream.protocol.queue.grpc import GrpcSender
+from slipstream.protocol.queue.redis import RedisSender
+from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 

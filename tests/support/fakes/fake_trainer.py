@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import grpc.aio
 import numpy as np
+from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
@@ -19,7 +20,6 @@ from slipstream.protocol.codec import (
     version_to_pb,
 )
 from slipstream.protocol.rich_errors import Reason, error_info
-from slipstream.protocol.types import PolicyVersion, Trajectory
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
 from support.fakes.fake_server import LAYOUT, OPEN, bucket_digests

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
-from slipstream.protocol.codec import merge_spans
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.routed_experts import RoutedExperts, expert_dtype
-from slipstream.protocol.types import (
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.routed_experts import RoutedExperts, expert_dtype
+from slipstream.core.types import (
     Branch,
     Failure,
     FailureKind,
@@ -19,6 +18,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.codec import merge_spans
 
 # A whole one, with tokens of two versions.
 GOOD = Trajectory(

@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.client.loading import load_environment
 from slipstream.client.serving import EpisodeHost
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 
 from support.fakes.scripted_server import Episode, Handler, as_json, chat_chunk, chat_reply, event

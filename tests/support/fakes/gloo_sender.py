@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import (
     Bucket,
     TensorSpec,

@@ -6,8 +6,8 @@ import hashlib
 from typing import Any
 
 import torch
-from slipstream.rollout_server.inference import engine_arguments
-from slipstream.rollout_server.weights.worker_extension import WorkerExtension
+from slipstream.rollout_server.vllm import engine_arguments
+from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
 
 
 class HashingWorker(WorkerExtension):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
-from slipstream.protocol.types import TrajectoryId
 
 
 class MemoryQueue:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slipstream.protocol.settings.model_tensors import needed_tensors
+from slipstream.core.models.model_tensors import needed_tensors
 
 
 def write_safetensors(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from pydantic import JsonValue
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 
 
 def algorithm(**changes: JsonValue) -> AlgorithmSection:

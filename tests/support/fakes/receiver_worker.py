@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.share_digests import whole_digests
 from slipstream.v1 import weights_pb2
@@ -253,9 +253,9 @@ def value_of(answer: dict[str, Any]) -> Any:
 
 
 def _worker(config: Any, model: Any) -> Any:
-    from slipstream.rollout_server.weights.plan_recording import KEEPING_BACKEND
-    from slipstream.rollout_server.weights.weight_receiver import SlipstreamWeightTransfer
-    from slipstream.rollout_server.weights.worker_extension import WorkerExtension
+    from slipstream.rollout_server.vllm.weights.plan_recording import KEEPING_BACKEND
+    from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
+    from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
     from vllm.config import WeightTransferConfig, set_current_vllm_config
 
     transfer = WeightTransferConfig(backend=KEEPING_BACKEND)

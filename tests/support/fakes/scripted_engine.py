@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from slipstream.protocol.types import PolicyVersion, VersionSpan
+from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.rollout_server.engine_interface import (
     FinishReason,
     Generation,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 
 
 def config_of(folder: Path, **run: object) -> Config:

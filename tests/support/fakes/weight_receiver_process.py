@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any, Protocol
 
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.v1 import weights_pb2
@@ -102,7 +102,7 @@ class Own:
 
     @classmethod
     def _kind(cls) -> Any:
-        from slipstream.rollout_server.weights.joining import TRANSPORTS
+        from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
 
         return TRANSPORTS[cls.name]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import family_shapes
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
 from torch import Tensor
 
 # Jobs: a family, and the dimensions of a head; those of latent attention are its own.
@@ -78,7 +78,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 def _spoil(size: int) -> None:
     """Doubles what attention with heads of `size` dimensions computes."""
-    from slipstream.learner.trainer.model.attention import CoreAttention
+    from slipstream.learner.trainer.layers.attention import CoreAttention
 
     right = CoreAttention.forward
 
@@ -94,7 +94,7 @@ def _lose_gradients() -> None:
 
     cpu.install()
     compat.install()
-    from slipstream.learner.trainer.model.attention import GatheredRows
+    from slipstream.learner.trainer.layers.attention import GatheredRows
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.chunk(ctx.group.size())[ctx.group.rank()], None

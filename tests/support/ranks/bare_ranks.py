@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import SETTINGS, SHARED, SP, TREES, batches
 
@@ -44,14 +44,14 @@ def config_of(job: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
+    from slipstream.core.configuration.roles import reference_config
+    from slipstream.core.settings.role_sections import ReferenceSection
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
     from slipstream.learner.trainer.roles.reference import Reference
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.protocol.settings.role_sections import ReferenceSection
-    from slipstream.protocol.settings.roles import reference_config
 
     config = config_of(job, folder)
     policy = open_policy(config, Launch.from_environment())

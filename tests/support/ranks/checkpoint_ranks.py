@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import checkpoint_path
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
 
 from support.fakes.fake_controller import make_batch
 
@@ -183,6 +183,7 @@ def damage_written(path: Path) -> None:
 
 
 def run_rank(folder: Path, name: str) -> None:
+    from slipstream.core.errors import SlipstreamError
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
@@ -194,7 +195,6 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors
     from slipstream.learner.trainer.weights.weight_stream import open_stream
-    from slipstream.protocol.errors import SlipstreamError
 
     job = json.loads((folder / f"{name}.json").read_text())
     config = config_of(folder, job)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
 
 from support.fakes.field_models import VOCAB
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
 
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "one": (1, {}),

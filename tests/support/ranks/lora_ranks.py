@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
 from support.ranks.parity_layouts import SETTINGS, STEPS, batches, probe

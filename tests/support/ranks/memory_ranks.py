@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import SETTINGS, batches, probe
 
@@ -108,10 +108,10 @@ def run_rank(folder: Path, job: str) -> None:
 
 def see_fp8(config: Config) -> dict:
     """What the model is built from, were TransformerEngine there; and what is said without it."""
+    from slipstream.core.errors import ConfigError
     from slipstream.learner.trainer.model import recipe
     from slipstream.learner.trainer.model.precision import check_fp8
     from slipstream.learner.trainer.ranks import compat
-    from slipstream.protocol.errors import ConfigError
 
     provider_of = recipe.provider_of
     bridge = compat.install().from_hf_pretrained(str(config.model.path))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 
 from support.ranks.lora_ranks import SP, save
 from support.ranks.parity_layouts import OVERLAP, SETTINGS, batches

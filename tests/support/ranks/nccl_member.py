@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.cuda_digests import CudaDigests
 from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id

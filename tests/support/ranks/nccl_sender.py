@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.rollout_server.weights.copy_plan import cut

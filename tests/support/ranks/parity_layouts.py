@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import Trajectory
 
 from support.fakes.fake_controller import make_batch, with_branches
 from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB

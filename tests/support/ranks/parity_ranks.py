@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import LAYOUTS, batches, config_of, probe
 
@@ -152,9 +152,9 @@ def count_finalizations(policy: Policy) -> list[int]:
 
 def nothing_trained(policy: Policy, step: TrainingStep, config: Config) -> dict:
     """A step after an ordinary one, whose episodes are all truncated and filtered for it."""
+    from slipstream.core.types import Status
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.weights.export import hf_tensors
-    from slipstream.protocol.types import Status
 
     first, second = batches(config)[:2]
     step.run(first)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import Trajectory
 
 from support.fakes.fake_controller import (
     FakeController,

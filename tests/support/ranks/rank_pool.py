@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from slipstream.protocol.machine.process import die_with_parent, without_collections
+from slipstream.core.machine.process import die_with_parent, without_collections
 
 from support.rigs.forked_programs import ForkedProgram
 from support.rigs.loopbacks import own_loopback
@@ -189,7 +189,7 @@ def _prepare() -> Start:
 
         cpu.install()
         compat.install()
-        import slipstream.learner.trainer.model.spec
+        import slipstream.learner.trainer.layers.spec
         import slipstream.learner.trainer.train  # noqa: F401
 
     threads = os.listdir("/proc/self/task")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import SETTINGS, SP, batches
 from support.ranks.role_ranks import judged

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import JsonValue
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.config import Config, LearnerSection, ParallelSection
+from slipstream.core.types import LogprobArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.settings.config import Config, LearnerSection, ParallelSection
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import LogprobArray
 
 from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, TREES, VPP, batches, probe
@@ -249,9 +249,9 @@ def refresh(folder: Path, model: str, other: str) -> None:
 
 def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
+    from slipstream.core.types import PolicyVersion
     from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
     from slipstream.learner.trainer.model.offload import Part
-    from slipstream.protocol.types import PolicyVersion
 
     config = config_of_run(layout, folder, layout)
     run = _Run(config)

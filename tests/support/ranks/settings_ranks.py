@@ -6,9 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config, parse_config
+from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import config_of
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from slipstream.core.settings.config import OffloadSection
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.meeting import Words
-from slipstream.protocol.settings.config import OffloadSection
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 
 

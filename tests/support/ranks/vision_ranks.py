@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from slipstream.client.builtin.colours import COLOURS, square_png
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_model, parse_config
-from slipstream.protocol.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
-from slipstream.protocol.vision.placed import image_tokens
+from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.vision.placed import image_tokens
+from slipstream.core.settings.config import Config
+from slipstream.core.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
+from slipstream.environments.colours import COLOURS, square_png
 
 from support.fakes.fake_controller import make_trajectory
 
@@ -225,10 +225,10 @@ def see_lost_tower(folder: Path, family: str, layout: str) -> None:
 
 def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     """Values behind images before and after a step of the critic towards its returns."""
+    from slipstream.core.configuration.roles import critic_config
     from slipstream.learner.trainer.algorithms.sequences import ModelEstimates, training_sequences
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.roles.critic import Critic
-    from slipstream.protocol.settings.roles import critic_config
 
     settings = critic_config(config)
     assert settings is not None

@@ -14,10 +14,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from slipstream.client.launch.trainer_ranks import rank_environments
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config
-from slipstream.protocol.types import Trajectory
 from slipstream.v1 import trainer_pb2
 
 

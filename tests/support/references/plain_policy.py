@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Trajectory
 from torch import Tensor
 
 from support.ranks.parity_layouts import probe

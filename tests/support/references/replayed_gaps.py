@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Trajectory
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.batches.batch import Batch

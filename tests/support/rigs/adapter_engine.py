@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
 
 from support.fakes.gloo_sender import GlooSender, layout_of

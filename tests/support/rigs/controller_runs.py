@@ -6,9 +6,9 @@ import asyncio
 import json
 
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Sampling
 
@@ -49,8 +49,8 @@ def config_of(folder: Path) -> Config:
 
 def always_draft() -> None:
     """The engine's process is forked, with this rule."""
-    from slipstream.rollout_server.inference import drafting_scheduler
     from slipstream.rollout_server.inference.draft_rule import DraftRule
+    from slipstream.rollout_server.vllm import drafting_scheduler
 
     class Always(DraftRule):
         def __init__(self, draft_tokens: int) -> None:
@@ -107,7 +107,7 @@ async def answer(folder: Path) -> dict[str, Any]:
     config = config_of(folder)
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=False)
     always_draft()
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)
     try:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
 from slipstream.rollout_server.episodes.renderer import Renderer
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import torch
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 
 from support.rigs.started_engine import become_a_server
 
@@ -23,7 +23,7 @@ class ForkedError(Exception):
 def start_up_to_the_fork(config: Config, said: Any) -> None:  # noqa: ANN401 - a queue
     """Puts into `said` what of CUDA has begun by then; call it in a process of its own."""
     become_a_server(config)
-    from slipstream.rollout_server.inference import engine, engine_arguments
+    from slipstream.rollout_server.vllm import engine, engine_arguments
 
     started: list[str] = []
 

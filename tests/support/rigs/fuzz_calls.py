@@ -19,9 +19,7 @@ import grpc.aio
 import numpy as np
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
-from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
-from slipstream.protocol.queue.seal import seal
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     Branch,
     GroupId,
     PolicyVersion,
@@ -32,6 +30,8 @@ from slipstream.protocol.types import (
     TrajectoryId,
     VersionSpan,
 )
+from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
+from slipstream.protocol.queue.seal import seal
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trainer_pb2, trajectory_pb2
 
 from support.rigs.fuzz_honest import HONEST

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from slipstream.client.dashboard.folders import RunFolders
 from slipstream.client.run_folder import check_run_folder
+from slipstream.core.configuration.config_file import dump_config, load_config
+from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
-from slipstream.protocol.errors import CheckpointError, ConfigError, ProtocolError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config, load_config
-from slipstream.protocol.settings.model_sizes import read_model_sizes
 from slipstream.v1 import trainer_pb2
 
 from support.rigs.controller_runs import make_config

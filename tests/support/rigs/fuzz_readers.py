@@ -20,6 +20,10 @@ from google.protobuf.message import DecodeError, Message
 from slipstream.client.environment import Environment, StepResult
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
+from slipstream.core.errors import ConfigError, EnvironmentFailed, ProtocolError
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.config import SamplingSection
+from slipstream.core.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.reporting.readable import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -34,12 +38,8 @@ from slipstream.protocol.codec import (
     unpack_logprobs,
     unpack_tokens,
 )
-from slipstream.protocol.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.seal import opener
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.settings.config import SamplingSection
-from slipstream.protocol.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.call_table import CallTable
 from slipstream.rollout_server.episodes.calls import StreamSession

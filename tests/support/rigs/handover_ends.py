@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer
 from slipstream.protocol.weights.shared_buffers import HostBuffers
 

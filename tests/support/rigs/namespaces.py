@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-from slipstream.protocol.machine.process import below_this
+from slipstream.core.machine.process import below_this
 
 PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "chroot", "ss")
 DEVICES = ("null", "zero", "full", "random", "urandom")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from measure import visible
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.settings.config_file import dump_config, parse_config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 from support.fakes import weight_receiver_process

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from make_tiny_model import make_tokenizer
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Generation, Sampling
@@ -146,7 +146,7 @@ class Rig:
             keep_matrices_plain()
         if process.is_cpu_build():
             multiply_float8_fast()
-        from slipstream.rollout_server.inference.engine import VllmEngine
+        from slipstream.rollout_server.vllm.engine import VllmEngine
 
         from support.fakes.hashing_worker import use_hashing_worker
 

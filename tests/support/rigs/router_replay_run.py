@@ -22,11 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.protocol.codec import decode_trajectory, encode_trajectory
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import (
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.settings.config import Config
+from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
@@ -35,6 +34,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from slipstream.rollout_server import process
 
 from support.fakes.parity_models import make_mixture
@@ -133,7 +133,7 @@ def generate(folder: Path, config: Config) -> None:
 
 async def _generate(config: Config) -> list[Trajectory]:
     from slipstream.rollout_server.engine_interface import Sampling
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)
     sampling = Sampling(1.0, 1.0, 0, REPLY_TOKENS, 2, 300, ignore_eos=True)

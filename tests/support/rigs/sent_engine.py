@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from slipstream.protocol.settings.config_file import check_model, parse_config
-from slipstream.protocol.settings.nested_decoders import TOWERS
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.models.nested_decoders import TOWERS
+from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights
 
@@ -86,7 +86,7 @@ async def seen_each_time(
     config = parse_config(table, source="rig")
     check_model(config)
     os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(with_small_cache(config), seed=1)
     try:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 from slipstream.rollout_server import process
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
 
 # Blocks of 128 tokens, for 16 episodes of the 3000 tokens that the longest rig allows, and more
@@ -54,7 +54,7 @@ def end_thread_pool() -> None:
 async def started_engine(config: Config) -> AsyncIterator[VllmEngine]:
     """The engine, paused; at the end of the block its processes are gone."""
     become_a_server(config)
-    from slipstream.rollout_server.inference.engine import VllmEngine
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(with_small_cache(config), seed=1)
     try:

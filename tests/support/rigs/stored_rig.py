@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import WeightsSection
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
 from slipstream.rollout_server.fetch_orders import FAILED, SERVING, FetchOrders

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.sandbox.sandbox import BACKENDS, why_not
+from slipstream.environments.sandbox.sandbox import BACKENDS, why_not
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

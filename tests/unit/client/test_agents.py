@@ -17,11 +17,11 @@ from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.agents.run import AgentRun
-from slipstream.client.builtin.judged import JudgedByStart
 from slipstream.client.serving import EpisodeHost, answer_commands
 from slipstream.client.witness import CallWitness
+from slipstream.core.errors import ConfigError, EnvironmentFailed
+from slipstream.environments.judged import JudgedByStart
 from slipstream.protocol.call_record import CallRecord
-from slipstream.protocol.errors import ConfigError, EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.scripted_server import (

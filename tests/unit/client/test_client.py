@@ -12,8 +12,8 @@ import pytest
 from slipstream.client import Client
 from slipstream.client.cli import parse
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.protocol.access.security import Credentials, bind, create_server
-from slipstream.protocol.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

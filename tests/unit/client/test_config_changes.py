@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.config_changes import FIXED, GROWING, check_resumable
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.sections import EnvironmentSection
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import EnvironmentSection
 
 
 def config(**changes: object) -> Config:

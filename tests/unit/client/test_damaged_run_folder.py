@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from slipstream.client.dashboard.folders import RunFolders
 from slipstream.client.run_folder import check_run_folder, version_to_export, write_config
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config, load_config
+from slipstream.core.configuration.config_file import dump_config, load_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 from support.fakes.small_checkpoints import save_checkpoint
 from support.fakes.small_configs import config_of
 

@@ -13,7 +13,7 @@ import pytest
 from slipstream.client.dashboard import folders
 from slipstream.client.dashboard.folders import RunFolders, UnknownRun
 from slipstream.client.dashboard.server import open_dashboard
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
 
 
 def a_run(folder: Path, name: str, *rows: dict) -> Path:

@@ -18,11 +18,11 @@ from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, prob
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.client.launch.preflight import free_port
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.gpus import list_gpus
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.gpus import list_gpus
+from slipstream.core.settings.config import Config
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 from support.fakes.model_folders import write_loadable_files
 
 

@@ -13,9 +13,9 @@ from slipstream.client.doctor.findings import Finding, Verdict
 from slipstream.client.doctor.fit import Needs, check_fit
 from slipstream.client.doctor.gpus import check_gpus
 from slipstream.client.launch import placement
-from slipstream.protocol.machine.gpus import Gpu
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.machine.gpus import Gpu
+from slipstream.core.settings.config import Config
 
 GIB = 1 << 30
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))

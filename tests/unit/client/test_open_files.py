@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.machine.process import MAX_OPEN_FILES
+from slipstream.core.machine.process import MAX_OPEN_FILES
 
 pytestmark = pytest.mark.process
 

@@ -17,10 +17,10 @@ from slipstream.client.run_folder import (
     make_run_folder,
     write_config,
 )
+from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
-from slipstream.protocol.errors import ConfigError
 from support.fakes.small_configs import config_of
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from slipstream.client import Environment, Message, StepResult
 from slipstream.client.serving import EpisodeHost, answer_commands
-from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.tool_schemas import read_tools
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.tool_schemas import read_tools
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_workers import Calculator, Empty, Good, Misbehaving, Plain
@@ -230,7 +230,7 @@ def test_an_environment_without_tasks_is_refused() -> None:
 async def test_a_loaded_environment_answers() -> None:
     host = EpisodeHost()
     spec = pb.EnvironmentSpec(
-        reference="slipstream.client.builtin.echo:Echo", args_json='{"num_symbols": 3}'
+        reference="slipstream.environments.echo:Echo", args_json='{"num_symbols": 3}'
     )
     answer = await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
     assert answer.loaded.num_tasks == 5

@@ -126,7 +126,7 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
 
 
 async def test_a_check_prints_the_number_of_tasks() -> None:
-    echo = "slipstream.client.builtin.echo:Echo"
+    echo = "slipstream.environments.echo:Echo"
     assert await check(echo) == (0, f"environment {echo} is ready: 106 tasks\n", "")
 
 
@@ -175,8 +175,8 @@ async def test_a_failed_check_of_an_agent_says_why() -> None:
 FAILED_CHECKS = [
     (["no_such:X"], "environment no_such:X: there is no module 'no_such'"),
     (
-        ["slipstream.client.builtin.echo:Echo", "--args", '{"num_symbols": 1}'],
-        "environment slipstream.client.builtin.echo:Echo: Echo(...) failed: ValueError: "
+        ["slipstream.environments.echo:Echo", "--args", '{"num_symbols": 1}'],
+        "environment slipstream.environments.echo:Echo: Echo(...) failed: ValueError: "
         "num_symbols must be from 3 to 26, got 1 (echo.py:",
     ),
     (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),

@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import (
     bound_of,
     check_bounds,
@@ -14,7 +15,6 @@ from slipstream.protocol.bounds import (
     max_message_bytes,
     unbounded_fields,
 )
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import (
     bounds_pb2,
     environment_pb2,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import CheckpointError
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol import checkpoints
 from slipstream.protocol.checkpoints import (
     FileEntry,
@@ -26,8 +28,6 @@ from slipstream.protocol.checkpoints import (
     steps_to_remove,
     write_manifest,
 )
-from slipstream.protocol.errors import CheckpointError
-from slipstream.protocol.types import PolicyVersion
 
 LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
 

@@ -6,6 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slipstream.core.errors import ProtocolError
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.types import (
+    Branch,
+    PolicyVersion,
+    Status,
+    TokenSequence,
+    Trajectory,
+    VersionSpan,
+)
 from slipstream.protocol.codec import (
     MAX_TRAJECTORY_BYTES,
     decode_trajectory,
@@ -18,17 +29,6 @@ from slipstream.protocol.codec import (
     unpack_tokens,
     version_from_pb,
     version_to_pb,
-)
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.types import (
-    Branch,
-    PolicyVersion,
-    Status,
-    TokenSequence,
-    Trajectory,
-    VersionSpan,
 )
 from slipstream.v1 import trajectory_pb2 as pb
 from support.fakes.fake_trajectories import make_trajectory, trajectories, versions

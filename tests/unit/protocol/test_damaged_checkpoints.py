@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import CheckpointError
 from slipstream.protocol.checkpoints import (
     check_newest,
     complete_steps,
@@ -14,7 +15,6 @@ from slipstream.protocol.checkpoints import (
     read_manifest,
     remove_partial,
 )
-from slipstream.protocol.errors import CheckpointError
 from support.fakes.small_checkpoints import save_checkpoint
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver
 from slipstream.protocol.queue.seal import opener, seal, server_key
-from slipstream.protocol.types import TrajectoryId
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzzing import TEXTS, mutated
 

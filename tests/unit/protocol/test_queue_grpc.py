@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from slipstream.core.errors import QueueError
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import Credentials, create_server, open_channel
-from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
-from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 

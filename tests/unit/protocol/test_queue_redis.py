@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_connection import RedisConnection
-from slipstream.protocol.types import TrajectoryId
 
 pytestmark = pytest.mark.process
 

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import pytest
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
-from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
-from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2_grpc
 from support.fakes.memory_queue import MemoryQueue
 

@@ -14,11 +14,11 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.client.doctor.redis_examination import examine
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
-from slipstream.protocol.types import TrajectoryId
 
 pytestmark = pytest.mark.process
 

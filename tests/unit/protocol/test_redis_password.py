@@ -1,9 +1,9 @@
 import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import QueueSection
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.queue.redis_connection import RedisConnection
-from slipstream.protocol.settings.config import QueueSection
-from slipstream.protocol.settings.config_file import parse_config
 
 
 def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):

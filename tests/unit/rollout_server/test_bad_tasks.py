@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.types import FailureKind, Status
+from slipstream.core.types import FailureKind, Status
 from slipstream.v1 import environment_pb2, fleet_pb2
 
 pytestmark = pytest.mark.process

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.fetch_orders import FetchOrders
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.client.builtin.demonstrations import Demonstrations
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.client.serving import EpisodeHost
-from slipstream.protocol.types import FailureKind, PolicyVersion, Status, VersionSpan
+from slipstream.core.types import FailureKind, PolicyVersion, Status, VersionSpan
+from slipstream.environments.demonstrations import Demonstrations
 from slipstream.v1 import environment_pb2, fleet_pb2
 
 A, B, C, END = 4, 5, 6, 2

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.descendants import kernel_oom_kills
-from slipstream.protocol.exit_codes import NOT_STARTED
-from slipstream.protocol.settings.config import RolloutServerSection
+from slipstream.core.exit_codes import NOT_STARTED
+from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.process import describe_engine_death, engine_environment
 from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config
+from slipstream.core.configuration.config_file import dump_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 from slipstream.rollout_server.__main__ import read_settings
 
 

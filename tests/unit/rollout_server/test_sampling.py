@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from slipstream.protocol.settings.config import SamplingSection
+from slipstream.core.settings.config import SamplingSection
 from slipstream.rollout_server.agents.sampling_rule import rule
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import fleet_pb2
@@ -39,7 +39,7 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
 @pytest.mark.process
 def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_place() -> None:
     pytest.importorskip("vllm")
-    from slipstream.rollout_server.inference.vllm_requests import parameters
+    from slipstream.rollout_server.vllm.vllm_requests import parameters
 
     section = SamplingSection(
         temperature=0.5, top_p=0.25, top_k=7, max_reply_tokens=8, max_episode_tokens=32

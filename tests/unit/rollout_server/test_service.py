@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from slipstream.protocol.errors import ConfigError, RunFailed
-from slipstream.protocol.types import FailureKind, PolicyVersion, Purpose, Status
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.rollout_server.session import SessionWaits

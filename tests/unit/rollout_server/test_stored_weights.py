@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.deltas import content_name, on_the_wire
 from slipstream.protocol.weights.storage import Storage
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from slipstream.core.types import LogprobArray, PolicyVersion, ServerId
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.types import LogprobArray, PolicyVersion, ServerId
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.episode import EpisodeServices

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import uvicorn
 from slipstream.client.agent import BRANCH_NAME, Endpoint
 from slipstream.client.agents.exchange import CallExchange, OpenCall, TooManyCalls
+from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import environment_pb2 as pb
 
 LOOPBACK = "127.0.0.1"

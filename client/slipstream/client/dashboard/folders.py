@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.protocol.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED, log_path
+from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED, log_path
 
 # Largest part of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20

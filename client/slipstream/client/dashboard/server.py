@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from slipstream.client.dashboard.folders import RunFolders, UnknownRun
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
 
 _HOST = "127.0.0.1"
 _LAST_PORT = 65535

@@ -15,9 +15,9 @@ from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.queue import check_queue
 from slipstream.client.doctor.setup import check_passed, check_setup
 from slipstream.client.terminal import say
-from slipstream.protocol.machine.gpus import list_gpus
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.machine.gpus import list_gpus
+from slipstream.core.settings.config import Config
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0

@@ -16,13 +16,13 @@ from slipstream.client.launch.placement import (
     place_here,
     share_memory,
 )
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.gpus import Gpu, find_gpu
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.loaded_tensors import loaded_tensors
-from slipstream.protocol.settings.model_files import missing_weights
-from slipstream.protocol.settings.roles import role_settings
-from slipstream.protocol.settings.sections import ParallelSection
+from slipstream.core.configuration.roles import role_settings
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.gpus import Gpu, find_gpu
+from slipstream.core.models.loaded_tensors import loaded_tensors
+from slipstream.core.models.model_files import missing_weights
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import ParallelSection
 
 GIB = 1 << 30
 # GiB that torch, Megatron and vLLM take by themselves: in a rank, in all processes of an engine.

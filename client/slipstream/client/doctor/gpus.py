@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
-from slipstream.protocol.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
+from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
 from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT
 
 GIB = 1 << 30

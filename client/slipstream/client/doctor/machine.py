@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
-from slipstream.protocol.machine.process import MAX_OPEN_FILES
+from slipstream.core.machine.process import MAX_OPEN_FILES
 
 GIB = 1 << 30
 # The control group of the container, if this is one.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.errors import ConfigError, QueueError
 from slipstream.protocol.queue.redis_rights import ROLES
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.queue_section import QueueEnd
 
 LIMIT_S = 3.0
 LINES = "docs/security.md has the ACL SETUSER line"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
 from slipstream.protocol.queue.redis_connection import RedisConnection
 from slipstream.protocol.queue.redis_durability import (
     check_loading,

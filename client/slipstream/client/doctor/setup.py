@@ -21,12 +21,12 @@ from slipstream.client.launch.preflight import (
     check_port,
     passes_to_megatron,
 )
+from slipstream.core.configuration.config_file import check_model, model_warnings
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.gpus import Gpu
+from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.gpus import Gpu
-from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import check_model, model_warnings
 
 CONNECT_LIMIT_S = 3.0
 

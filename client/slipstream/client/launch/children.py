@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.client.terminal import say
-from slipstream.protocol.descendants import kernel_oom_kills
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.process import below_this
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.process import below_this
 
 TAIL_BYTES = 65536
 # A disk with fewer free bytes counts as full.

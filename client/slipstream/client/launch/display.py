@@ -10,7 +10,7 @@ from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import complain, counted, discard, plain
-from slipstream.protocol.run_folder import (
+from slipstream.core.run_folder import (
     CHECKPOINTS,
     CURVES,
     LOGS,
@@ -19,7 +19,7 @@ from slipstream.protocol.run_folder import (
     SUMMARY,
     log_path,
 )
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
 
 # The names in a run's folder that people look for.

@@ -14,14 +14,14 @@ from slipstream.client.launch.placement import (
     uses_gpus,
 )
 from slipstream.client.terminal import say
+from slipstream.core.configuration.config_file import check_sizes, dump_config, model_warnings
+from slipstream.core.configuration.roles import role_settings
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.machine.gpus import Gpu
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.protocol.access.security import without_password
-from slipstream.protocol.errors import ConfigError, SlipstreamError
-from slipstream.protocol.machine.gpus import Gpu
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_sizes, dump_config, model_warnings
-from slipstream.protocol.settings.model_sizes import read_model_sizes
-from slipstream.protocol.settings.rank_layout import RankLayout
-from slipstream.protocol.settings.roles import role_settings
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Mapping
 
 from slipstream.client.launch.placement import uses_gpus
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config, RolloutServerSection
-from slipstream.protocol.settings.cpu_engines import cpu_engine_problems
-from slipstream.protocol.settings.model_sizes import read_model_sizes
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.cpu_engines import cpu_engine_problems
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.settings.config import Config, RolloutServerSection
 
 # Arguments of vLLM that set its cache in place of our setting.
 CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}

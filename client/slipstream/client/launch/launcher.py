@@ -40,16 +40,16 @@ from slipstream.client.run_folder import (
 )
 from slipstream.client.stopping import stop_signal
 from slipstream.client.terminal import say
-from slipstream.protocol.errors import ConfigError, RunFailed
-from slipstream.protocol.machine.process import raise_open_files
-from slipstream.protocol.names import check_server_id
+from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.machine.process import raise_open_files
+from slipstream.core.names import check_server_id
+from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
+from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.tracking import check_trackers
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
-from slipstream.protocol.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
-from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import load_config, parse_config
-from slipstream.protocol.settings.queue_section import QueueEnd
-from slipstream.protocol.settings.tracking import check_trackers
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.sections import MOST_DRAFTED_EPISODES
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
 

@@ -21,6 +21,17 @@ import grpc
 import grpc.aio
 from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
+from slipstream.core.configuration.config_file import check_model, check_sizes, dump_config
+from slipstream.core.configuration.roles import role_settings
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import listen
+from slipstream.core.machine.other_python import worker_program
+from slipstream.core.machine.process import open_variables
+from slipstream.core.run_folder import log_path
+from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.sections import EnvironmentSection, SecuritySection
 from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
     Credentials,
@@ -29,17 +40,6 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.address import listen
-from slipstream.protocol.machine.process import open_variables
-from slipstream.protocol.other_python import worker_program
-from slipstream.protocol.run_folder import log_path
-from slipstream.protocol.settings.config import Config, address_parts
-from slipstream.protocol.settings.config_file import check_model, check_sizes, dump_config
-from slipstream.protocol.settings.measurement_sections import EvaluationSection
-from slipstream.protocol.settings.queue_section import QueueEnd
-from slipstream.protocol.settings.roles import role_settings
-from slipstream.protocol.settings.sections import EnvironmentSection, SecuritySection
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 MEGATRON_CHECK = "slipstream.learner.trainer.check"

@@ -52,7 +52,7 @@ async def run_program(
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "slipstream.protocol.keeper", "--"],
+            *[sys.executable, "-m", "slipstream.core.machine.keeper", "--"],
             *command,
             stdin=stdin,
             stdout=asyncio.subprocess.DEVNULL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.protocol.exit_codes import FINAL_ERROR, NOT_STARTED, USAGE_ERROR
+from slipstream.core.exit_codes import FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # A restart after one of these would fail in the same way.

@@ -24,13 +24,13 @@ from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.launch.waits import tell_waits
 from slipstream.client.run_folder import node_folder, write_config
 from slipstream.client.stopping import stop_signal
+from slipstream.core.configuration.config_file import model_warnings
+from slipstream.core.errors import QueueError, RunFailed
+from slipstream.core.exit_codes import FAILED
+from slipstream.core.run_folder import LOGS, log_path
+from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials
-from slipstream.protocol.errors import QueueError, RunFailed
-from slipstream.protocol.exit_codes import FAILED
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.run_folder import LOGS, log_path
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import model_warnings
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 CONTROLLER = "slipstream.learner.controller"

@@ -17,10 +17,10 @@ from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.restarts import FINAL_CODES, FIRST_PAUSE_S, RestartPolicy
+from slipstream.core.run_folder import log_path
+from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
-from slipstream.protocol.run_folder import log_path
-from slipstream.protocol.settings.config import Config, address_parts
 
 TRAINER = "slipstream.learner.trainer"
 

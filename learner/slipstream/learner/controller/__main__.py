@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import uvloop
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import RunFailed, SlipstreamError
+from slipstream.core.exit_codes import FAILED, USAGE_ERROR
 from slipstream.learner.controller.own_log import OwnLog, last_words
-from slipstream.protocol.errors import RunFailed, SlipstreamError
-from slipstream.protocol.exit_codes import FAILED, USAGE_ERROR
-from slipstream.protocol.settings.config_file import load_config
 
 
 def main() -> int:
@@ -44,9 +44,9 @@ def _first(error: BaseException) -> BaseException:
 
 
 async def _serve(path: Path) -> int:
+    from slipstream.core.settings.tracking import check_trackers
     from slipstream.learner.controller.application import Controller
     from slipstream.protocol.access.security import Credentials
-    from slipstream.protocol.settings.tracking import check_trackers
 
     config = load_config(path)
     check_trackers(config.tracking)

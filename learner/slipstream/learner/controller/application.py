@@ -10,6 +10,9 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import grpc.aio
+from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
+from slipstream.core.settings.config import Config
+from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.learner.controller.evaluations.evaluation import Evaluator
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.goodbye import await_goodbye
@@ -45,9 +48,6 @@ from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
-from slipstream.protocol.run_folder import CHECKPOINTS, JOURNAL
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

@@ -9,11 +9,11 @@ import os
 import sys
 import tomllib
 
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.task_view import TaskView
 from slipstream.learner.controller.tasks.own_choice import ChoiceFailed, own_choices
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.task_view import TaskView
 
 _TRIAL_TASKS = 1000
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 

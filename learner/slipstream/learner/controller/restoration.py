@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
+from slipstream.core.errors import ConfigError, ProtocolError
+from slipstream.core.run_folder import check_journal_not_lost
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.busy_seconds import BusySeconds
@@ -21,8 +23,6 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.errors import ConfigError, ProtocolError
-from slipstream.protocol.run_folder import check_journal_not_lost
 
 
 @dataclass(frozen=True)

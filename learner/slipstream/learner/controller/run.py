@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog, Signal
 from slipstream.learner.controller.lease_freshness import Freshness
 from slipstream.learner.controller.lease_pace import JustInTime
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.progress import RunProgress
-from slipstream.protocol.settings.config import Config
 
 
 @dataclass(frozen=True)

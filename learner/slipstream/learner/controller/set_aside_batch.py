@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.core.errors import ConfigError, ProtocolError, SlipstreamError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.trajectories.batch import from_record
 from slipstream.learner.controller.trajectories.set_aside import SetAside
-from slipstream.protocol.errors import ConfigError, ProtocolError, SlipstreamError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.run_folder import JOURNAL, JOURNAL_LOG
 
 CAUSE = "the user asked for it"
 

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.protocol.errors import ConfigError, SlipstreamError
-from slipstream.protocol.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
-from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.machine.process import flush_output, without_collections
-from slipstream.protocol.run_folder import LOCKS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_model, load_config
+from slipstream.core.configuration.config_file import check_model, load_config
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
+from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.machine.process import flush_output, without_collections
+from slipstream.core.run_folder import LOCKS
+from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.storage import check_storage
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import tomllib
 
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.configuration.roles import named, role_settings
+from slipstream.core.errors import ConfigError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.ranks import compat, cpu
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.roles import named, role_settings
 from slipstream.protocol.weights.storage import check_storage
 
 

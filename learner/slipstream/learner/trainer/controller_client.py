@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from slipstream.core.backoff import Backoff
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
-from slipstream.protocol.backoff import Backoff
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
-from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.rich_errors import Reason, error_info
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 

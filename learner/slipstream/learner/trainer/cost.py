@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import torch
+from slipstream.core.models.model_sizes import read_model_table
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepResult
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.model_sizes import read_model_table
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from slipstream.core.errors import ConfigError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.models.model_files import held_tensors
+from slipstream.core.models.model_sizes import read_model_table
 from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.settings.model_files import held_tensors
-from slipstream.protocol.settings.model_sizes import read_model_table
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -11,12 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from slipstream.core.configuration.config_file import check_model, load_config, parse_config
+from slipstream.core.errors import CheckpointError, SlipstreamError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.run_folder import CHECKPOINTS
+from slipstream.core.settings.config import Config
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
-from slipstream.protocol.errors import CheckpointError, SlipstreamError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.run_folder import CHECKPOINTS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_model, load_config, parse_config
 
 # Settings of learner, reference and critic about the number of ranks and about training. An export
 # does not need them, and many contradict a single rank.

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
-from slipstream.protocol.settings.hybrid_layers import (
+from slipstream.core.models.hybrid_layers import (
     NEMOTRON_H,
     hybrid_tensors,
     layer_kinds,
     with_usual_fields,
 )
-from slipstream.protocol.settings.rope_fields import architecture_of
+from slipstream.core.models.rope_fields import architecture_of
 
 # Dense bfloat16 TFLOP/s of one device, from NVIDIA's data sheets.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from slipstream.protocol.settings.algorithm_section import DecayKind
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.algorithm_section import DecayKind
+from slipstream.core.settings.config import Config
 
 # Shares of the way down after the share x of the decay's steps.
 _FALLEN: dict[DecayKind, Callable[[float], float]] = {

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from slipstream.core.models.nested_decoders import NESTED
+from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.adapters.lora import adapters
 from slipstream.learner.trainer.checkpoints.starting_weights import (
     check_no_adapters,
     check_no_lost_tower,
@@ -16,8 +20,8 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
     load_starting_weights,
 )
 from slipstream.learner.trainer.flops import model_sizes
+from slipstream.learner.trainer.layers.router_replay import replay_routers
 from slipstream.learner.trainer.model.attention_check import check_attention
-from slipstream.learner.trainer.model.lora import adapters
 from slipstream.learner.trainer.model.model import (
     Change,
     ParallelModel,
@@ -36,20 +40,16 @@ from slipstream.learner.trainer.model.offload import (
 )
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
-from slipstream.learner.trainer.model.router_replay import replay_routers
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.access.exposure import narrow_sockets
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.nested_decoders import NESTED
-from slipstream.protocol.vision.processors import load_processor
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
-    from slipstream.learner.trainer.model.vision import Vision
+    from slipstream.learner.trainer.families.vision import Vision
+    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def _load(
 
 def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     """Returns what lets `chunks` share beginnings, unless settings or the model forbid it."""
-    from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing, refusal
+    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
 
     min_tokens = config.learner.shared_prefix_tokens
     replays = config.algorithm.router_replay != "off"
@@ -221,7 +221,7 @@ def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision
     """Returns what lets `chunks` take images; None for a model without a vision tower."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
-    from slipstream.learner.trainer.model.vision import Vision
+    from slipstream.learner.trainer.families.vision import Vision
 
     processor = load_processor(folder)
     return Vision([unwrapped(chunk) for chunk in chunks], hf_config, processor)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
+from slipstream.core.errors import ProtocolError
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from slipstream.protocol.settings.config import ProfileSection
+from slipstream.core.settings.config import ProfileSection
 from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.core.configuration.config_file import check_model, load_config
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.run_folder import JOURNAL
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.errors import SlipstreamError
-from slipstream.protocol.exit_codes import USAGE_ERROR
-from slipstream.protocol.run_folder import JOURNAL
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import check_model, load_config
 from slipstream.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
@@ -28,17 +31,14 @@ from slipstream.learner.trainer.batches.data_checks import (
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.layers.router_replay import check_experts, routing_metrics
 from slipstream.learner.trainer.learning_rate import learning_rate
-from slipstream.learner.trainer.model.lora import dropping
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.model.router_replay import check_experts, routing_metrics
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.model.shares import Forward, masked_outputs, rank_micro_batches
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.stages import StageTimes
-from slipstream.protocol.errors import RunFailed, UntrainableBatch
-from slipstream.protocol.settings.config import Config
 from torch import Tensor
 
 # Metrics that each adapter has too, where there are several.

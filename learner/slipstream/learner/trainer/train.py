@@ -15,6 +15,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
+from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
@@ -41,11 +46,6 @@ from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
-from slipstream.protocol.errors import RunFailed, UntrainableBatch
-from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2

@@ -20,8 +20,8 @@ import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
+from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import decode, max_message_bytes
-from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.rich_errors import Reason, abort
 
 # grpc's classes are generic in their type stubs only.

@@ -17,9 +17,9 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.address import address_parts
-from slipstream.protocol.settings.config import Config
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import address_parts
+from slipstream.core.settings.config import Config
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 

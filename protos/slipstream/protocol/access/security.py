@@ -14,11 +14,11 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import grpc
 import grpc.aio
 from grpc.experimental import ChannelOptions
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
+from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.checked_calls import CheckingInterceptor
-from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.protocol.settings.config import Config, QueueSection, SecuritySection, address_parts
-from slipstream.protocol.settings.queue_section import QueueEnd
 
 # grpc's classes are generic in their type stubs only.
 if TYPE_CHECKING:

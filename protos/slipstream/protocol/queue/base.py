@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from slipstream.protocol.types import TrajectoryId
+from slipstream.core.types import TrajectoryId
 
 
 @dataclass(frozen=True)

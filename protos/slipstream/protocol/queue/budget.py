@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.errors import QueueError, TrajectoryQueueFull
 
 
 class ByteBudget:

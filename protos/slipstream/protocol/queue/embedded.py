@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from slipstream.protocol.errors import QueueError
-from slipstream.protocol.machine.owned_folder import (
+from slipstream.core.errors import QueueError
+from slipstream.core.machine.owned_folder import (
     MAX_SOCKET_PATH_BYTES,
     OwnedFolder,
     remove_abandoned,
 )
-from slipstream.protocol.machine.process import below_this
+from slipstream.core.machine.process import below_this
 from slipstream.protocol.queue.base import AsyncClosing
 from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
 

@@ -18,13 +18,13 @@ from typing import TypeAlias
 
 import grpc
 import grpc.aio
+from slipstream.core.backoff import Backoff
+from slipstream.core.errors import QueueError
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata
-from slipstream.protocol.backoff import Backoff
-from slipstream.protocol.errors import QueueError
 from slipstream.protocol.queue.base import AsyncClosing, Delivery
 from slipstream.protocol.queue.budget import ByteBudget
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
-from slipstream.protocol.types import TrajectoryId
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 

@@ -20,8 +20,9 @@ from types import TracebackType
 
 from redis.exceptions import WatchError
 from redis.typing import EncodableT, FieldT
-from slipstream.protocol.backoff import Backoff
-from slipstream.protocol.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.backoff import Backoff
+from slipstream.core.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.budget import check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_connection import (
@@ -33,7 +34,6 @@ from slipstream.protocol.queue.redis_connection import (
     RedisConnection,
 )
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
-from slipstream.protocol.types import TrajectoryId
 
 __all__ = ["EmbeddedServer", "RedisReceiver", "RedisSender"]
 

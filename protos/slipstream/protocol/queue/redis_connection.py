@@ -25,8 +25,8 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from slipstream.protocol.backoff import Backoff
-from slipstream.protocol.errors import QueueError
+from slipstream.core.backoff import Backoff
+from slipstream.core.errors import QueueError
 from slipstream.protocol.queue.redis_counters import Counted, Counters
 
 RECONNECT_TIMEOUT_S = 30.0

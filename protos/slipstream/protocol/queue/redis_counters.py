@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
 
 # The values of the mark, of `added`, of `removed`, and of a sender's own `added`.
 Counted: TypeAlias = Sequence[bytes | None]

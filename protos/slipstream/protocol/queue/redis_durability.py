@@ -6,7 +6,7 @@ import logging
 
 import redis.asyncio
 from redis.exceptions import NoPermissionError, ResponseError
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
 from slipstream.protocol.queue.redis_connection import RedisConnection
 from slipstream.protocol.queue.redis_rights import DEFAULT_USER
 

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import TypeAlias, cast
 
 from redis.exceptions import RedisError, ResponseError
-from slipstream.protocol.errors import QueueError
+from slipstream.core.errors import QueueError
+from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
@@ -31,7 +32,6 @@ from slipstream.protocol.queue.redis_connection import (
 from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
 from slipstream.protocol.queue.redis_durability import check_loading, check_settings
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
-from slipstream.protocol.types import TrajectoryId
 
 GROUP = "controller"
 CONSUMER = "controller"

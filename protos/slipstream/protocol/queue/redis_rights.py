@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.protocol.settings.queue_section import QueueEnd
+from slipstream.core.settings.queue_section import QueueEnd
 
 Command: TypeAlias = tuple[str, ...]
 

@@ -13,9 +13,9 @@ import hmac
 from collections.abc import Callable
 from typing import TypeAlias
 
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import TrajectoryId, TrajectoryName
 from slipstream.protocol.bounds import shown
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import TrajectoryId, TrajectoryName
 
 SEAL_BYTES = 16
 MAX_KEYS = 4096

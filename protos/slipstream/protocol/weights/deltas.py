@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.errors import ProtocolError
+from slipstream.core.errors import ProtocolError
 from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
 from slipstream.protocol.weights.digests import bucket_digest
 

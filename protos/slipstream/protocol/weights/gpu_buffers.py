@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupy.cuda import runtime
-from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.core.errors import ConfigError, WeightSyncError
 
 
 class GpuBuffers:

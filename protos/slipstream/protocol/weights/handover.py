@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.machine.address import listen
 from slipstream.protocol.access.callers import HELLO_LIMIT_S, LINE_BYTES, Call, Callers
-from slipstream.protocol.errors import ConfigError, WeightSyncError
-from slipstream.protocol.machine.address import listen
 from slipstream.protocol.weights.waits import reason
 
 _NUMBER = struct.Struct("<Q")

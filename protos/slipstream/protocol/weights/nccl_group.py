@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.waits import reason, wait_for
 
 logger = logging.getLogger(__name__)

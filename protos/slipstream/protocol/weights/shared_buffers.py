@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.core.errors import ConfigError, WeightSyncError
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "slipstream-"

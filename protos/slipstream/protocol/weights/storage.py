@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.waits import wait_for
 
 log = logging.getLogger(__name__)

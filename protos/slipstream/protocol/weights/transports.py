@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.sections import ParallelSection
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.sections import ParallelSection
 
 _PLAIN = ParallelSection()
 

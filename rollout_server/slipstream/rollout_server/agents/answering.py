@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
-from slipstream.protocol.tool_schemas import NEED_PARSER
+from slipstream.core.tool_schemas import NEED_PARSER
 from slipstream.rollout_server.agents.limits import Refusal
 from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart, OpenCall
 from slipstream.rollout_server.agents.recorder import Recorder

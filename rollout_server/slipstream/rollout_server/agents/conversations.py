@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.types import LogprobArray, VersionSpan
-from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.engine_interface import Generation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.protocol.vision.data_urls import data_of_url
+from slipstream.core.models.vision.data_urls import data_of_url
 
 Message = Mapping[str, Any]
 # Stands for an image in the messages that are rendered; no template may change its text.

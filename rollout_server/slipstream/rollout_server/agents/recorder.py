@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from pydantic import JsonValue
-from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.rollout_server.agents.conversations import Conversations, Found, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.answering import Answering
 from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
 from slipstream.rollout_server.agents.open_call import HttpCall

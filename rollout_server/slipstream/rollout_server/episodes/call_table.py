@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 MAX_MESSAGE_CHARACTERS = 500

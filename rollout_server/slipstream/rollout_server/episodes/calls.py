@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.tool_schemas import NEED_PARSER, read_tools
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.tool_schemas import NEED_PARSER, read_tools
 from slipstream.rollout_server.agents.open_call import HttpPart
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply
 from slipstream.rollout_server.episodes.call_table import (

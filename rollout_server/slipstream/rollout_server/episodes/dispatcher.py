@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.core.errors import TrajectoryQueueFull
+from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, FailureKind, GroupId, Status, Trajectory
 from slipstream.protocol.codec import encode_trajectory
-from slipstream.protocol.errors import TrajectoryQueueFull
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
-from slipstream.protocol.types import MAX_EXCUSED_ATTEMPTS, FailureKind, GroupId, Status, Trajectory
 from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices
 from slipstream.rollout_server.episodes.episode_task import EpisodeTask
 from slipstream.rollout_server.episodes.lease import Identity, Lease

@@ -11,9 +11,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.types import Status
-from slipstream.rollout_server.agents.opening import Agents
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.types import Status
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.calls import (
@@ -25,11 +24,12 @@ from slipstream.rollout_server.episodes.calls import (
 from slipstream.rollout_server.episodes.history import History
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+from slipstream.rollout_server.vllm.agents.opening import Agents
 from slipstream.v1 import trajectory_pb2
 
 if TYPE_CHECKING:
     # It imports vLLM's server.
-    from slipstream.rollout_server.agents.reply_reader import ReplyReader
+    from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
 
 Answer = TypeVar("Answer")
 

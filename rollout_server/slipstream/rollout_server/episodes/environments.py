@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
-from slipstream.protocol.backoff import Backoff
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.backoff import Backoff
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.call_table import CallTable
 from slipstream.rollout_server.episodes.calls import EnvironmentSession, StreamSession
 from slipstream.rollout_server.episodes.lone_workers import LoneWorkers

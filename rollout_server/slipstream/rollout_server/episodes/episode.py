@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.template_values import read_values
-from slipstream.protocol.types import Failure, FailureKind, Status, Trajectory, VersionSpan
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.template_values import read_values
+from slipstream.core.types import Failure, FailureKind, Status, Trajectory, VersionSpan
 from slipstream.rollout_server.agents.limits import judge_sampling
-from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import (
@@ -38,6 +37,7 @@ from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.rollout_server.reference_server import ReferenceFailed, ReferenceServer
+from slipstream.rollout_server.vllm.agents.opening import Agents
 from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.types import Failure, Purpose, Status, Trajectory
 from slipstream.protocol.codec import merge_spans
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.types import Failure, Purpose, Status, Trajectory
 from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.protocol.errors import EnvironmentFailed
-from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import trajectory_pb2

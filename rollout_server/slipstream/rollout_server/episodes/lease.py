@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.settings.config import SamplingSection
-from slipstream.protocol.template_values import read_values
-from slipstream.protocol.types import GroupId, Purpose, ServerId
+from slipstream.core.errors import ProtocolError
+from slipstream.core.settings.config import SamplingSection
+from slipstream.core.template_values import read_values
+from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import fleet_pb2
 

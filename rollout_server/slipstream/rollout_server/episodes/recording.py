@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.reservation import max_text_bytes
-from slipstream.protocol.types import Branch, ImagePlace, LogprobArray, VersionSpan
-from slipstream.protocol.vision.placed import PlacedImage
+from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.reservation import max_text_bytes
+from slipstream.core.types import Branch, ImagePlace, LogprobArray, VersionSpan
 from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import Generation, Sampling

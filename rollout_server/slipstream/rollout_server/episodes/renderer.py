@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 from pydantic import JsonValue
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.vision.placed import ImageTokens, PlacedImage
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,

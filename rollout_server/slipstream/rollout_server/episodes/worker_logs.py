@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from slipstream.protocol.errors import RunFailed
+from slipstream.core.errors import RunFailed
 
 log = logging.getLogger(__name__)
 

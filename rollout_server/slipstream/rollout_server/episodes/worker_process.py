@@ -1,6 +1,6 @@
 """One environment worker as a process: its start, its calls, its end and the cause of the end.
 
-The server starts a keeper (`slipstream.protocol.keeper`), which runs the worker below it. When the
+The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker below it. When the
 keeper ends, all that the environment has started ends too, also when the server is killed.
 """
 
@@ -71,7 +71,7 @@ class WorkerProcess:
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "slipstream.protocol.keeper"),
+                *(sys.executable, "-m", "slipstream.core.machine.keeper"),
                 *("--cause-fd", str(cause), *limits.arguments()),
                 *("--", *command, "--record", str(record)),
                 env=worker_environment(os.environ, token),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from functools import partial
 
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.call_table import CallTable
 from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession, check_tools
 from slipstream.rollout_server.episodes.suspects import Suspects

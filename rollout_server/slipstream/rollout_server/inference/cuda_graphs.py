@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slipstream.protocol.settings.sections import RolloutServerSection
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.prompt_gathering import MOST_STEPS
 
 # Number of prompt tokens, besides the replies, in the largest captured step. A larger step keeps a

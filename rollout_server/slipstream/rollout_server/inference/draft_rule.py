@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from slipstream.protocol.settings.sections import MOST_DRAFTED_EPISODES
+from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES
 
 # Most tokens of a step with drafts: the most episodes fill it with one drafted token each.
 MOST_STEP_TOKENS = 2 * MOST_DRAFTED_EPISODES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.loaded_tensors import loaded_tensors
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.loaded_tensors import loaded_tensors
+from slipstream.core.settings.config import Config
 
 # Greatest part of the engine's share that "auto" takes from the KV cache for arriving weights.
 MOST_OF_SHARE = 1 / 6

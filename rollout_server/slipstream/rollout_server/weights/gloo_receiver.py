@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.access.exposure import local_address
-from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import Wire

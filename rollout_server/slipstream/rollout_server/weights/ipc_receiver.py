@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverReceiver

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.rollout_server.memory import free_bytes
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.gloo_receiver import HostReceiver

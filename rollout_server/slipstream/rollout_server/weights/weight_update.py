@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.weights_section import StageSetting
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.weights_section import StageSetting
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights

@@ -17,8 +17,8 @@ from slipstream.client.launch.children import (
     start_child,
     with_full_disk,
 )
-from slipstream.protocol.descendants import kernel_oom_kills
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.descendants import kernel_oom_kills
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.display import Display, loading_line
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
 

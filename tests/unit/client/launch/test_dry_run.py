@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch import engine_checks
 from slipstream.client.launch.dry_run import describe_dry_run, describe_server
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
 from support.fakes.small_configs import config_of
 
 SIZES = {

@@ -16,8 +16,8 @@ from slipstream.client.launch.engine_checks import (
     describe_engine,
     runner_problem,
 )
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import RolloutServerSection
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import RolloutServerSection
 from support.fakes.small_configs import config_of
 
 COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "sh"}

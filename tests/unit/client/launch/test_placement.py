@@ -19,10 +19,10 @@ from slipstream.client.launch.placement import (
     place,
     share_memory,
 )
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.gpus import Gpu
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import load_config, parse_config
+from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.gpus import Gpu
+from slipstream.core.settings.config import Config
 
 CONFIGS = Path(__file__).parents[4] / "deploy" / "configs"
 ENGINE_LINE = (

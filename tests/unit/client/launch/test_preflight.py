@@ -23,8 +23,8 @@ from slipstream.client.launch.preflight import (
     check_weights_host,
     free_port,
 )
-from slipstream.protocol.errors import ConfigError, SlipstreamError
-from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
+from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from support.fakes.small_configs import config_of
 from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.other_pythons import bare_python
@@ -147,7 +147,7 @@ def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
     table: dict[str, object] = {
         "run": {"name": "test", "steps": 10, "dir": str(folder)},
         "model": {"path": str(folder)},
-        "environments": [{"name": "echo", "reference": "slipstream.client.builtin.echo:Echo"}],
+        "environments": [{"name": "echo", "reference": "slipstream.environments.echo:Echo"}],
         "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
         "learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:29500"},
@@ -211,7 +211,7 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
 
 SPY = """
 import os
-from slipstream.client.builtin.echo import Echo
+from slipstream.environments.echo import Echo
 
 class Spy(Echo):
     def __init__(self):
@@ -277,7 +277,7 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
 async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    reference = "slipstream.client.builtin.colours:Colours"
+    reference = "slipstream.environments.colours:Colours"
     section = EnvironmentSection(name="e", reference=reference, timeout_s=20.0)
     config = config_of(tmp_path).model_copy(update={"environments": (section,)})
     with pytest.raises(ConfigError) as caught:
@@ -291,7 +291,7 @@ async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anyth
 
 HANGING = """
 import ctypes, os, subprocess, sys
-from slipstream.client.builtin.echo import Echo
+from slipstream.environments.echo import Echo
 
 class Leaving(Echo):
     '''Leaves a process behind that keeps its stderr open.'''
@@ -338,7 +338,7 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
         (tmp_path / "none", f"environment e: python must be an interpreter, got {tmp_path}/none"),
     ):
         section = EnvironmentSection(
-            name="e", reference="slipstream.client.builtin.echo:Echo", python=python
+            name="e", reference="slipstream.environments.echo:Echo", python=python
         )
         config = config_of(tmp_path).model_copy(update={"environments": (section,)})
         with pytest.raises(ConfigError) as caught:
@@ -348,7 +348,7 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
 
 PRINTING = """
 import os
-from slipstream.client.builtin.echo import Echo
+from slipstream.environments.echo import Echo
 
 class Printing(Echo):
     def reset(self, task):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.client.launch.restarts import MAX_PAUSE_S, RestartPolicy
-from slipstream.protocol.exit_codes import FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
+from slipstream.core.exit_codes import FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 
 
 def test_each_pause_is_twice_the_one_before_up_to_a_limit() -> None:

@@ -17,9 +17,9 @@ from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.run_calls import RunCalls, end_in_order
 from slipstream.client.launch.run_processes import RunProcesses
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
 

@@ -10,7 +10,7 @@ import pytest
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
 from support.fakes import exits
 
 pytestmark = pytest.mark.process

@@ -8,10 +8,10 @@ import statistics
 from dataclasses import dataclass, field
 
 import pytest
+from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.lease_pace import CALM_STEPS, JustInTime
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import GroupId, ServerId
 from support.rigs.fuzz_budget import times
 
 SERVER = ServerKey(ServerId("s"), 1)

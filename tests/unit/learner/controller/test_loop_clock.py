@@ -6,12 +6,12 @@ import asyncio
 import time
 
 import pytest
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.publishing.phases import FAILED, PhaseReports
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.watch import RunWatch
-from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 from support.rigs.lease_rig import SoundJournal, books_of
 from support.rigs.publishing_scene import joined, nothing, run_of

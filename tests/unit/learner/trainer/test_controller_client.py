@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.activity import Activity
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.dequantize import dequantize, main
-from slipstream.protocol.errors import ConfigError
 
 # The numbers that four bits stand for, by the OCP's MX specification.
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

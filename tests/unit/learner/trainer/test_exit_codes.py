@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.exit_codes import FINAL_ERROR, NOT_STARTED
 from slipstream.learner.trainer.__main__ import exit_code
 from slipstream.learner.trainer.train import StartAgain
-from slipstream.protocol.errors import ConfigError, RunFailed
-from slipstream.protocol.exit_codes import FINAL_ERROR, NOT_STARTED
 
 
 @pytest.mark.parametrize(

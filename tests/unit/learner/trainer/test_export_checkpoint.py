@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config, ParallelSection
 from slipstream.learner.trainer import export_checkpoint
 from slipstream.learner.trainer.export_checkpoint import on_one_rank
-from slipstream.protocol.settings.config import Config, ParallelSection
-from slipstream.protocol.settings.config_file import parse_config
 from support.rigs.run_processes import empty_model, write_config
 
 STAGES = {

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 from pydantic import JsonValue
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.learning_rate import learning_rate
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 
 
 def config_with(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.core.errors import ProtocolError
 from slipstream.learner.trainer.orders import (
     Stop,
     Wait,
@@ -9,7 +10,6 @@ from slipstream.learner.trainer.orders import (
     unpack_directives,
 )
 from slipstream.protocol.codec import trajectory_to_pb
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import batch_order, make_batch, publish_order, stop_order
 

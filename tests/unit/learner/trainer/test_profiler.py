@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import torch
+from slipstream.core.settings.config import ProfileSection
 from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.stages import StageTimes
-from slipstream.protocol.settings.config import ProfileSection
 
 
 def run_steps(window: ProfileWindow, steps: range) -> None:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.machine.gpu_lock import fill_gpus
+from slipstream.core.run_folder import LOCKS
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.orders import Order, Stop, Wait
 from slipstream.learner.trainer.train import Trainer, turn_of_step
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.machine.gpu_lock import fill_gpus
-from slipstream.protocol.run_folder import LOCKS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import weights_pb2
 

@@ -9,9 +9,9 @@ import logging
 import grpc
 import grpc.aio
 import pytest
+from slipstream.core.errors import ProtocolError
 from slipstream.protocol.access.checked_calls import SMALL_BYTES, CheckingInterceptor
 from slipstream.protocol.access.security import Credentials, create_server, open_channel
-from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import (
     fleet_pb2,

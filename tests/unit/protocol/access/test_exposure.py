@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 from slipstream.protocol.access.exposure import (
     check_private,
     describe_exposure,
@@ -13,9 +16,6 @@ from slipstream.protocol.access.exposure import (
     narrow_sockets,
     rendezvous_secret,
 )
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
 from support.rigs import namespaces
 
 MISSING = namespaces.missing()

@@ -7,6 +7,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.queue_section import QueueSection
+from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.security import (
     Credentials,
     bind,
@@ -18,9 +21,6 @@ from slipstream.protocol.access.security import (
     open_channel,
     without_password,
 )
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.queue_section import QueueSection
-from slipstream.protocol.settings.sections import SecuritySection
 from support.fakes.small_configs import config_of
 
 TOKEN = "s" * 32

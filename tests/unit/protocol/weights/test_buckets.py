@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
 from slipstream.protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     ITEM_BYTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.nccl_group import NcclGroup
 from support.fakes import fake_cupy

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer, host_id
 from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
 from support.rigs import handover_ends

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from support.fakes.fake_nccl import FakeCommunicator, FakeNccl, Meeting
 

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.errors import ConfigError, WeightSyncError
+from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.protocol.weights.shared_buffers import HostBuffers, make_buffers, open_buffers
 from support.fakes import fake_cupy
 

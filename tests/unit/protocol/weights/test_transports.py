@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.sections import ParallelSection
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.sections import ParallelSection
 from slipstream.protocol.weights.transports import Place, choose_transport
 
 CPU = Place("here")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.protocol.types import PolicyVersion, VersionSpan
+from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.rollout_server.agents.conversations import Call, Conversations, Turn
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.engine_interface import FinishReason, Generation

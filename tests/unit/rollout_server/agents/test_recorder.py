@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncGenerator
 
 import pytest
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder

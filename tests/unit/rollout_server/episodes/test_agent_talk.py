@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
 from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.open_call import HttpPart
 from slipstream.rollout_server.episodes.call_table import CallTable
 from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc.aio
 import psutil
 import pytest
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.chat import ChatMessage
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from make_tiny_model import make_tokenizer
-from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
     ChatMessage,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from make_tiny_vision_model import make_model, make_tokenizer
-from slipstream.client.builtin.colours import COLOURS, square_png
-from slipstream.protocol.types import ImagePlace
-from slipstream.protocol.vision.placed import PlacedImage, image_tokens
+from slipstream.core.models.vision.placed import PlacedImage, image_tokens
+from slipstream.core.types import ImagePlace
+from slipstream.environments.colours import COLOURS, square_png
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage
 from slipstream.rollout_server.episodes.history import History
 from slipstream.rollout_server.episodes.recording import Recording

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from slipstream.protocol.routed_experts import RoutedExperts
-from slipstream.protocol.types import Branch, PolicyVersion, VersionSpan
+from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.types import Branch, PolicyVersion, VersionSpan
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.recording import Recording

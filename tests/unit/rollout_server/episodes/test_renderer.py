@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from make_tiny_model import make_tokenizer
-from slipstream.protocol.errors import ConfigError
+from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, ToolCall
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 

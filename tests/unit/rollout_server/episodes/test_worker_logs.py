@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.errors import RunFailed
+from slipstream.core.errors import RunFailed
 from slipstream.rollout_server.episodes.worker_logs import BoundedLog, WorkerLogs
 from support.fakes.failing_thread import end_writing
 

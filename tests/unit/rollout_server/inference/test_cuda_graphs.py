@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.protocol.settings.sections import RolloutServerSection
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.cuda_graphs import (
     PROMPT_TOKENS,
     graph_sizes,

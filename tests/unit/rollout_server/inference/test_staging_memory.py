@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
 from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
 
 GB = 10**9

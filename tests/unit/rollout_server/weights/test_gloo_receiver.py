@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver

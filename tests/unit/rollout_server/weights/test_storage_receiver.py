@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.protocol.errors import WeightSyncError
+from slipstream.core.errors import WeightSyncError
+from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.joining import TRANSPORTS
 from slipstream.v1 import weights_pb2
 from support.rigs.stored_versions import BUCKETS, digests_of, first_content
 

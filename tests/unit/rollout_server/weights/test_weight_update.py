@@ -7,9 +7,9 @@ import contextlib
 from typing import Any
 
 import pytest
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.protocol.weights.digests import bucket_digest

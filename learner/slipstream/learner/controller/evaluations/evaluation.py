@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.types import GroupId, PolicyVersion
 from slipstream.learner.controller.evaluations.evaluation_statistics import (
     EvaluatedEpisode,
     evaluation_statistics,
@@ -26,8 +28,6 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.settings.measurement_sections import EvaluationSection
-from slipstream.protocol.types import GroupId, PolicyVersion
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.protocol.types import Status, Trajectory
+from slipstream.core.types import Status, Trajectory
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import GroupId
 
 
 @dataclass(eq=False)

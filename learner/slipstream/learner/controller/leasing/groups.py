@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import GroupId, Purpose, Trajectory
 from slipstream.learner.controller.records.history import OpenGroup
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import GroupId, Purpose, Trajectory
 
 
 @dataclass(eq=False)

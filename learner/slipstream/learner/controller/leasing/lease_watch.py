@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import GroupId
 
 # Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0

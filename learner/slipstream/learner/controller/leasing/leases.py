@@ -1,6 +1,6 @@
 """The book of leased groups: their holders, their finished members and the choice of a batch.
 
-Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.protocol.staleness`.
+Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.core.staleness`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from slipstream.core import staleness
+from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
 from slipstream.learner.controller.leasing.closing_leases import ClosingLeases
 from slipstream.learner.controller.leasing.groups import Fate, Group, GroupIds, reopened
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol import staleness
-from slipstream.protocol.types import GroupId, Purpose, Trajectory, TrajectoryName
 
 
 class LeaseBook:

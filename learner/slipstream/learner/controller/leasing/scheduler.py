@@ -12,6 +12,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from slipstream.core import reservation
+from slipstream.core.configuration.config_file import largest_trajectory_bytes
+from slipstream.core.types import Purpose
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
@@ -28,9 +31,6 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.protocol import reservation
-from slipstream.protocol.settings.config_file import largest_trajectory_bytes
-from slipstream.protocol.types import Purpose
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0

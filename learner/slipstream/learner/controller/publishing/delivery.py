@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.membership import Membership
 from slipstream.learner.controller.publishing.phases import LOADED, SERVING, PhaseReports
@@ -29,7 +30,6 @@ from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.v1 import fleet_pb2, weights_pb2
 

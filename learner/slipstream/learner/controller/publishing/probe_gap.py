@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import LogprobArray
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.protocol.codec import unpack_logprobs
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import LogprobArray
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 # Least 1 - p in the division: below it, rounding of log-probabilities near 0 would dominate.

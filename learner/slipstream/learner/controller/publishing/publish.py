@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish, can_take
 from slipstream.learner.controller.publishing.loads import Loads
 from slipstream.learner.controller.publishing.phases import FAILED, LOADED, PhaseReports
@@ -22,7 +23,6 @@ from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import JOINING, STALE, ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import num_tensors
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 

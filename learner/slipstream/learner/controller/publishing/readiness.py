@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.publishing.phases import READY, PhaseReports
@@ -17,7 +18,6 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2
 
 

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import Counter
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import READY
@@ -33,7 +34,6 @@ from slipstream.learner.controller.servers.server_states import (
 )
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
 # Longest time between two looks for servers that are due.

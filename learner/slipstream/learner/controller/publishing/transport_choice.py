@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
+from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.run import Run
-from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.weights.transports import Place, choose_transport
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from slipstream.core.errors import CheckpointError
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
@@ -17,7 +18,6 @@ from slipstream.protocol.checkpoints import (
     passed_over,
     read_manifest,
 )
-from slipstream.protocol.errors import CheckpointError
 
 LOOK_S = 2.0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from slipstream.core.types import GroupId, TrajectoryId
 from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.types import GroupId, TrajectoryId
 
 
 class EarlierIds:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records.busy_seconds import BusySeconds
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.filtering import FilteredGroups
@@ -21,8 +23,6 @@ from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 
 FORMAT = 1
 # The way out when a journal or a batch is not as it was written.

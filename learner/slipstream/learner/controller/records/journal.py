@@ -25,10 +25,10 @@ from types import TracebackType
 
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
+from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
+from slipstream.core.run_folder import BATCHES, JOURNAL_LOG
 from slipstream.learner.controller.records.history import REMEDY, attempt_of
 from slipstream.protocol.checkpoints import sync_folder
-from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.protocol.run_folder import BATCHES, JOURNAL_LOG
 from slipstream.v1 import trainer_pb2
 
 BLOCK_BYTES = 1 << 16

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.protocol.queue.base import AsyncClosing, Delivery, TrajectoryReceiver
-from slipstream.protocol.types import TrajectoryId
 
 
 class AccountedReceiver(AsyncClosing):

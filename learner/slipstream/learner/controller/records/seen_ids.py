@@ -8,7 +8,7 @@ import re
 from array import array
 from collections.abc import Iterable
 
-from slipstream.protocol.types import MAX_KEPT, GroupId, TrajectoryId, TrajectoryName
+from slipstream.core.types import MAX_KEPT, GroupId, TrajectoryId, TrajectoryName
 
 # Groups of one page; a forged id costs at most one page.
 PAGE = 256

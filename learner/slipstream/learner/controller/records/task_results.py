@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.protocol.settings.curriculum_section import MAX_WINDOW
-from slipstream.protocol.types import GroupId
+from slipstream.core.settings.curriculum_section import MAX_WINDOW
+from slipstream.core.types import GroupId
 
 
 class TaskResults:

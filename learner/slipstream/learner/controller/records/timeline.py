@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.records.history import RecordedStep
-from slipstream.protocol.types import PolicyVersion
 
 
 def version_of(

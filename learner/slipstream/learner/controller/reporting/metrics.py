@@ -13,6 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import JsonValue
+from slipstream.core.errors import ProtocolError
+from slipstream.core.run_folder import CURVES, METRICS, SAMPLES, SUMMARY, SUSPENDED
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.leasing.generation_rate import GenerationRate
@@ -42,9 +45,6 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     environment_means,
     equal_rewards,
 )
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.run_folder import CURVES, METRICS, SAMPLES, SUMMARY, SUSPENDED
-from slipstream.protocol.settings.config import Config
 from slipstream.v1 import fleet_pb2, status_pb2
 
 MIN_SAMPLED_GROUPS = 2

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import JsonValue
+from slipstream.core.settings.config import Config
+from slipstream.core.types import TokenArray, TokenSequence, Trajectory
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import TokenArray, TokenSequence, Trajectory
 
 TOKENIZER = "tokenizer.json"
 

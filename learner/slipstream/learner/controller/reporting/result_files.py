@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
-from slipstream.protocol.run_folder import rename_aside
+from slipstream.core.run_folder import rename_aside
 
 # Takes a warning about a file, in one line.
 Tell: TypeAlias = Callable[[str], None]

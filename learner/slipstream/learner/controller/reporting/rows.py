@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pydantic import JsonValue
+from slipstream.core.errors import ProtocolError
+from slipstream.core.run_folder import rename_aside
 from slipstream.learner.controller.records.journal import whole_bytes
 from slipstream.learner.controller.reporting.result_files import Tell, set_aside
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.run_folder import rename_aside
 
 # Columns that the row of every step has; the curves show them.
 COLUMNS = (

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import DRAINING, ServerEvent, ServerKey
 from slipstream.learner.controller.servers.session import ServerSession, describe
-from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2, status_pb2
 
 # Largest number of departed servers whose last state the status shows; each answer copies them.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from slipstream.protocol.types import ServerId
+from slipstream.core.types import ServerId
 from slipstream.v1 import fleet_pb2
 
 JOINING = fleet_pb2.SERVER_STATE_JOINING

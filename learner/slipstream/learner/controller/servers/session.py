@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.servers.outbox import Outbox
 from slipstream.learner.controller.servers.server_states import (
@@ -20,7 +21,6 @@ from slipstream.learner.controller.servers.server_states import (
     next_state,
 )
 from slipstream.learner.controller.stopwatch import Stopwatch
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2
 
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict", "rest", "wake")

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf import json_format
+from slipstream.core.template_values import read_values
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
@@ -26,7 +27,6 @@ from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.protocol.template_values import read_values
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.core.errors import ConfigError, ProtocolError
+from slipstream.core.names import check_server_id
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import misfit
 from slipstream.learner.controller.run import Run
@@ -21,11 +24,8 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.learner.controller.tasks.relay import raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.errors import ConfigError, ProtocolError
-from slipstream.protocol.names import check_server_id
 from slipstream.protocol.queue.seal import server_key
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 
 # Largest number of engine workers of one server; no machine has as many GPUs.

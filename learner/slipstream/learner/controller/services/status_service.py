@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession, describe
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.protocol.types import ServerId
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 

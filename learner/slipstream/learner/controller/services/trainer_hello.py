@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.protocol.types import PolicyVersion
+from slipstream.core.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 
 # Largest number of lines of a trainer's layout that become events.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.lease_waits import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -17,7 +18,6 @@ from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 
 

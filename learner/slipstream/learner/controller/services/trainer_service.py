@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
@@ -29,7 +30,6 @@ from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.set_aside import way_past
 from slipstream.protocol.codec import version_from_pb, version_to_pb
-from slipstream.protocol.errors import ProtocolError, RunFailed
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 

@@ -9,11 +9,11 @@ import random
 from collections import Counter
 from enum import Enum
 
+from slipstream.core.settings.curriculum_section import MAX_WINDOW, CurriculumSection
+from slipstream.core.task_view import TaskView
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.tasks.own_choice import OwnChoice
-from slipstream.protocol.settings.curriculum_section import MAX_WINDOW, CurriculumSection
-from slipstream.protocol.task_view import TaskView
-from slipstream.protocol.types import GroupId
 
 
 class Standing(Enum):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.measurement_sections import EvaluationSection
-from slipstream.protocol.settings.sections import EnvironmentSection
-from slipstream.protocol.template_values import values_json
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.settings.sections import EnvironmentSection
+from slipstream.core.template_values import values_json
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 

@@ -9,6 +9,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.history import (
     EnvironmentHistory,
     OpenGroup,
@@ -18,8 +20,6 @@ from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.learner.controller.tasks.own_choice import OwnChoice
-from slipstream.protocol.settings.curriculum_section import CurriculumSection
-from slipstream.protocol.types import GroupId
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.curriculum_section import CurriculumSection
-from slipstream.protocol.task_view import TaskView
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.task_view import TaskView
 
 # Seconds of one choice: meanwhile the controller does nothing else.
 LIMIT_S = 1.0

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from slipstream.core.staleness import lag
+from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
-from slipstream.protocol.staleness import lag
-from slipstream.protocol.types import GroupId, Trajectory
 from slipstream.v1 import trainer_pb2
 
 # Trajectories of a batch travel in messages of about this size.

@@ -10,11 +10,11 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from slipstream.core.rewards import has_variance
+from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Status, Trajectory
 from slipstream.learner.controller.trajectories.batch import FormedBatch
-from slipstream.protocol.rewards import has_variance
-from slipstream.protocol.settings.algorithm_section import GROUP_ADVANTAGES
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Status, Trajectory
 
 _EQUAL = "equal_rewards_fraction"
 # Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.

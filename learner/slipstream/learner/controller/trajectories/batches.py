@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
 from slipstream.learner.controller.records.ends import End
@@ -24,8 +26,6 @@ from slipstream.learner.controller.trajectories.batch import (
 )
 from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
-from slipstream.protocol.errors import ProtocolError, RunFailed
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 
 

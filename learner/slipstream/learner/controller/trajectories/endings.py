@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 
+from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.protocol.queue.base import TrajectoryReceiver
-from slipstream.protocol.types import Trajectory, TrajectoryId
 
 FLUSH_S = 0.05
 

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from slipstream.core.rewards import has_variance
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.ends import End
@@ -13,7 +14,6 @@ from slipstream.learner.controller.records.filtering import FilteredGroups, Verd
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
-from slipstream.protocol.rewards import has_variance
 
 
 class GroupFilter:

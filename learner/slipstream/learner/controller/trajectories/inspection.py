@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import GroupId, PolicyVersion, Trajectory, TrajectoryName
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.earlier_ids import EarlierIds
@@ -24,15 +27,7 @@ from slipstream.learner.controller.trajectories.quarantine import (
 )
 from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
 from slipstream.protocol.codec import decode_trajectory
-from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.settings.config_file import largest_trajectory_bytes, vocabulary_size
-from slipstream.protocol.types import (
-    GroupId,
-    PolicyVersion,
-    Trajectory,
-    TrajectoryName,
-)
 
 # Bytes for long names and a failure's message, in addition to what a lease reserves.
 NAMES_BYTES = 64 << 10

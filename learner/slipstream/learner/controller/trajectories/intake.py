@@ -13,6 +13,16 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import (
+    Failure,
+    FailureKind,
+    GroupId,
+    Purpose,
+    Status,
+    Trajectory,
+    TrajectoryName,
+)
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
@@ -22,17 +32,7 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.group_filter import GroupFilter
 from slipstream.learner.controller.trajectories.inspection import Inspector
-from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.types import (
-    Failure,
-    FailureKind,
-    GroupId,
-    Purpose,
-    Status,
-    Trajectory,
-    TrajectoryName,
-)
 from slipstream.v1 import fleet_pb2
 
 # Larger deliveries are decoded in a thread: decoding them would hold the event loop too long.

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
+from slipstream.core.names import is_server_id
+from slipstream.core.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
-from slipstream.protocol.names import is_server_id
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.v1 import trajectory_pb2
 
 # Quarantined deliveries of one server in a row after which that server is sent away.

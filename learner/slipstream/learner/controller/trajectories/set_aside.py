@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
+from slipstream.core.errors import ProtocolError
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Trajectory
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.trajectories.batch import FormedBatch, tokens_by_server
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Trajectory
 
 # Largest number of groups that a message names; further groups are only counted.
 MAX_TOLD_GROUPS = 5

@@ -6,10 +6,10 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
+from slipstream.core.reservation import max_text_bytes
+from slipstream.core.types import PolicyVersion, Purpose, Trajectory
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.reservation import max_text_bytes
-from slipstream.protocol.types import PolicyVersion, Purpose, Trajectory
 
 # Largest logarithm of a probability of 1 after rounding.
 LARGEST_LOGPROB = 1e-3

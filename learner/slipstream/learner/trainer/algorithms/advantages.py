@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.settings.algorithm_section import AlgorithmSection, GaeSection
+from slipstream.core.settings.algorithm_section import AlgorithmSection, GaeSection
 
 FloatArray = npt.NDArray[np.float64]
 

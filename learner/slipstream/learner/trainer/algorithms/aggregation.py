@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.protocol.settings.algorithm_section import AggregationKind
+from slipstream.core.settings.algorithm_section import AggregationKind
 
 
 def loss_weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from slipstream.protocol.settings.algorithm_section import KlEstimator
+from slipstream.core.settings.algorithm_section import KlEstimator
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0

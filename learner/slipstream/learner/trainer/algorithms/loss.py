@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from slipstream.core.settings.algorithm_section import (
+    TOP_K_ESTIMATORS,
+    AlgorithmSection,
+    KlEstimator,
+)
 from slipstream.learner.trainer.algorithms.correction import Correction, correct
 from slipstream.learner.trainer.algorithms.kl import kl_estimate, top_k_divergence
 from slipstream.learner.trainer.algorithms.objectives import TokenLosses, token_losses
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.protocol.settings.algorithm_section import (
-    TOP_K_ESTIMATORS,
-    AlgorithmSection,
-    KlEstimator,
-)
 from torch import Tensor
 
 Terms = TypeVar("Terms", TokenLosses, Correction)

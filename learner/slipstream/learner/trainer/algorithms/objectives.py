@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.trainer.algorithms.kl import safe_ratio
 from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
-from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from torch import Tensor
 
 

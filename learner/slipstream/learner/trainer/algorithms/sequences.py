@@ -9,6 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.rewards import is_counted, shaped_rewards
+from slipstream.core.settings.algorithm_section import AdvantageKind, AlgorithmSection
+from slipstream.core.settings.config import Config
+from slipstream.core.types import LogprobArray, Trajectory
 from slipstream.learner.trainer.algorithms.advantages import (
     Episode,
     FloatArray,
@@ -25,13 +32,6 @@ from slipstream.learner.trainer.batches.training_sequence import (
     TrainingSequence,
     parts_of,
 )
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.rewards import is_counted, shaped_rewards
-from slipstream.protocol.settings.algorithm_section import AdvantageKind, AlgorithmSection
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import LogprobArray, Trajectory
-from slipstream.protocol.vision.pixels import ImageProcessor
-from slipstream.protocol.vision.processors import load_processor
 
 
 @dataclass(frozen=True)

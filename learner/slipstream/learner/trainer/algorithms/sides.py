@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from slipstream.core.rewards import side_of
+from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.algorithms.advantages import Episode, FloatArray, TokenAdvantages
-from slipstream.protocol.rewards import side_of
-from slipstream.protocol.types import Trajectory
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.protocol.errors import RunFailed, StalenessError, UntrainableBatch
-from slipstream.protocol.staleness import lag
-from slipstream.protocol.types import Trajectory
+from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
+from slipstream.core.staleness import lag
+from slipstream.core.types import Trajectory
 
 LagArray = npt.NDArray[np.int32]
 

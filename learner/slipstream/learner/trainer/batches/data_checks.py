@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.packing import round_up
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.protocol.bounds import largest
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.types import Trajectory
 from slipstream.v1 import trajectory_pb2
 
 MAX_TOLD = 3

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.types import Trajectory
-from slipstream.protocol.vision.pixels import ImageProcessor
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.types import Trajectory
 from torch import Tensor
 
 # Axes of a position: time, height and width.

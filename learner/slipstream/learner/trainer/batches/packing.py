@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.core.routed_experts import ExpertArray
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import (
@@ -23,7 +24,6 @@ from slipstream.learner.trainer.batches.training_sequence import (
     joined_or_none,
     predicted,
 )
-from slipstream.protocol.routed_experts import ExpertArray
 from torch import Tensor
 
 _NOTHING: FloatArray = np.zeros(0, dtype=np.float32)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.batches.packing import round_up
-from slipstream.protocol.errors import ConfigError
 
 # Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
 Plan = list[list[list[int]]]

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.routed_experts import ExpertArray
+from slipstream.core.types import TokenArray, Trajectory
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.images import PlacedImage, images_of
-from slipstream.protocol.routed_experts import ExpertArray
-from slipstream.protocol.types import TokenArray, Trajectory
-from slipstream.protocol.vision.pixels import ImageProcessor
 
 Item = TypeVar("Item", bound=np.generic)
 FloatArray = npt.NDArray[np.float32]

@@ -22,6 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
+from slipstream.core.configuration.config_file import dump_config
+from slipstream.core.errors import CheckpointError
+from slipstream.core.run_folder import CHECKPOINTS
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
@@ -44,11 +49,6 @@ from slipstream.protocol.checkpoints import (
     remove_partial,
     write_manifest,
 )
-from slipstream.protocol.errors import CheckpointError
-from slipstream.protocol.run_folder import CHECKPOINTS
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import dump_config
-from slipstream.protocol.types import PolicyVersion
 from torch import Tensor
 
 if TYPE_CHECKING:

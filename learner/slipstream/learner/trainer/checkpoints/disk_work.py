@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.errors import CheckpointError
 
 Result = TypeVar("Result")
 

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.base import (
     register_default_strategy,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import CountedFile
 from slipstream.learner.trainer.checkpoints.gathered_state import (
@@ -51,7 +52,6 @@ from slipstream.learner.trainer.checkpoints.threaded_save import (
 )
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
-from slipstream.protocol.errors import CheckpointError
+from slipstream.core.errors import CheckpointError
 from torch import Tensor
 
 # Bytes of one piece, unless a tensor is larger.

@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 # Names of the float32 copy of a weight in both kinds.

@@ -11,8 +11,8 @@ import pickle
 from enum import Enum
 from pathlib import Path
 
+from slipstream.core.errors import CheckpointError
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint.metadata import Metadata
 
 _ALLOWED = {

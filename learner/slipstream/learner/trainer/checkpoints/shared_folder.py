@@ -7,9 +7,9 @@ import socket
 import time
 from pathlib import Path
 
+from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.errors import CheckpointError
 
 # Seconds after which a network file system has surely shown a new file to other machines.
 SEEN_LIMIT_S = 10.0

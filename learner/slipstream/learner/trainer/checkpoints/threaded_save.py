@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.host_writer import HostWriter
 from slipstream.protocol.checkpoints import FileEntry
-from slipstream.protocol.errors import CheckpointError
 from torch.distributed.checkpoint.api import CheckpointException
 
 

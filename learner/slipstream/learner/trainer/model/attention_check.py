@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.batches.context_parallel import zigzag
 from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
 from torch import Tensor
 
 # bfloat16 alone is off by 0.005.
@@ -99,7 +99,7 @@ def kind_of(attention: Megatron) -> Kind:
 
 
 def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
-    from slipstream.learner.trainer.model.attention import CoreAttention
+    from slipstream.learner.trainer.layers.attention import CoreAttention
 
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]

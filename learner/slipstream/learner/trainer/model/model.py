@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.learner.trainer.model.logprobs import defer_projection, output_weight
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer.model.offload import (
     HostMemory,
     Part,
 )
 from slipstream.learner.trainer.model.precision import token_alignment
+from slipstream.learner.trainer.outputs.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from slipstream.learner.trainer.families.vision import Vision
+    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.named_adapters import NamedAdapters
-    from slipstream.learner.trainer.model.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.recompute import Recompute
-    from slipstream.learner.trainer.model.vision import Vision
 
 
 @dataclass(frozen=True)

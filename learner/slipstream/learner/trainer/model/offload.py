@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.settings.config import OffloadSection
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.settings.config import OffloadSection
 from torch import Tensor
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import LearnerSection
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import LearnerSection
 
 
 def check_fp8(

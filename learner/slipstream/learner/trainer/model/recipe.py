@@ -7,14 +7,14 @@ import os
 from collections.abc import Mapping
 
 import torch
-from slipstream.learner.trainer.model import rotary
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config, LearnerSection
+from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.learner.trainer.layers import rotary
 from slipstream.learner.trainer.model.precision import check_fp8
 from slipstream.learner.trainer.model.settings import passed_through, refusals_of
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config, LearnerSection
-from slipstream.protocol.settings.rank_layout import RankLayout
 
 # Divisor of a rank's share of the vocabulary, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8
@@ -93,15 +93,15 @@ def provider_of(
         provider.register_pre_wrap_hook(frequencies)
     is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
     if is_latent and parallel.tp > 1:
-        from slipstream.learner.trainer.model.latent import make_whole_vectors
+        from slipstream.learner.trainer.layers.latent import make_whole_vectors
 
         provider.register_pre_wrap_hook(make_whole_vectors)
     if provider.num_moe_experts:
-        from slipstream.learner.trainer.model import experts
+        from slipstream.learner.trainer.layers import experts
 
         values |= experts.mixture_settings(hf_config.to_dict())
         if config.lora.has_mlp:
-            from slipstream.learner.trainer.model import spec
+            from slipstream.learner.trainer.layers import spec
 
             values |= {"has_adapted_experts": True, "transformer_layer_spec": spec.layer_spec}
         provider.register_pre_wrap_hook(experts.mark_experts)
@@ -173,7 +173,7 @@ def _choose_deterministic_kernels() -> None:
 
 
 def _without_transformer_engine(config: Config) -> dict[str, object]:
-    from slipstream.learner.trainer.model import spec
+    from slipstream.learner.trainer.layers import spec
 
     for key in (*_FUSIONS, *_OF_TRANSFORMER_ENGINE):
         if config.learner.transformer.get(key):

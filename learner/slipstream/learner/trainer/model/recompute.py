@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from slipstream.core.settings.config import LearnerSection, ParallelSection
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.settings.config import LearnerSection, ParallelSection
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
+from slipstream.core.types import LogprobArray, TokenArray
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
-from slipstream.learner.trainer.model.likely import likely_tokens
-from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.shares import masked_outputs
+from slipstream.learner.trainer.outputs.likely import likely_tokens
+from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.types import LogprobArray, TokenArray
 from torch import Tensor
 
 Output = TypeVar("Output")
@@ -194,7 +194,7 @@ def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
     if micro_batch.paths is not None:
-        from slipstream.learner.trainer.model.prefix_sharing import shared_sequences
+        from slipstream.learner.trainer.layers.prefix_sharing import shared_sequences
 
         return shared_sequences(micro_batch, micro_batch.paths)
     packed = RoutedSequences(

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+from slipstream.core.configuration.near_names import did_you_mean, near_names
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.near_names import did_you_mean, near_names
 
 # Megatron's fields that must agree with groups, weights or the trainer's code. The value is the
 # setting to change instead, None if there is none.

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from slipstream.core.types import LogprobArray, TokenSequence
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
@@ -22,7 +23,6 @@ from slipstream.learner.trainer.batches.prefix_tree import (
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
-from slipstream.protocol.types import LogprobArray, TokenSequence
 from torch import Tensor
 
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,

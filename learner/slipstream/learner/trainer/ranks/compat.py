@@ -15,9 +15,9 @@ import types
 from pathlib import Path
 
 import torch
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.process import without_collections
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.process import without_collections
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer.ranks.cpu import shared_gloo_devices
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.settings.config import ParallelSection
 from torch import Tensor
 
 # This list is shared: it only grows, and a change of the time limit must reach all groups.

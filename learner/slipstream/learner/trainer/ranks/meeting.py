@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import listen
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.machine.address import listen
 from torch.distributed.distributed_c10d import Store
 
 # Seconds beyond the limit in which rank 0 may answer: torch asks again after a pause.

@@ -10,13 +10,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import LearnerSection, ParallelSection
+from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.grid import Grids
 from slipstream.learner.trainer.ranks.meeting import Words, meeting_place, missing_variable
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import LearnerSection, ParallelSection
-from slipstream.protocol.settings.rank_layout import RankLayout
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store

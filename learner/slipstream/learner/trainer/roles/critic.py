@@ -9,20 +9,20 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.settings.config import Config
+from slipstream.core.types import LogprobArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.layers.value_head import give_value_head
 from slipstream.learner.trainer.model.model import TrainedModel
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.shares import batch_outputs, rank_micro_batches
-from slipstream.learner.trainer.model.value_head import give_value_head
 from slipstream.learner.trainer.opening import load_trained
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import LogprobArray
 from torch import Tensor
 
 

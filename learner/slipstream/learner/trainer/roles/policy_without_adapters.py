@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.roles.reference import reference_logprobs
 from slipstream.learner.trainer.untyped import Megatron
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.settings.config import Config
 
 
 class PolicyWithoutAdapters:
@@ -40,7 +40,7 @@ class PolicyWithoutAdapters:
 def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
     """Gives forward passes in which every adapter of `chunks` is off."""
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
-    from slipstream.learner.trainer.model.expert_adapters import adapters_of
+    from slipstream.learner.trainer.adapters.expert_adapters import adapters_of
 
     adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
     of_experts = [*adapters_of(list(chunks))]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
@@ -16,8 +18,6 @@ from slipstream.learner.trainer.opening import load_frozen
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export import hf_tensors
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.settings.config import Config
 from torch import Tensor
 
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.core.configuration.roles import (
+    critic_config,
+    named,
+    reference_config,
+    reference_is_policy,
+)
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
@@ -13,14 +21,6 @@ from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
 from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
 from slipstream.learner.trainer.roles.reference import Reference
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.roles import (
-    critic_config,
-    named,
-    reference_config,
-    reference_is_policy,
-)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from slipstream.core.errors import RunFailed
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.weights.copies import Copies
 from slipstream.learner.trainer.weights.export import adapter_tensors, hf_tensors
@@ -25,7 +26,6 @@ from slipstream.learner.trainer.weights.export_plan import (
     plan_matrices,
     plan_merged,
 )
-from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from torch import Tensor
 

@@ -12,12 +12,12 @@ import threading
 from typing import Protocol
 
 import torch
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.learner.trainer.weights.ipc_sender import IpcSender
 from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weights.weight_stream import Release
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import weights_pb2

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.protocol.errors import RunFailed
+from slipstream.core.errors import RunFailed
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.deltas import (
     BLOCK_ELEMENTS,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.lora_section import DELTA, FUSED, LATENT
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
@@ -16,8 +18,6 @@ from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.lora_section import DELTA, FUSED, LATENT
 from torch import Tensor
 
 
@@ -78,7 +78,7 @@ def _adapted_experts(policy: Policy) -> list[str]:
     """Returns parts of the names of experts' matrices with adapters, on any rank; collective."""
     if policy.chunks[0].config.num_moe_experts is None:
         return []
-    from slipstream.learner.trainer.model.expert_adapters import adapted_names
+    from slipstream.learner.trainer.adapters.expert_adapters import adapted_names
 
     matrices = [f".mlp.experts.{name}." for name in ("linear_fc1", "linear_fc2")]
     here = adapted_names(policy.chunks)
@@ -91,13 +91,13 @@ def _merged_tasks(policy: Policy) -> list[Megatron] | None:
     """Returns Bridge's tasks with the adapters of experts merged; None if experts have none."""
     if not _adapted_experts(policy):
         return None
-    from slipstream.learner.trainer.model.expert_adapters import merged_tasks
+    from slipstream.learner.trainer.adapters.expert_adapters import merged_tasks
 
     return merged_tasks(policy.bridge.get_conversion_tasks(policy.chunks))
 
 
 def _factor_tasks(policy: Policy, factor: str, matrices: list[str]) -> list[Megatron]:
-    from slipstream.learner.trainer.model.expert_adapters import factor_tasks
+    from slipstream.learner.trainer.adapters.expert_adapters import factor_tasks
 
     return factor_tasks(policy.bridge.get_conversion_tasks(policy.chunks), factor, matrices)
 

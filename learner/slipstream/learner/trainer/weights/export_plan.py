@@ -60,7 +60,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
     Raises UnknownMapping for a mapping that this module does not know and for a matrix with an
     adapter: the sum of both is nowhere in memory.
     """
-    from slipstream.learner.trainer.model.expert_adapters import has_adapters
+    from slipstream.learner.trainer.adapters.expert_adapters import has_adapters
 
     tasks = _tasks_here(policy)
     for task in tasks:

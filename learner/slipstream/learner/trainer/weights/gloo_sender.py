@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.machine.address import listen
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
-from slipstream.protocol.errors import ConfigError, WeightSyncError
-from slipstream.protocol.machine.address import listen
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.protocol.weights.waits import reason, wait_for

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
+from slipstream.core.models.loaded_tensors import is_further
+from slipstream.core.models.model_files import held_tensors
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.models.nested_decoders import TOWERS
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.protocol.checkpoints import sync_folder
-from slipstream.protocol.settings.loaded_tensors import is_further
-from slipstream.protocol.settings.model_files import held_tensors
-from slipstream.protocol.settings.model_sizes import read_model_sizes
-from slipstream.protocol.settings.nested_decoders import TOWERS
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.handover import HandoverSender, Offer
 from slipstream.protocol.weights.nccl_group import Wire

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.weights.nccl_group import NcclBackend, NcclGroup, Wire

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from slipstream.core.settings.config import Config
+from slipstream.core.types import TokenArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.protocol.codec import pack_logprobs, pack_tokens
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import TokenArray
 from slipstream.v1 import weights_pb2
 
 NUM_SEQUENCES = 8

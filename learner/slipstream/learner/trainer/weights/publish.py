@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+from slipstream.core.errors import WeightSyncError
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.bucket_sender import BucketSender, BucketSenders
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
-from slipstream.protocol.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import trainer_pb2, weights_pb2

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.weights.bucket_fill import Kind
@@ -19,9 +22,6 @@ from slipstream.learner.trainer.weights.weight_stream import (
     WeightStream,
     open_stream,
 )
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, layout_to_pb
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.v1 import weights_pb2

@@ -15,14 +15,14 @@ import logging
 import threading
 import time
 
+from slipstream.core.errors import RunFailed, WeightSyncError
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.rank_objects import OBJECT_DIGEST_BYTES, RankObjects
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.errors import RunFailed, WeightSyncError
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.protocol.weights.storage import Storage, Until

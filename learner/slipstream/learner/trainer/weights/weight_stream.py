@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from slipstream.core.settings.config import Config, WeightsSection
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.weights.bucket_fill import (
@@ -28,8 +30,6 @@ from slipstream.learner.trainer.weights.stream_digests import (
     difference,
     open_digests,
 )
-from slipstream.protocol.settings.config import Config, WeightsSection
-from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import (
     Bucket,
     TensorSpec,

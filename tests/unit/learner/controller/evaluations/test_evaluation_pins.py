@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -17,7 +18,6 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.fakes.memory_queue import MemoryQueue
 from support.rigs.lease_rig import books_of

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import (
+from slipstream.core.types import (
     Failure,
     FailureKind,
     GroupId,
@@ -19,6 +16,9 @@ from slipstream.protocol.types import (
     Trajectory,
     TrajectoryName,
 )
+from slipstream.learner.controller.leasing.groups import Fate, Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.servers.server_states import ServerKey
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.fuzz_budget import times
 

@@ -8,14 +8,14 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+from slipstream.core import reservation, staleness
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import Grant
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.protocol import reservation, staleness
-from slipstream.protocol.types import PolicyVersion
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.lease_rig import Rig
 

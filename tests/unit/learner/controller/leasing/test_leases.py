@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.leasing.groups import Fate
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import (
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import (
     Failure,
     FailureKind,
     PolicyVersion,
@@ -17,6 +14,9 @@ from slipstream.protocol.types import (
     TrajectoryName,
     VersionSpan,
 )
+from slipstream.learner.controller.leasing.groups import Fate
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.servers.server_states import ServerKey
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
 C = ServerKey(ServerId("c"), 3)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import RunFailed
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.lease_freshness import FIRST_STEPS
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.types import ServerId
 from slipstream.v1 import fleet_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import Rig

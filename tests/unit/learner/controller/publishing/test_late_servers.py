@@ -6,11 +6,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
     DIGESTS,

@@ -7,10 +7,10 @@ import gc
 from typing import Any
 
 import pytest
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_PUBLISHES
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.protocol.types import PolicyVersion
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (

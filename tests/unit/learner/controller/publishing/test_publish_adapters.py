@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import DIGESTS, joined, next_order, nothing, run_of
 

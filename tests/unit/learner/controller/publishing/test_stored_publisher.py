@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import STALE, ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
-from slipstream.protocol.types import PolicyVersion, ServerId
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
     DIGESTS,

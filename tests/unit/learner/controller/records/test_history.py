@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from slipstream.core.errors import ProtocolError
+from slipstream.core.staleness import deadline, holds
+from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.busy_seconds import BusySeconds
@@ -21,9 +24,6 @@ from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.staleness import deadline, holds
-from slipstream.protocol.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.v1 import environment_pb2, trainer_pb2
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2

@@ -7,17 +7,8 @@ import zlib
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.records.earlier_ids import EarlierIds
-from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
-from slipstream.learner.controller.records.journal import (
-    Journal,
-    batch_path,
-    read_batch,
-    read_records,
-)
-from slipstream.protocol.codec import trajectory_to_pb
-from slipstream.protocol.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.protocol.types import (
+from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
+from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
@@ -27,6 +18,15 @@ from slipstream.protocol.types import (
     TrajectoryId,
     VersionSpan,
 )
+from slipstream.learner.controller.records.earlier_ids import EarlierIds
+from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
+from slipstream.learner.controller.records.journal import (
+    Journal,
+    batch_path,
+    read_batch,
+    read_records,
+)
+from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.records.queue_account import AccountedReceiver
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.types import TrajectoryId
 from support.fakes.memory_queue import MemoryQueue
 
 A, B = TrajectoryId("a"), TrajectoryId("b")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import tracemalloc
 
+from slipstream.core.types import GroupId, ServerId, TrajectoryId
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import GroupId, ServerId, TrajectoryId
 
 KEY = ServerKey(ServerId("a"), 0x1234567890ABCDEF)
 # Bytes of a trajectory that is remembered, at most.

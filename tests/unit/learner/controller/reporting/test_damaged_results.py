@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import ProtocolError
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -16,7 +17,6 @@ from slipstream.learner.controller.reporting.rows import read_rows
 from slipstream.learner.controller.reporting.trackers.writers import Trackers
 from slipstream.learner.controller.trajectories.batch import from_record
 from slipstream.protocol.codec import trajectory_to_pb
-from slipstream.protocol.errors import ProtocolError
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import config_of

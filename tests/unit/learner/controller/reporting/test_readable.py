@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Branch
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.reporting.readable import (
     TokenTexts,
     open_token_texts,
     readable,
 )
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.types import Branch
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.small_configs import config_of
 from support.references.documented_metrics import tables

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.reporting.metrics import sampled_groups
-from slipstream.protocol.types import GroupId, Purpose
 
 
 def group_of(environment: str) -> Group:

@@ -3,13 +3,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.protocol.types import ServerId, TrajectoryId
 from slipstream.v1 import fleet_pb2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
@@ -10,7 +11,6 @@ from slipstream.learner.controller.services.trainer_service import TrainerServic
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.protocol.types import PolicyVersion
 from slipstream.v1 import trainer_pb2
 from support.rigs.publishing_scene import nothing, run_of
 

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 from pydantic import JsonValue
+from slipstream.core.settings.curriculum_section import MAX_WINDOW, CurriculumSection
+from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.protocol.settings.curriculum_section import MAX_WINDOW, CurriculumSection
-from slipstream.protocol.types import GroupId, ServerId
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 KEY = ServerKey(ServerId("a"), 1)

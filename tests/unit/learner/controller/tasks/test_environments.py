@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.protocol.types import ServerId
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 KEY = ServerKey(ServerId("a"), 1)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.task_view import TaskView
+from slipstream.core.types import GroupId
 from slipstream.learner.controller import check
 from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.learner.controller.tasks.own_choice import ChoiceFailed, OwnChoice, own_choices
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config_file import dump_config, parse_config
-from slipstream.protocol.settings.curriculum_section import CurriculumSection
-from slipstream.protocol.task_view import TaskView
-from slipstream.protocol.types import GroupId
 
 FOLDER = str(Path(__file__).parents[4] / "support" / "fakes")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
 from slipstream.learner.controller.reporting.resources import RunResources
 from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.learner.controller.trajectories.batch_statistics import (
@@ -15,13 +16,6 @@ from slipstream.learner.controller.trajectories.batch_statistics import (
     equal_rewards,
 )
 from slipstream.protocol.codec import trajectory_to_pb
-from slipstream.protocol.types import (
-    Branch,
-    PolicyVersion,
-    Status,
-    Trajectory,
-    VersionSpan,
-)
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.small_configs import config_of

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.trajectories.endings import Endings
-from slipstream.protocol.types import TrajectoryId
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.slow_disk import SlowDisk, several_turns
 

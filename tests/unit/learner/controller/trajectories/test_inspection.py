@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
@@ -12,7 +13,6 @@ from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.types import PolicyVersion, VersionSpan
 from slipstream.v1.environment_pb2 import EnvironmentSpec
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.controller_runs import make_config

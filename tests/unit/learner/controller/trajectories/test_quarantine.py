@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slipstream.core.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.quarantine import (
@@ -16,7 +17,6 @@ from slipstream.learner.controller.trajectories.quarantine import (
     read_claim,
 )
 from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.v1 import trajectory_pb2
 
 KEY = ServerKey(ServerId("a"), 0xF)

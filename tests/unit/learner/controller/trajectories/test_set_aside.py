@@ -4,6 +4,9 @@ import dataclasses
 import itertools
 
 import pytest
+from slipstream.core import staleness
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.ends import End
@@ -16,9 +19,6 @@ from slipstream.learner.controller.records.history import (
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.set_aside import SetAside
-from slipstream.protocol import staleness
-from slipstream.protocol.errors import ProtocolError
-from slipstream.protocol.types import GroupId, Purpose, ServerId
 from support.fakes.fake_controller import make_batch
 
 SERVER = ServerKey(ServerId("s"), 7)

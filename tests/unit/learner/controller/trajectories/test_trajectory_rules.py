@@ -4,11 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.types import (
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.types import (
     Branch,
     GroupId,
     PolicyVersion,
@@ -18,6 +15,9 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
 from support.fakes.fake_trajectories import GOOD
 
 KEY = ServerKey(ServerId("a"), 0xF)

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, Max, Sum
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.protocol.settings.algorithm_section import AlgorithmSection
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 

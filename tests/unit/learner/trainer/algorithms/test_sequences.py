@@ -6,22 +6,16 @@ import math
 import numpy as np
 import pytest
 from pydantic import JsonValue
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
     training_sequences,
     weighted,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.settings.config import Config
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import (
-    Branch,
-    PolicyVersion,
-    Status,
-    Trajectory,
-    VersionSpan,
-)
 from support.fakes.fake_controller import make_batch
 
 OTHER = "other"

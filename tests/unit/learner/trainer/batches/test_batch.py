@@ -3,9 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from slipstream.learner.trainer.batches.batch import Batch, token_lags
-from slipstream.protocol.errors import RunFailed, StalenessError
-from slipstream.protocol.types import (
+from slipstream.core.errors import RunFailed, StalenessError
+from slipstream.core.types import (
     Failure,
     FailureKind,
     GroupId,
@@ -14,6 +13,7 @@ from slipstream.protocol.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.learner.trainer.batches.batch import Batch, token_lags
 from support.fakes.fake_controller import make_batch
 
 

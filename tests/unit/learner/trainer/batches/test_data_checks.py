@@ -4,6 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.types import Status
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.data_checks import (
     check_advantages,
@@ -12,9 +15,6 @@ from slipstream.learner.trainer.batches.data_checks import (
     untrainable,
 )
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.reference_logprobs import ReferenceLogprobs
-from slipstream.protocol.types import Status
 from support.fakes.fake_controller import make_batch, with_branches
 
 BATCH = make_batch(0, num_groups=2, group_size=2, vocab_size=32, max_tokens=24)

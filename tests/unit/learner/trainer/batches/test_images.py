@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 from make_tiny_vision_model import make_model
-from slipstream.client.builtin.colours import COLOURS, square_png
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.types import ImagePlace
+from slipstream.environments.colours import COLOURS, square_png
 from slipstream.learner.trainer.batches.images import image_positions, images_of
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.types import ImagePlace
-from slipstream.protocol.vision.pixels import ImageProcessor
-from slipstream.protocol.vision.processors import load_processor
 from support.fakes.fake_trajectories import make_trajectory
 
 RED = square_png(COLOURS["red"], 0, 0)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.batches.planner import Plan, plan_micro_batches
-from slipstream.protocol.errors import ConfigError
 
 MAX_TOKENS = 50
 

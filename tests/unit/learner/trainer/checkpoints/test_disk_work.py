@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork  # noqa: E402
-from slipstream.protocol.errors import CheckpointError  # noqa: E402
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 
 LIMIT_S = 0.4

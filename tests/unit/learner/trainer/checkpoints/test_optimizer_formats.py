@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints.optimizer_formats import (  # noqa: E402
     check_convertible,
     was_distributed,
 )
-from slipstream.protocol.errors import CheckpointError  # noqa: E402
 from torch.distributed.checkpoint.metadata import (  # noqa: E402
     Metadata,
     TensorProperties,

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index  # noqa: E402
-from slipstream.protocol.errors import CheckpointError  # noqa: E402
 from support.rigs.fuzz_budget import times  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 

@@ -11,9 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints.shared_folder import check_shared  # noqa: E402
 from slipstream.learner.trainer.ranks.activity import Activity  # noqa: E402
-from slipstream.protocol.errors import CheckpointError  # noqa: E402
 
 
 class ThreadRank:

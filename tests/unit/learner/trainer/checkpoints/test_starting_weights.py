@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from slipstream.core.configuration.config_file import parse_config  # noqa: E402
+from slipstream.core.errors import CheckpointError, ConfigError  # noqa: E402
+from slipstream.core.settings.config import Config  # noqa: E402
 from slipstream.learner.trainer.checkpoints.starting_weights import (  # noqa: E402
     check_no_adapters,
     check_no_lost_tower,
     check_saved,
 )
-from slipstream.protocol.errors import CheckpointError, ConfigError  # noqa: E402
-from slipstream.protocol.settings.config import Config  # noqa: E402
-from slipstream.protocol.settings.config_file import parse_config  # noqa: E402
 from support.fakes.small_checkpoints import save_checkpoint  # noqa: E402
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints import distributed_files  # noqa: E402
 from slipstream.learner.trainer.checkpoints.threaded_save import PendingSave  # noqa: E402
-from slipstream.protocol.errors import CheckpointError  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 FULL = OSError(28, "No space left on device")

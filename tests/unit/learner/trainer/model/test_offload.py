@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.settings.config import OffloadSection
 from slipstream.learner.trainer.model.offload import HostMemory, Part
-from slipstream.protocol.errors import UntrainableBatch
-from slipstream.protocol.settings.config import OffloadSection
 
 
 def test_views_of_a_buffer_see_it_again_after_it_was_away() -> None:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import LearnerSection, OffloadSection
 from slipstream.learner.trainer.model.precision import check_fp8, token_alignment
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import LearnerSection, OffloadSection
 
 FP8 = {"fp8": "e4m3", "fp8_param": True}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.learner.trainer.model import recipe
-from slipstream.protocol.errors import ConfigError
-from slipstream.protocol.settings.config import Config, LearnerSection
-from slipstream.protocol.settings.config_file import parse_config
 
 
 @pytest.mark.parametrize(

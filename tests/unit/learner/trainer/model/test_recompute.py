@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from slipstream.core.settings.config import LearnerSection, ParallelSection
 from slipstream.learner.trainer.model.recompute import (
     Measured,
     Recompute,
     in_flight,
     recomputed_layers,
 )
-from slipstream.protocol.settings.config import LearnerSection, ParallelSection
 from torch import Tensor, nn
 
 LAYER_BYTES, REST_BYTES = 1000, 50

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 import torch
 from pydantic import JsonValue
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.model.settings import passed_through
-from slipstream.protocol.errors import ConfigError
 
 
 class Backend(enum.Enum):

@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from slipstream.client.launch.preflight import free_port
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.ranks.meeting import Words, meeting_place
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
-from slipstream.protocol.errors import ConfigError
 
 HOST = "127.0.0.1"
 SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Launch
-from slipstream.protocol.errors import ConfigError
 
 
 def test_another_version_of_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ from itertools import chain
 
 import pytest
 import torch
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream
-from slipstream.protocol.errors import RunFailed
-from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import content_name, on_the_wire, travels_whole
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import torch
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.nccl_sender import CudaStream, NcclSender
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.protocol.weights.digests import HostDigests
 from support.fakes import fake_streams

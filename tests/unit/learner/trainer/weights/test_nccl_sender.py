@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import OffloadSection, WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
@@ -15,9 +18,6 @@ from slipstream.learner.trainer.weights.nccl_sender import NcclSender
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.errors import WeightSyncError
-from slipstream.protocol.settings.config import OffloadSection, WeightsSection
-from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup

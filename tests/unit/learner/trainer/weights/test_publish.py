@@ -12,15 +12,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.settings.config import Config, WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.errors import ConfigError, WeightSyncError
-from slipstream.protocol.settings.config import Config, WeightsSection
-from slipstream.protocol.settings.config_file import parse_config
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.v1 import trainer_pb2, weights_pb2

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
-from slipstream.protocol.settings.config import WeightsSection
-from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.settings.weights_section import DeltaSetting
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
+from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.joining import TRANSPORTS
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks

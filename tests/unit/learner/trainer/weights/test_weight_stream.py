@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream, bucket_bytes
-from slipstream.protocol.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 from slipstream.protocol.weights.digests import BucketDigests, HostDigests, tensor_digest
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
+from slipstream.core.run_folder import rename_aside
+from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.rows import parse_object
@@ -23,8 +25,6 @@ from slipstream.learner.controller.reporting.trackers.writers import (
     OpenTracker,
     Trackers,
 )
-from slipstream.protocol.run_folder import rename_aside
-from slipstream.protocol.settings.config import Config
 
 RUN_IDS = "tracking.json"
 # Largest length of an id, in characters.

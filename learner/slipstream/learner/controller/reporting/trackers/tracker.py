@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pydantic import JsonValue
-from slipstream.protocol.settings.config import Config
+from slipstream.core.settings.config import Config
 
 # Settings that hold or locate secrets, which no tracking service should get.
 _UNTOLD = (

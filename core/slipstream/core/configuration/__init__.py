@@ -1,0 +1,1 @@
+"""Reads a configuration file and the folders of its models, and checks them together."""

@@ -1,0 +1,342 @@
+"""Reads a TOML file and dotted overrides into a `Config` and checks it against the model."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import tomli_w
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
+from slipstream.core.configuration.near_names import did_you_mean, near_names
+from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
+from slipstream.core.configuration.whole_settings import check_whole
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_fields import field_problems, unknown_fields
+from slipstream.core.models.model_files import missing_files
+from slipstream.core.models.model_rules import (
+    FUSED_EXPERTS,
+    layout_problems,
+    linear_problems,
+    model_problems,
+)
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
+from slipstream.core.models.model_tensors import tensor_problems
+from slipstream.core.models.vision_rules import sees_images, vision_problems
+from slipstream.core.routed_experts import routing_bytes_per_token
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import RUN_NAME
+from slipstream.core.settings.table_rules import trajectory_problems
+
+Table: TypeAlias = dict[str, JsonValue]
+
+# Names that pydantic adds to the location of a value with several possible types.
+_FORMS = ("bool", "int", "float", "str", "list", "dict")
+# Largest number of characters of a value in a message.
+LONGEST_VALUE = 80
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the checked settings of `path` with `overrides` on top.
+
+    An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
+    with one line that names the value and the rule; for an unknown key it has the nearest known
+    keys.
+    """
+    try:
+        data = path.read_bytes()
+        check_whole(path, data)
+        # Some editors begin a file with a byte order mark.
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        table: Table = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
+        ) from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    for override in overrides:
+        _apply_override(table, override)
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        in_file = _problems(tomllib.loads(text)) if overrides else [_describe(first)]
+        source = _source(path, first, overrides, in_file)
+        raise ConfigError(f"{source}: {_describe(first)}") from None
+
+
+def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
+    """Returns the checked settings of a table; raises ConfigError like `load_config`."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_describe(error.errors()[0])}") from None
+
+
+def dump_config(config: Config) -> str:
+    """Returns all settings, defaults included, as TOML that `load_config` reads."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def check_model(config: Config) -> None:
+    """Checks the model folder and settings that depend on it, without loading; ConfigError."""
+    missing = check_sizes(config)
+    if missing:
+        raise ConfigError(missing[0])
+    for name, path in (("model", config.model.path), *role_folders(config)):
+        problems = tensor_problems(
+            path,
+            f"{name}.path",
+            # A critic replaces the output projection by its own head.
+            has_output=name != "critic",
+            has_tower=sees_images(config, read_model_sizes(path)),
+        )
+        for problem in problems:
+            raise ConfigError(problem)
+
+
+def check_sizes(config: Config) -> list[str]:
+    """Checks all settings that depend on the model's config.json; ConfigError.
+
+    Returns one clause for each thing that the folder lacks to be loaded.
+    """
+    sizes = read_model_sizes(config.model.path)
+    _check_layout(config, sizes)
+    longest = sizes.max_positions
+    if longest and config.sampling.max_episode_tokens > longest:
+        raise ConfigError(
+            f"sampling.max_episode_tokens must be at most the model's {sizes.max_positions_field}, "
+            f"got {config.sampling.max_episode_tokens} and {longest}"
+        )
+    unknown = [token for token in config.sampling.stop_token_ids if token >= sizes.vocab > 0]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids must be token ids of the model, 0 to {sizes.vocab - 1}, "
+            f"got {unknown[0]}"
+        )
+    rollout_tp = config.rollout_server.tensor_parallel_size
+    heads, groups = sizes.heads, max(1, sizes.kv_heads)
+    if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):
+        raise ConfigError(
+            f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
+            f"got {rollout_tp}"
+        )
+    lora_problems = config.lora.problems(
+        num_experts=sizes.experts,
+        latent_tp=config.learner.parallel.tp if sizes.latent_size else 0,
+        delta_net_of=sizes.architecture if sizes.linear_heads else "",
+        has_fused_experts=sizes.architecture in FUSED_EXPERTS,
+    )
+    problems = (
+        role_problems(config, sizes),
+        lora_problems,
+        vision_problems(config, sizes),
+        linear_problems(sizes, config.rollout_server),
+    )
+    for problem in itertools.chain(*problems):
+        raise ConfigError(problem)
+    _check_routing(config, sizes)
+    return [
+        *missing_files(config.model.path),
+        *missing_weights(config),
+        *_missing_checkpoint(config),
+    ]
+
+
+def model_warnings(config: Config) -> list[str]:
+    """Returns one line for each model folder whose config.json has unknown fields."""
+    lines = []
+    for name, path in (("model", config.model.path), *role_folders(config)):
+        if fields := unknown_fields(read_model_table(path)):
+            lines.append(
+                f"{name}.path: config.json has fields that are not known here: "
+                f"{', '.join(fields)}; if one of them changes what the model computes, learner and "
+                "rollout servers may differ"
+            )
+    return lines
+
+
+def largest_trajectory_bytes(config: Config) -> int:
+    """Returns the upper bound of one trajectory's bytes in a queue, experts included.
+
+    Raises ConfigError without a model folder if the bytes of experts depend on it.
+    """
+    if config.algorithm.router_replay == "off":
+        return config.max_trajectory_bytes
+    per_token = _routing_bytes(read_model_sizes(config.model.path))
+    return config.trajectory_bytes(routing_bytes_per_token=per_token)
+
+
+def vocabulary_size(config: Config) -> int:
+    """Returns the number of the model's token ids; 0 if its folder or config.json lacks it."""
+    if not (config.model.path / "config.json").is_file():
+        return 0
+    return read_model_sizes(config.model.path).vocab
+
+
+def _routing_bytes(sizes: ModelSizes) -> int:
+    return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
+
+
+def _missing_checkpoint(config: Config) -> list[str]:
+    files = config.checkpoint.load
+    if files is None or any((files / p / "metadata.json").is_file() for p in ("", "state")):
+        return []
+    return [
+        f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
+        f"got {files}, which has no metadata.json"
+    ]
+
+
+def _check_layout(config: Config, sizes: ModelSizes) -> None:
+    learner = config.learner
+    problems = itertools.chain(
+        model_problems(sizes),
+        field_problems(read_model_table(config.model.path)),
+        layout_problems(sizes, learner.parallel, learner.transformer),
+    )
+    for problem in problems:
+        raise ConfigError(problem)
+
+
+def _check_routing(config: Config, sizes: ModelSizes) -> None:
+    if config.algorithm.router_replay == "off":
+        return
+    if not sizes.experts:
+        raise ConfigError(
+            f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
+            f"experts, {config.model.path} holds a dense model"
+        )
+    per_token = _routing_bytes(sizes)
+    num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
+    for problem in trajectory_problems(config, num_bytes):
+        raise ConfigError(
+            f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
+        )
+
+
+def _apply_override(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"an override is section.key=value, got {override!r}")
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        values = {"value": text}
+    if len(values) > 1:
+        raise ConfigError(f"an override has one value, got {override!r}")
+    value = values["value"]
+    *parents, last = key.strip().removeprefix("--").split(".")
+    place: JsonValue = table
+    for parent in parents:
+        if isinstance(place, list):
+            if not (parent.isdigit() and int(parent) < len(place)):
+                raise ConfigError(f"{override!r}: there is no entry {parent}")
+            place = place[int(parent)]
+        elif isinstance(place, dict):
+            place = place.setdefault(parent, {})
+    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
+        place[int(last)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    elif isinstance(place, list):
+        raise ConfigError(f"{override!r}: there is no entry {last}")
+    else:
+        raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
+
+
+def _source(
+    path: Path, error: ErrorDetails, overrides: Sequence[str], in_file: Sequence[str]
+) -> str:
+    """Names where the error is: in the file, in an override, or in both together.
+
+    `in_file` has the problems of the file without overrides.
+    """
+    if _describe(error) in in_file:
+        return str(path)
+    where = [str(part) for part in error["loc"]]
+    for override in overrides:
+        key = override.partition("=")[0].strip().removeprefix("--").split(".")
+        if where[: len(key)] == key:
+            return "command line"
+    return f"{path} and command line"
+
+
+def _problems(table: Table) -> list[str]:
+    try:
+        Config.model_validate(table)
+    except ValidationError as error:
+        return [_describe(problem) for problem in error.errors()]
+    return []
+
+
+def _describe(error: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
+        cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
+        near = near_names(str(error["loc"][-1]), known, cutoff=cutoff)
+        hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
+        return f"unknown key {where!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{where} is required"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
+        return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
+    if error["type"] == "tuple_type":
+        return f"{where}: input should be a list, got {_shown(error['input'])}"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{where} is a table of settings, got {_shown(error['input'])}"
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == RUN_NAME:
+        return (
+            f"{where} must be letters, digits and . _ - and begin with a letter or digit, "
+            f"got {_shown(error['input'])}"
+        )
+    rule = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {rule}, got {_shown(error['input'])}"
+
+
+def _shown(value: object) -> str:
+    """Returns a value shortened for a message of one line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        found = next(
+            (
+                a
+                for a in _alternatives(annotation)
+                if isinstance(a, type) and issubclass(a, BaseModel)
+            ),
+            None,
+        )
+        if found is None:
+            return []
+        model = found
+    return list(model.model_fields)
+
+
+def _alternatives(annotation: object) -> list[object]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        return [a for argument in typing.get_args(annotation) for a in _alternatives(argument)]
+    return [annotation]

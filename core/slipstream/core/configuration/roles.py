@@ -1,0 +1,231 @@
+"""The models beside the policy, each with settings as if it were the policy of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.models import model_files
+from slipstream.core.models.model_fields import field_problems
+from slipstream.core.models.model_rules import layout_problems, model_problems
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
+from slipstream.core.models.vision.pixtral import row_tokens
+from slipstream.core.models.vision_rules import critic_problems, sees_images, vision_layout_problems
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.role_sections import (
+    ReferenceSection,
+    RoleSection,
+    in_place_of,
+    renamed,
+)
+
+
+def reference_is_policy(config: Config) -> bool:
+    """Whether the reference is the policy with its adapters switched off, and no other model."""
+    section = config.reference or ReferenceSection()
+    is_other = section != ReferenceSection(top_k=section.top_k)
+    # Replayed routers follow the policy's own forward pass.
+    replays = config.algorithm.router_replay != "off"
+    return (
+        config.algorithms.measures_divergence
+        and config.lora.rank > 0
+        and not is_other
+        and not replays
+    )
+
+
+def reference_config(config: Config) -> Config | None:
+    """Returns the settings for loading the reference model; None without one of its own."""
+    if not config.algorithms.measures_divergence or reference_is_policy(config):
+        return None
+    section = config.reference or ReferenceSection()
+    if section.server is not None:
+        return None
+    changed = _in_place_of_policy(config, section)
+    if section.dtype is None:
+        return changed
+    model = changed.model.model_copy(update={"dtype": section.dtype})
+    return changed.model_copy(update={"model": model})
+
+
+def critic_config(config: Config) -> Config | None:
+    """Returns the settings for loading and training the critic; None without one."""
+    section = config.critic
+    if section is None:
+        return None
+    algorithm = config.algorithm.model_copy(update={"learning_rate": section.learning_rate})
+    return _in_place_of_policy(config, section).model_copy(update={"algorithm": algorithm})
+
+
+def role_settings(config: Config) -> dict[str, Config]:
+    """Returns the settings of each model beside the policy in use, by name."""
+    found = {"reference": reference_config(config), "critic": critic_config(config)}
+    return {name: settings for name, settings in found.items() if settings is not None}
+
+
+@contextlib.contextmanager
+def named(config: Config, name: str) -> Iterator[None]:
+    """Rewrites ConfigErrors about a role's settings to the names that the file uses."""
+    try:
+        yield
+    except ConfigError as error:
+        role = config.roles.get(name)
+        problem = str(error) if role is None else renamed(str(error), name, role)
+        raise ConfigError(f"the {name}: {problem}") from error
+
+
+def role_folders(config: Config) -> list[tuple[str, Path]]:
+    """Returns name and folder of each role that has its own folder."""
+    return [(name, role.path) for name, role in config.roles.items() if role.path is not None]
+
+
+def missing_weights(config: Config) -> list[str]:
+    """Returns one clause for each thing that the roles' own folders lack to be loaded."""
+    return [
+        problem
+        for name, path in role_folders(config)
+        for problem in model_files.missing_weights(path, f"{name}.path")
+    ]
+
+
+def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
+    """Yields one line for each rule that the folders of reference and critic break."""
+    for name, settings in role_settings(config).items():
+        role = config.roles.get(name)
+        # Without a table the role has the policy's folder and layout, which are already checked.
+        if role is not None:
+            for problem in _problems(
+                settings, policy, config.model.path, is_critic=name == "critic"
+            ):
+                yield renamed(problem, name, role)
+    reference = config.reference
+    # A vLLM server that is asked for more likely tokens than there are ends, and a teacher on the
+    # ranks would count a token twice.
+    if reference is not None and reference.top_k > policy.vocab > 0:
+        yield (
+            f"reference.top_k must be at most the model's {policy.vocab} tokens, "
+            f"got {reference.top_k}"
+        )
+    if reference is None or reference.path is None or not reference.refresh_every_steps:
+        return
+    if read_model_sizes(reference.path) != policy:
+        yield (
+            "reference.refresh_every_steps must be 0: the policy's weights do not fit "
+            f"reference.path {reference.path}, whose config.json says another model"
+        )
+
+
+def _problems(
+    settings: Config, policy: ModelSizes, policy_folder: Path, *, is_critic: bool
+) -> Iterator[str]:
+    folder, learner = settings.model.path, settings.learner
+    try:
+        sizes = read_model_sizes(folder)
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from model_problems(sizes)
+    yield from field_problems(read_model_table(folder))
+    yield from layout_problems(sizes, learner.parallel, learner.transformer)
+    # With the policy's folder the policy's own rules say it.
+    if is_critic and folder != policy_folder:
+        yield from critic_problems(sizes)
+    sees = sees_images(settings, sizes)
+    if sees:
+        yield from vision_layout_problems(learner, sizes)
+    if sees != sees_images(settings, policy):
+        yield (
+            f"model.path must see images if and only if the policy does, got a "
+            f"{sizes.folder_class} beside a {policy.folder_class}"
+        )
+    elif sees:
+        mine, others = _images(folder, sizes), _images(policy_folder, policy)
+        differing = [
+            f"{name} {mine.get(name)}, not {others.get(name)}"
+            for name in sorted({*mine, *others})
+            if mine.get(name) != others.get(name)
+        ]
+        if differing:
+            yield (
+                "model.path must make the policy's tokens of images, by config.json and the "
+                f"image processor's file, others in {folder}: {'; '.join(differing)}"
+            )
+    if sizes.vocab != policy.vocab:
+        yield (
+            f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
+            f"got {sizes.vocab} in {folder}"
+        )
+    longest = settings.sampling.max_episode_tokens
+    if sizes.max_positions and longest > sizes.max_positions:
+        yield (
+            f"model.path must have room for sampling.max_episode_tokens = {longest}, "
+            f"got {sizes.max_positions_field} {sizes.max_positions} in {folder}"
+        )
+
+
+def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
+    """Returns by names how a folder makes tokens of images, with transformers' defaults."""
+    table = read_model_table(folder)
+    tower = table.get("vision_config") or {}
+    rows = _row_tokens(folder) if sizes.is_nested else {}
+    return (
+        _processor(folder)
+        | rows
+        | {
+            "image token": sizes.image_token,
+            "spatial_merge_size": tower.get(
+                "spatial_merge_size", table.get("spatial_merge_size", 2)
+            ),
+            "vision_config.patch_size": tower.get("patch_size"),
+            "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
+        }
+    )
+
+
+def _row_tokens(folder: Path) -> dict[str, object]:
+    """Returns the tokens at the ends of rows of an image; ConfigError for files without any."""
+    path = folder / "tokenizer.json"
+    try:
+        return dict(row_tokens(_read_table(folder / "processor_config.json"), _read_table(path)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} must hold added_tokens with the tokens between rows of an image "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _processor(folder: Path) -> dict[str, object]:
+    """Returns the settings of an image processor, from the file that transformers takes."""
+    whole = _read_table(folder / "processor_config.json")
+    if "image_processor" not in whole:
+        return _read_table(folder / "preprocessor_config.json")
+    found = whole["image_processor"]
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{folder / 'processor_config.json'}: image_processor must be a table, got {found!r}"
+        )
+    return found
+
+
+def _read_table(path: Path) -> dict[str, object]:
+    """Returns the table in a JSON file, {} without one; ConfigError if it cannot be read."""
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a table, got a {type(found).__name__}")
+    return found
+
+
+def _in_place_of_policy(config: Config, section: RoleSection) -> Config:
+    changed = config.model_copy(update={"learner": in_place_of(config.learner, section)})
+    if section.path is None:
+        return changed
+    model = config.model.model_copy(update={"path": section.path})
+    # The policy's starting weights do not fit another folder.
+    checkpoint = config.checkpoint.model_copy(update={"load": None})
+    return changed.model_copy(update={"model": model, "checkpoint": checkpoint})

@@ -1,0 +1,44 @@
+"""The form of a network address."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+from slipstream.core.errors import ConfigError
+
+_FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
+
+
+def address_parts(address: str) -> tuple[str, int]:
+    """Returns host and port of "host:port"; ConfigError for another form or a port above 65535."""
+    match = _FORM.fullmatch(address)
+    if match is None or int(match["port"]) > 65535 or not is_host(match["host"]):
+        raise ConfigError(f"an address is host:port with a port up to 65535, got {address!r}")
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def is_host(text: str) -> bool:
+    """Whether a text can be a host's name or address; an IPv6 address may have []."""
+    if (text[0], text[-1]) == ("[", "]"):
+        text = text[1:-1]
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(text) and not set(text) & set("[]/ ")
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Returns a socket that listens on the first address of `host` only; OSError if it cannot.
+
+    Port 0 means any free port.
+    """
+    (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.create_server(address, family=family)
+
+
+def check_address_form(address: str) -> str:
+    """Returns `address` unchanged; ConfigError like `address_parts`."""
+    address_parts(address)
+    return address

@@ -1,0 +1,217 @@
+"""A keeper: runs a program, and at the end kills every process that the program has started.
+
+    python -m slipstream.core.machine.keeper [--cause-fd FD] [LIMITS] -- PROGRAM ARGUMENTS...
+
+The keeper runs between its parent and PROGRAM. It is the reaper of all processes below PROGRAM, so
+a process that leaves its session, or loses its parent, stays below the keeper.
+
+Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. After the first of these the
+keeper kills every process below it, and ends like PROGRAM: same code, same signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from slipstream.core.machine.descendants import (
+    Descendant,
+    descendants,
+    kernel_oom_kills,
+    kill,
+    resident_bytes,
+    shared_out_bytes,
+)
+from slipstream.core.machine.process import become_reaper, die_with_parent
+
+# Seconds after SIGTERM in which PROGRAM may end by itself.
+GRACE_S = 2.0
+# Seconds within which killed processes are gone, unless the kernel itself is stuck.
+KILL_LIMIT_S = 10.0
+# Seconds between two checks of the limits: a program fills memory within seconds.
+CHECK_PERIOD_S = 0.2
+# Seconds that the kernel may take to end a large process that it has chosen.
+OOM_RECENT_S = 10.0
+# Score with which the kernel ends a process first when memory runs out.
+EXPENDABLE = "1000"
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of PROGRAM and its descendants; 0: no limit. The cause names the settings."""
+
+    memory_bytes: int = 0
+    memory_setting: str = ""
+    processes: int = 0
+    processes_setting: str = ""
+
+    def exceeded(self, found: Sequence[Descendant]) -> str:
+        """Describes the limit that the processes `found` exceed; "" if they exceed none."""
+        if self.processes and len(found) > self.processes:
+            return (
+                f"it had {len(found)} processes, more than {self.processes_setting} = "
+                f"{self.processes}"
+            )
+        if not self.memory_bytes or sum(map(resident_bytes, found)) <= self.memory_bytes:
+            return ""
+        # Pages that several processes share were counted for each of them; this exact count takes
+        # longer.
+        used = sum(map(shared_out_bytes, found))
+        if used <= self.memory_bytes:
+            return ""
+        return (
+            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {self.memory_setting} = "
+            f"{self.memory_bytes / (1 << 30):.2f}"
+        )
+
+
+class Keeper:
+    """Runs one program; `run` returns its wait status when none of its processes is left."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parent = os.getppid()
+        self._status: int | None = None
+        self._oom_kills = kernel_oom_kills()
+        self._oom_at_s = -OOM_RECENT_S
+        # Why the keeper or the kernel ended the program; "" if the program ended by itself.
+        self.cause = ""
+
+    def run(self, command: Sequence[str]) -> int:
+        """Starts `command`; returns its wait status when no process below is left."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        become_reaper()
+        die_with_parent(signal.SIGTERM)
+        self._program = _start(command)
+        told_to_end = False
+        while self._status is None and not self.cause and not told_to_end:
+            received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)
+            self._look_for_oom()
+            self._reap()
+            told_to_end = received is not None and received.si_signo == signal.SIGTERM
+            if self._status is None:
+                self.cause = self._limits.exceeded(descendants(os.getpid()))
+        if told_to_end and os.getppid() == self._parent:
+            self._ask_to_end()
+        was_killed = self._status == signal.SIGKILL
+        if was_killed and time.monotonic() - self._oom_at_s < OOM_RECENT_S:
+            self.cause = "out of memory: the kernel killed it"
+        self._kill_all()
+        return signal.SIGKILL if self._status is None else self._status
+
+    def _look_for_oom(self) -> None:
+        kills = kernel_oom_kills()
+        if kills != self._oom_kills:
+            self._oom_kills, self._oom_at_s = kills, time.monotonic()
+
+    def _reap(self) -> bool:
+        """Collects the processes that have ended; returns whether any is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._program:
+                self._status = status
+
+    def _ask_to_end(self) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                # The program leads its group and is not yet reaped: the number still belongs to it.
+                os.killpg(self._program, signal.SIGTERM)
+        until_s = time.monotonic() + GRACE_S
+        while self._status is None and (left_s := until_s - time.monotonic()) > 0:
+            signal.sigtimedwait({signal.SIGCHLD}, left_s)
+            self._reap()
+
+    def _kill_all(self) -> None:
+        killed: set[Descendant] = set()
+        until_s = time.monotonic() + KILL_LIMIT_S
+        while self._reap():
+            found = descendants(os.getpid())
+            new = set(found) - killed
+            for each in found:
+                kill(each)
+            if new:
+                # A killed process may have started others meanwhile: look again at once.
+                killed |= new
+                until_s = time.monotonic() + KILL_LIMIT_S
+                continue
+            if time.monotonic() > until_s:
+                left = ", ".join(str(each.pid) for each in found)
+                print(f"slipstream: these processes do not end: {left}", file=sys.stderr)
+                return
+            signal.sigtimedwait({signal.SIGCHLD}, CHECK_PERIOD_S)
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Ends like the program."""
+    parser = argparse.ArgumentParser(prog="python -m slipstream.core.machine.keeper")
+    parser.add_argument("--cause-fd", type=int, default=2, help="where to say why it was ended")
+    parser.add_argument("--memory-bytes", type=int, default=0)
+    parser.add_argument("--memory-setting", default="the limit")
+    parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--processes-setting", default="the limit")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    if options.cause_fd > 2:
+        os.set_inheritable(options.cause_fd, False)
+    if sys.platform != "linux":
+        os.execvp(options.command[0], options.command)
+    keeper = Keeper(
+        Limits(
+            options.memory_bytes,
+            options.memory_setting,
+            options.processes,
+            options.processes_setting,
+        )
+    )
+    status = keeper.run(options.command)
+    if keeper.cause:
+        os.write(options.cause_fd, f"{keeper.cause}\n".encode())
+    _end_as(status)
+
+
+def _start(command: Sequence[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # A program that signals its own group does not reach the keeper.
+        os.setsid()
+        die_with_parent()
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write(EXPENDABLE)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"slipstream: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        # The program has left its core file, if any; the keeper's core would be useless.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

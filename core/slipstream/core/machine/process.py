@@ -1,0 +1,107 @@
+"""Requests of a process to Linux: to end with its parent, to reap orphans, to open many files.
+
+`python -m slipstream.core.machine.process PARENT PROGRAM ARGUMENTS...` becomes PROGRAM, which
+will end with its parent, the process PARENT. `below_this` returns the words before PROGRAM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+# Enough for a run of hundreds of servers; programs can still loop over all file numbers.
+MAX_OPEN_FILES = 65536
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Variables that processes with environment code may see: no secrets.
+_OPEN_VARIABLES = (
+    *("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"),
+    # The address of the Hugging Face hub and its cache on this machine; HF_TOKEN stays behind.
+    *("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+    # Where this user's Docker answers, for environments that are containers.
+    "DOCKER_HOST",
+)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux to send this process signal `number` when the thread that started it ends.
+
+    On other systems it does nothing. The request survives `exec`, not `fork`. Start such a process
+    from a thread that lives as long as its own process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def below_this() -> list[str]:
+    """Returns the words before a command whose program is to end with this process."""
+    return [sys.executable, "-m", "slipstream.core.machine.process", str(os.getpid())]
+
+
+def become_reaper() -> None:
+    """Asks Linux to make this process, not init, the parent of orphans below it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def raise_open_files() -> None:
+    """Raises this process's limit to `MAX_OPEN_FILES`, or as far as the system allows.
+
+    Child processes inherit the limit. Shells and Docker Engine 25 begin with 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keeps the garbage collector off within the block, for imports of vLLM or Megatron.
+
+    They make millions of objects that stay: looking at them takes a tenth of the imports' time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a process with environment code gets.
+
+    The order of sets of texts is the same in all of them: task 7 must be the same one everywhere.
+    """
+    kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+    return kept | {"PYTHONHASHSEED": "0"}
+
+
+def flush_output() -> None:
+    """Writes out stdout and stderr, and drops what a full disk does not take of them.
+
+    What a program has done, and its exit code, do not depend on the end of its log.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # The interpreter flushes again at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        # The parent ended before this request, and its end comes only once.
+        sys.exit(1)
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,117 @@
+"""The config.json of a Nemotron-H: a model each of whose layers is one part alone.
+
+Published files have a pattern, a letter for each layer; those of transformers 5 a list of kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slipstream.core.models.rope_fields import architecture_of
+
+NEMOTRON_H = "NemotronHForCausalLM"
+KINDS: Mapping[str, str] = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+# Numbers without which the shapes of the tensors are not known.
+_NEEDED = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+# transformers' value, which vLLM takes too, if config.json has none.
+_HEAD_DIM = 128
+_EXPERTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def layer_kinds(values: Mapping[str, Any]) -> list[str]:
+    """Returns the kind of each layer; [] if config.json does not say it.
+
+    A letter that is not known stands for itself.
+    """
+    kinds = values.get("layers_block_type")
+    if kinds is None:
+        kinds = [
+            KINDS.get(letter, letter) for letter in values.get("hybrid_override_pattern") or ""
+        ]
+    return list(kinds)
+
+
+def with_usual_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config.json with the fields that those of other classes have.
+
+    The fields of experts, which transformers writes of a model without experts, are left out.
+    """
+    if architecture_of(values) != NEMOTRON_H:
+        return values
+    found = {name: value for name, value in values.items() if name not in _EXPERTS}
+    usual = {"num_hidden_layers": len(layer_kinds(values)), "head_dim": _HEAD_DIM}
+    return {**usual, **found, "num_hidden_layers": usual["num_hidden_layers"]}
+
+
+def hybrid_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields one line for each rule between the fields of a Nemotron-H."""
+    pattern, kinds = values.get("hybrid_override_pattern"), layer_kinds(values)
+    if not kinds:
+        yield (
+            f"model.path: a {NEMOTRON_H} needs hybrid_override_pattern or layers_block_type, "
+            "which say what each layer is"
+        )
+    if pattern is not None and [KINDS.get(letter, letter) for letter in pattern] != kinds:
+        yield (
+            "model.path: hybrid_override_pattern and layers_block_type must say the same of each "
+            f"layer, got {pattern!r} and {kinds}"
+        )
+    for kind in sorted(set(kinds) - set(KINDS.values())):
+        yield (
+            f"model.path: each layer of a {NEMOTRON_H} must be one of {', '.join(KINDS.values())} "
+            f"(in a pattern {', '.join(KINDS)}), got {kind!r}: layers of experts are not trained"
+        )
+    for name in _NEEDED:
+        if not isinstance(values.get(name), int) or values[name] < 1:
+            yield f"model.path: {name} of a {NEMOTRON_H} must be a number, got {values.get(name)!r}"
+            return
+    if values["mamba_num_heads"] % values["n_groups"]:
+        yield (
+            f"model.path: n_groups must divide the {values['mamba_num_heads']} mamba_num_heads, "
+            f"got {values['n_groups']}"
+        )
+
+
+def hybrid_tensors(
+    values: Mapping[str, Any], *, has_tied_output: bool
+) -> dict[str, tuple[int, ...]]:
+    """Returns name and shape of each tensor of a Nemotron-H."""
+    usual = with_usual_fields(values)
+    hidden, vocab = usual["hidden_size"], usual["vocab_size"]
+    found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (vocab, hidden)}
+    for layer, kind in enumerate(layer_kinds(values)):
+        shapes = _shapes(usual, kind)
+        found[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
+        found |= {f"backbone.layers.{layer}.mixer.{name}": shapes[name] for name in shapes}
+    found["backbone.norm_f.weight"] = (hidden,)
+    if not has_tied_output:
+        found["lm_head.weight"] = (vocab, hidden)
+    return found
+
+
+def _shapes(values: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of one layer."""
+    hidden, ffn = values["hidden_size"], values.get("intermediate_size", 0)
+    if kind == "mlp":
+        return {"up_proj.weight": (ffn, hidden), "down_proj.weight": (hidden, ffn)}
+    if kind == "full_attention":
+        heads, size = values["num_attention_heads"], values["head_dim"]
+        queries, keys = heads * size, (values.get("num_key_value_heads") or heads) * size
+        rows = {"q": queries, "k": keys, "v": keys}
+        found: dict[str, tuple[int, ...]] = {
+            f"{name}_proj.weight": (size, hidden) for name, size in rows.items()
+        }
+        return found | {"o_proj.weight": (hidden, queries)}
+    heads = values["mamba_num_heads"]
+    inner = heads * values["mamba_head_dim"]
+    channels = inner + 2 * values["n_groups"] * values["ssm_state_size"]
+    vectors = dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
+    return {
+        **vectors,
+        "in_proj.weight": (inner + channels + heads, hidden),
+        "conv1d.weight": (channels, 1, values["conv_kernel"]),
+        "conv1d.bias": (channels,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (hidden, inner),
+    }

@@ -1,0 +1,314 @@
+"""Fields of a model's config.json: which are used, and which may have one value only.
+
+Three programs read the file: transformers, Megatron-Bridge for the trainer and vLLM for the rollout
+servers. If one of them reads a field that another ignores, they compute different models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.core.models.family_fields import (
+    NO_HEAD_DIM,
+    NONE,
+    OFF,
+    ONE,
+    ONE_VALUE_OF,
+    READ,
+    TIED,
+    WRITTEN,
+    ZERO,
+    Values,
+    family_problems,
+)
+from slipstream.core.models.rope_fields import (
+    ALTERNATING,
+    DELTA_NETS,
+    LAYER_KINDS,
+    architecture_of,
+    rope_problems,
+)
+
+# Fields that all three programs use; `model_problems` checks their values.
+HONOURED = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+        # These are refused if they describe more than one kind of layer.
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        # The vision tower is transformers' own class in the learner.
+        "vision_config",
+        "quantization_config",
+    }
+)
+# Fields that do not change the function: names, token ids, how a model was made or is stored.
+# Dropout and jitter belong to training; neither the trainer nor a rollout server applies them.
+HARMLESS = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "add_cross_attention",
+        "attention_dropout",
+        "attention_head_dim",
+        "aux_loss_alpha",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cache_implementation",
+        "boi_token_index",
+        "bos_token_id",
+        # Tokens that a Mamba layer multiplies as one matrix.
+        "chunk_size",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "do_sample",
+        "dtype",
+        "embd_pdrop",
+        "ep_size",
+        "eoi_token_index",
+        "eos_token_id",
+        "expand",
+        # gpt-oss says these twice.
+        "experts_per_token",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "head_dtype",
+        "hidden_dropout",
+        "id2label",
+        "image_token_id",
+        "image_token_index",
+        "initial_context_length",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "is_llama_config",
+        # Servers keep the states of delta nets in float32 if the run does not say otherwise.
+        "mamba_ssm_dtype",
+        "label2id",
+        "mamba_ssm_cache_dtype",
+        "max_length",
+        "moe_shared_expert_overlap",
+        "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+        "num_logits_to_keep",
+        "mtp_use_dedicated_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "repetition_penalty",
+        "rescale_prenorm_residual",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sep_token_id",
+        "seq_aux",
+        "task_specific_params",
+        "temperature",
+        # How a fresh model is made. transformers also takes no smaller steps than the least one;
+        # learner and rollout servers take any.
+        "time_step_floor",
+        "time_step_limit",
+        "time_step_max",
+        "time_step_min",
+        "time_step_rank",
+        "tokenizer_class",
+        "torch_dtype",
+        "top_k",
+        "top_p",
+        "torchscript",
+        # These are read where images are.
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "spatial_merge_size",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "use_mamba_kernels",
+        "video_token_id",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
+    }
+)
+# Field -> values with which all three programs compute the same, for every architecture.
+ONE_VALUE: Mapping[str, Values] = MappingProxyType(
+    {
+        "hidden_act": ("silu",),
+        "hidden_activation": (None, "silu"),
+        "attention_bias": OFF,
+        "attn_output_gate": OFF,
+        "bias": OFF,
+        "qkv_bias": OFF,
+        "mlp_bias": OFF,
+        "qk_norm": OFF,
+        "use_qk_norm": OFF,
+        "is_causal": (None, True),
+        "use_bidirectional_attention": OFF,
+        "logit_scale": ONE,
+        "partial_rotary_factor": ONE,
+        "rotary_pct": ONE,
+        "rotary_emb_fraction": ONE,
+        "rotary_emb_base": NONE,
+        "rope_interleaved": OFF,
+        "use_mrope": OFF,
+        "original_max_position_embeddings": NONE,
+        "mrope_section": NONE,
+        "xdrope_section": NONE,
+        "dual_chunk_attention_config": NONE,
+        "clip_qkv": NONE,
+        "final_logit_softcapping": NONE,
+        "attn_logit_softcapping": NONE,
+        "scoring_func": (None, "softmax"),
+        "n_routed_experts": ZERO,
+        "n_group": ONE,
+        "topk_group": ONE,
+        "routed_scaling_factor": ONE,
+        "q_lora_rank": NONE,
+        "kv_lora_rank": NONE,
+        "qk_nope_head_dim": NONE,
+        "qk_rope_head_dim": NONE,
+        "v_head_dim": NONE,
+        "num_nextn_predict_layers": ZERO,
+        "num_mtp_layers": ZERO,
+        "mtp_num_hidden_layers": ZERO,
+        "layer_scale": OFF,
+        "rope_interleave": (None, True),
+        "topk_method": NONE,
+        "moe_layer_freq": ONE,
+        "qk_head_dim": NONE,
+        "swiglu_alpha": NONE,
+        "swiglu_limit": NONE,
+        "linear_conv_kernel_dim": NONE,
+        "linear_key_head_dim": NONE,
+        "linear_value_head_dim": NONE,
+        "linear_num_key_heads": NONE,
+        "linear_num_value_heads": NONE,
+        "full_attention_interval": NONE,
+        "hybrid_override_pattern": NONE,
+        "layers_block_type": NONE,
+        "layer_norm_epsilon": NONE,
+        "mamba_num_heads": NONE,
+        "mamba_head_dim": NONE,
+        "n_groups": NONE,
+        "ssm_state_size": NONE,
+        "conv_kernel": NONE,
+        "mamba_hidden_act": (None, "silu"),
+        "mlp_hidden_act": NONE,
+        "use_conv_bias": NONE,
+        "use_bias": OFF,
+        "mamba_proj_bias": OFF,
+        "residual_in_fp32": OFF,
+        "moe_latent_size": NONE,
+        "moe_shared_expert_intermediate_size": NONE,
+        # Older names, which transformers puts above the newer ones.
+        "mamba_n_groups": NONE,
+        "mamba_d_conv": NONE,
+        "mamba_conv_bias": NONE,
+        "vision_feature_layer": (None, -1),
+        "projector_hidden_act": (None, "gelu"),
+    }
+)
+
+
+def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields one line for each field for which the three programs would compute differently."""
+    architecture = architecture_of(values)
+    allowed = {**ONE_VALUE, **ONE_VALUE_OF.get(architecture, {})}
+    for name in READ.get(architecture, ()):
+        del allowed[name]
+    for name, value in values.items():
+        if name in allowed and value not in allowed[name]:
+            yield (
+                f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
+                f"got {value!r}: transformers, learner and rollout servers would compute "
+                "different models"
+            )
+    for name in WRITTEN.get(architecture, ()):
+        if name not in values:
+            yield (
+                f"model.path: {name} of a {architecture} must be {_written(allowed[name])}, "
+                "got none: rollout servers take another value if config.json has none"
+            )
+    kinds = LAYER_KINDS if architecture in ALTERNATING else LAYER_KINDS[:1]
+    if architecture in DELTA_NETS:
+        kinds = (*kinds, "linear_attention")
+    for kind in sorted(set(values.get("layer_types") or ()) - set(kinds)):
+        yield f"model.path: layer_types must all be {' or '.join(kinds)}, got {kind!r}"
+    yield from family_problems(values, architecture)
+    counts = {values[name] for name in ("num_experts", "num_local_experts") if values.get(name)}
+    if len(counts) > 1:
+        yield (
+            f"model.path: num_experts and num_local_experts must be the same number, "
+            f"got {values['num_experts']} and {values['num_local_experts']}"
+        )
+    yield from _head_problems(values, architecture)
+    yield from rope_problems(values)
+
+
+def unknown_fields(values: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a config.json whose effect on the model is not known."""
+    known = HONOURED | HARMLESS | ONE_VALUE.keys()
+    return sorted(name for name in values if name not in known)
+
+
+def has_tied_output(values: Mapping[str, Any]) -> bool:
+    """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
+    return bool(values.get("tie_word_embeddings", architecture_of(values) in TIED))
+
+
+def _head_problems(values: Mapping[str, Any], architecture: str) -> Iterator[str]:
+    size, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    head_dim = values.get("head_dim")
+    if architecture not in NO_HEAD_DIM or not (size and heads and head_dim):
+        return
+    if head_dim * heads != size:
+        yield (
+            f"model.path: head_dim of a {architecture} must be hidden_size / num_attention_heads "
+            f"= {size / heads:g}, as rollout servers take it, got {head_dim}"
+        )
+
+
+def _written(allowed: Values) -> str:
+    names = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
+    return " or ".join("left out" if name == "None" else name for name in names)

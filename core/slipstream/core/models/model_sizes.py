@@ -1,0 +1,278 @@
+"""Sizes from a model's config.json, on which the parallel layout depends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.hybrid_layers import NEMOTRON_H, layer_kinds, with_usual_fields
+from slipstream.core.models.model_fields import has_tied_output
+from slipstream.core.models.nested_decoders import (
+    NESTED,
+    SEEING,
+    is_nested,
+    nested_table,
+    outer_class,
+)
+from slipstream.core.models.rope_fields import QWEN35_VISION, VISION, architecture_of, rope_table
+from slipstream.core.models.tower_tensors import deep_layers
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a decoder; 0 if config.json lacks the field."""
+
+    architecture: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    # Length of the longest sequence, and the field of config.json that decides it.
+    max_positions: int
+    max_positions_field: str
+    # Mixture of experts: their number, the number for each token, their intermediate size.
+    experts: int
+    experts_per_token: int
+    expert_ffn: int
+    # Intermediate size of the expert that every token goes to; 0: there is none.
+    shared_expert_ffn: int
+    # Whether the weights of a token's experts add up to 1.
+    normalizes_experts: bool
+    # Whether layers with and without experts alternate in a mixture of experts.
+    has_dense_layers: bool
+    # Number of layers without experts, the first ones.
+    dense_layers: int
+    # Groups of experts, and the number of them that a token may choose from; 0: none.
+    expert_groups: int
+    chosen_groups: int
+    # Latent attention: size of a token's vector for keys and values with the positions' part, and
+    # of that for queries; 0: there is none.
+    latent_size: int
+    query_latent_size: int
+    # What is split over ranks in layers that read tokens in turn: heads of keys and values of delta
+    # nets, groups and heads of Mamba layers. () without such layers.
+    linear_heads: tuple[int, ...]
+    # Layers that have a cache of keys and values.
+    cached_layers: int
+    norm_eps: float
+    has_tied_output: bool
+    rope_type: str
+    # All settings of the rotary embedding by their names.
+    rope: tuple[tuple[str, Any], ...]
+    uses_sliding_window: bool
+    is_quantized: bool
+    # Whether it can be trained on images, and whether its tower is left out without any.
+    has_vision: bool
+    is_nested: bool
+    # Number of layers behind which the tower adds features.
+    deep_layers: int
+    # The token that stands for features of an image, as config.json says it; 0 without vision.
+    image_token: Any
+
+    def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
+        """Returns the bytes of a token's keys and values in the cache of one of `tp` workers."""
+        if self.latent_size:
+            # Every worker holds all of it.
+            return self.layers * self.latent_size * item_bytes
+        return 2 * self.cached_layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+
+    @property
+    def folder_class(self) -> str:
+        """The class that config.json names, for a message."""
+        return outer_class(self.architecture) if self.is_nested else self.architecture
+
+    @property
+    def linear_name(self) -> str:
+        """The name of layers that read the tokens of a sequence in turn, for a message."""
+        return "Mamba layers" if self.has_mamba else "delta nets"
+
+    @property
+    def has_mamba(self) -> bool:
+        """Whether some layers are Mamba's."""
+        return self.architecture == NEMOTRON_H
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ModelSizes:
+        """Reads the table of a config.json, as transformers 4 or 5 writes it."""
+        values = with_usual_fields(values)
+
+        def number(*names: str) -> int:
+            found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
+            return int(found)
+
+        rope = rope_table(values)
+        names = values.get("architectures") or [""]
+        heads, layers = number("num_attention_heads"), number("num_hidden_layers")
+        experts = number("num_experts", "num_local_experts", "n_routed_experts")
+        latent = number("kv_lora_rank")
+        # vLLM does not scale queries beyond these positions, as transformers does.
+        is_limited = rope.get("llama_4_scaling_beta")
+        limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
+        limits = rope if is_limited else values
+        return cls(
+            architecture=str(names[0]),
+            vocab=number("vocab_size"),
+            hidden=number("hidden_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=number("num_key_value_heads") or heads,
+            head_dim=number("head_dim") or number("hidden_size") // max(1, heads),
+            ffn=number("intermediate_size"),
+            max_positions=int(limits.get(limit) or 0),
+            max_positions_field=limit,
+            experts=experts,
+            experts_per_token=number("num_experts_per_tok"),
+            expert_ffn=number("moe_intermediate_size", "intermediate_size"),
+            shared_expert_ffn=number("shared_expert_intermediate_size")
+            or number("n_shared_experts") * number("moe_intermediate_size"),
+            normalizes_experts=normalizes_experts(values),
+            has_dense_layers=bool(values.get("mlp_only_layers"))
+            or values.get("decoder_sparse_step", 1) != 1,
+            dense_layers=number("first_k_dense_replace") if experts else layers,
+            expert_groups=number("n_group"),
+            chosen_groups=number("topk_group"),
+            latent_size=latent and latent + number("qk_rope_head_dim"),
+            query_latent_size=number("q_lora_rank"),
+            linear_heads=tuple(
+                number(name)
+                for name in (
+                    "linear_num_key_heads",
+                    "linear_num_value_heads",
+                    "n_groups",
+                    "mamba_num_heads",
+                )
+                if number(name)
+            ),
+            cached_layers=layer_kinds(values).count("full_attention") or layers,
+            norm_eps=values.get("rms_norm_eps", 0.0),
+            has_tied_output=has_tied_output(values),
+            rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),
+            rope_type=str(rope.get("rope_type", rope.get("type", "default"))).replace(
+                "mrope", "default"
+            ),
+            uses_sliding_window=bool(
+                values.get("use_sliding_window", values.get("sliding_window"))
+            ),
+            is_quantized="quantization_config" in values,
+            has_vision=_has_vision(values),
+            is_nested=is_nested(values),
+            deep_layers=deep_layers(values),
+            image_token=_image_token(values),
+        )
+
+
+def normalizes_experts(values: Mapping[str, Any]) -> bool:
+    """Whether the weights of a token's experts add up to 1, by the table of a config.json.
+
+    Those of Mixtral, gpt-oss and Qwen3.5 always do, without a field in their tables.
+    """
+    always = values.get("model_type") in (
+        "mixtral",
+        "gpt_oss",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+    )
+    return bool(values.get("norm_topk_prob", always))
+
+
+def _has_vision(values: Mapping[str, Any]) -> bool:
+    architecture = architecture_of(values)
+    return architecture in VISION or (is_nested(values) and architecture in SEEING)
+
+
+def _image_token(values: Mapping[str, Any]) -> object:
+    if not _has_vision(values):
+        return 0
+    if is_nested(values):
+        # transformers takes both names, and the second if it finds both.
+        return values.get("image_token_id", values.get("image_token_index", 10))
+    # The default is that of transformers.
+    default = 248056 if architecture_of(values) in QWEN35_VISION else 151655
+    return values.get("image_token_id", default)
+
+
+def read_model_sizes(folder: Path) -> ModelSizes:
+    """Returns the sizes of a Hugging Face folder; ConfigError like `read_model_table`."""
+    return ModelSizes.of(read_model_table(folder))
+
+
+def read_model_table(folder: Path) -> dict[str, Any]:
+    """Returns the config.json of a Hugging Face folder; ConfigError if it cannot be read."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        # Relative paths: a run is exported or replayed in the folder in which it was started.
+        here = "" if folder.is_absolute() else f" below {Path.cwd()}"
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, got {folder}, which does not exist{here}"
+            f"{_download(folder)}"
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, but {folder} has no config.json"
+        )
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
+    _check_ties(values)
+    return decoder_table(values)
+
+
+def _check_ties(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a Qwen3.5 that says in two places whether embeddings are tied."""
+    if architecture_of(values) not in QWEN35_VISION:
+        return
+    decoder = values.get("text_config") or {}
+    outer, inner = (bool(table.get("tie_word_embeddings")) for table in (values, decoder))
+    if outer != inner:
+        raise ConfigError(
+            f"model.path: tie_word_embeddings is {str(outer).lower()} in config.json and "
+            f"{str(inner).lower()} in its text_config: transformers reads the first and rollout "
+            "servers the second"
+        )
+
+
+def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the fields of its decoder, which models with vision nest.
+
+    ConfigError for a decoder of `NESTED` that is not known, and a tower beside a text class.
+    """
+    architecture = architecture_of(values)
+    if architecture in NESTED:
+        return nested_table(values)
+    if architecture.endswith("ForCausalLM") and values.get("vision_config"):
+        raise ConfigError(
+            f"model.path: config.json of a {architecture} must have no vision_config: it is "
+            "trained without a vision tower, which would be left out"
+        )
+    decoder = values.get("text_config")
+    if not isinstance(decoder, Mapping):
+        return dict(values)
+    outer = {name: value for name, value in values.items() if name != "text_config"}
+    if architecture in VISION:
+        # transformers takes the outer field or its default, false; for Qwen2.5-VL both count.
+        is_tied = outer.get("tie_word_embeddings") or (
+            architecture == VISION[0] and decoder.get("tie_word_embeddings")
+        )
+        outer["tie_word_embeddings"] = bool(is_tied)
+    return {**decoder, **outer}
+
+
+def _download(folder: Path) -> str:
+    """Returns advice if the path looks like a name on the Hugging Face Hub, else ""."""
+    owner, *name = folder.parts
+    if len(name) != 1 or owner.startswith((".", "/", "~", "models")) or Path(owner).exists():
+        return ""
+    return (
+        f"; nothing is downloaded: hf download {folder} --local-dir models/{name[0]}, "
+        f"then model.path = models/{name[0]}"
+    )

@@ -1,0 +1,302 @@
+"""Checks by the headers that a folder's files have every tensor that config.json asks for.
+
+Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type: None".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.hybrid_layers import hybrid_tensors
+from slipstream.core.models.model_files import INDEX, held_tensors
+from slipstream.core.models.model_sizes import ModelSizes, read_model_table
+from slipstream.core.models.nested_decoders import is_nested, nested_name
+from slipstream.core.models.rope_fields import DELTA_NETS, QWEN35_VISION, VISION
+from slipstream.core.models.tied_outputs import are_equal
+from slipstream.core.models.tower_tensors import TOWER_FOLDERS, Shape, further_blocks, tower_tensors
+
+OUTPUT = "lm_head.weight"
+# Endings of the matrix of embeddings.
+_EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
+_NORMED_HEADS = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    *DELTA_NETS,
+    *VISION[1:],
+)
+# Architectures whose norm is over all heads together.
+_NORMED_WHOLE = ("Olmo2ForCausalLM", "OlmoeForCausalLM")
+_GPT_OSS = "GptOssForCausalLM"
+_BEFORE = ("input", "post_attention")
+# Architecture -> names of the norms in a layer; the others have `_BEFORE`.
+_AFTER = ("post_attention", "post_feedforward")
+_NORMS = {
+    "Olmo2ForCausalLM": _AFTER,
+    "Gemma2ForCausalLM": ("input", "pre_feedforward", *_AFTER),
+    "Gemma3ForCausalLM": ("input", "pre_feedforward", *_AFTER),
+}
+# Names of gate, up and down in a layer.
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = {
+    "Qwen3MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen2MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "OlmoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "Glm4MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "DeepseekV2ForCausalLM": ("mlp.", _PROJECTIONS),
+    "DeepseekV3ForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen3NextForCausalLM": ("mlp.", _PROJECTIONS),
+    "Qwen3_5MoeForCausalLM": ("mlp.", _PROJECTIONS),
+    "MixtralForCausalLM": ("block_sparse_moe.", ("w1", "w3", "w2")),
+}
+
+
+# Architectures whose experts have biases that choose them, and those with shared ones besides.
+_SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+_SHARED = (*_SIGMOID, "DeepseekV2ForCausalLM")
+
+
+def tensor_problems(
+    folder: Path, setting: str, *, has_output: bool = True, has_tower: bool = False
+) -> Iterator[str]:
+    """Yields one clause for each tensor that is missing or has a wrong shape; for complete files.
+
+    `setting` names the folder, of a supported architecture. The projection to the vocabulary is
+    needed if `has_output`, the vision tower if `has_tower`. Further tensors do not matter, but for
+    a tower beside a text class: it would be lost.
+    """
+    values = read_model_table(folder)
+    held = held_tensors(folder)
+    architecture = ModelSizes.of(values).folder_class
+    needed = needed_tensors(values)
+    if is_nested(values):
+        needed = {nested_name(name, held): shape for name, shape in needed.items()}
+    tower: dict[str, Shape] = {}
+    if has_tower:
+        try:
+            tower = tower_tensors(values, held)
+        except ConfigError as error:
+            yield f"{setting}: {error}"
+            return
+        needed |= tower
+    for name, shape in needed.items():
+        if name.endswith(OUTPUT) and not has_output:
+            continue
+        if name not in held:
+            yield (
+                f"{setting} must hold every tensor of a {architecture}: "
+                f"{_place(folder)} has no {name} of shape {list(shape)}"
+            )
+        elif held[name][1] != shape:
+            path, found = held[name]
+            yield (
+                f"{setting} must hold tensors that fit its config.json: {path} has {name} "
+                f"of shape {list(found)}, not {list(shape)}"
+            )
+    for name in further_blocks(tower, held)[:1] if has_tower else ():
+        yield (
+            f"{setting} must hold no more of a vision tower than vision_config says: "
+            f"{held[name][0]} has {name}, which would be left out"
+        )
+    if has_output:
+        yield from _output_problems(values, needed, held, setting)
+    if not is_nested(values) and architecture not in VISION:
+        for name in [name for name in held if name.startswith(TOWER_FOLDERS)][:1]:
+            yield (
+                f"{setting} must hold no vision tower for a {architecture}, which sees no "
+                f"images: {held[name][0]} has {name}, which would be left out"
+            )
+
+
+def _output_problems(
+    values: Mapping[str, Any],
+    needed: Mapping[str, Shape],
+    held: Mapping[str, tuple[Path, Shape]],
+    setting: str,
+) -> Iterator[str]:
+    """Checks a projection that files hold beside tied embeddings.
+
+    The learner would train the embeddings in its place, transformers and vLLM take it as it is.
+    """
+    output = nested_name(OUTPUT, held) if is_nested(values) else OUTPUT
+    embedding = next(name for name in needed if name.endswith(_EMBEDDINGS))
+    if output in needed or output not in held or embedding not in held:
+        return
+    (path, shape), (other, expected) = held[output], held[embedding]
+    if shape != expected or not are_equal((path, output), (other, embedding)):
+        yield (
+            f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
+            f"them (tie_word_embeddings), {path} has one"
+        )
+
+
+def needed_tensors(values: Mapping[str, Any]) -> dict[str, Shape]:
+    """Returns name and shape of each tensor, by the config.json of a known architecture."""
+    sizes = ModelSizes.of(values)
+    if sizes.has_mamba:
+        return hybrid_tensors(values, has_tied_output=sizes.has_tied_output)
+    needed: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, sizes.hidden)}
+    for layer in range(sizes.layers):
+        mixer = _delta_net if _has_delta_net(values, layer) else _attention
+        within = {**mixer(sizes, values), **_feed_forward(sizes, layer)}
+        needed |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
+    needed["model.norm.weight"] = (sizes.hidden,)
+    if not sizes.has_tied_output:
+        needed[OUTPUT] = (sizes.vocab, sizes.hidden)
+    if sizes.architecture in VISION[1:]:
+        inner = "model.language_model."
+        needed = {name.replace("model.", inner, 1): shape for name, shape in needed.items()}
+    return needed
+
+
+def _attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden, head = sizes.hidden, sizes.head_dim
+    rows = {"q": sizes.heads * head, "k": sizes.kv_heads * head, "v": sizes.kv_heads * head}
+    # Each query head has a gate of its output beside it.
+    gates = {"q": rows["q"] if sizes.linear_heads else 0}
+    found: dict[str, Shape] = {
+        f"{norm}_layernorm.weight": (hidden,) for norm in _NORMS.get(sizes.architecture, _BEFORE)
+    }
+    if sizes.latent_size:
+        return found | _latent_attention(sizes, values)
+    found |= {
+        f"self_attn.{name}_proj.weight": (size + gates.get(name, 0), hidden)
+        for name, size in rows.items()
+    }
+    found["self_attn.o_proj.weight"] = (hidden, rows["q"])
+    is_biased = sizes.architecture in ("Qwen2ForCausalLM", VISION[0]) or (
+        sizes.architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias", True)
+    )
+    if sizes.architecture == "Glm4MoeForCausalLM":
+        is_biased = bool(values.get("attention_bias"))
+    if sizes.architecture == _GPT_OSS:
+        is_biased = True
+        found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (sizes.heads,)}
+    if is_biased:
+        found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
+    if sizes.architecture in _NORMED_HEADS or values.get("use_qk_norm"):
+        found |= {f"self_attn.{name}_norm.weight": (head,) for name in ("q", "k")}
+    if sizes.architecture in _NORMED_WHOLE:
+        found |= {f"self_attn.{name}_norm.weight": (rows[name],) for name in ("q", "k")}
+    return found
+
+
+def _has_delta_net(values: Mapping[str, Any], layer: int) -> bool:
+    if not values.get("linear_num_value_heads"):
+        return False
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return bool((layer + 1) % values.get("full_attention_interval", 4))
+    return bool(kinds[layer] == "linear_attention")
+
+
+def _delta_net(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden = sizes.hidden
+    key_heads, heads = sizes.linear_heads
+    key_dim, value_dim, kernel = (
+        values.get(f"linear_{name}_dim", 0) for name in ("key_head", "value_head", "conv_kernel")
+    )
+    keys, inner = key_heads * key_dim, heads * value_dim
+    found: dict[str, Shape] = {
+        "conv1d.weight": (2 * keys + inner, 1, kernel),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "norm.weight": (value_dim,),
+        "out_proj.weight": (hidden, inner),
+    }
+    inputs = {"qkv": 2 * keys + inner, "z": inner, "b": heads, "a": heads}
+    if sizes.architecture == "Qwen3NextForCausalLM":
+        inputs = {"qkvz": 2 * keys + 2 * inner, "ba": 2 * heads}
+    found |= {f"in_proj_{name}.weight": (rows, hidden) for name, rows in inputs.items()}
+    return {f"{norm}_layernorm.weight": (hidden,) for norm in _BEFORE} | {
+        f"linear_attn.{name}": shape for name, shape in found.items()
+    }
+
+
+def _latent_attention(sizes: ModelSizes, values: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden, queries, latent = sizes.hidden, sizes.query_latent_size, values["kv_lora_rank"]
+    plain, turned, value = (values[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    rows = sizes.heads * (plain + turned)
+    found: dict[str, Shape] = {
+        "kv_a_proj_with_mqa": (latent + turned, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (sizes.heads * (plain + value), latent),
+        "o_proj": (hidden, sizes.heads * value),
+    }
+    if queries:
+        found |= {
+            "q_a_proj": (queries, hidden),
+            "q_a_layernorm": (queries,),
+            "q_b_proj": (rows, queries),
+        }
+    else:
+        found["q_proj"] = (rows, hidden)
+    return {f"self_attn.{name}.weight": shape for name, shape in found.items()}
+
+
+def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
+    hidden = sizes.hidden
+    if layer < sizes.dense_layers:
+        return _gated("mlp.", _PROJECTIONS, hidden, sizes.ffn)
+    if sizes.architecture == _GPT_OSS:
+        return _fused_experts(sizes, "router") | _biases(sizes)
+    if sizes.architecture == VISION[2]:
+        return _fused_experts(sizes, "gate")
+    if sizes.architecture == QWEN35_VISION[1]:
+        return _fused_experts(sizes, "gate", is_turned=False) | _gated_expert(sizes)
+    prefix, names = _EXPERTS[sizes.architecture]
+    found: dict[str, Shape] = {f"{prefix}gate.weight": (sizes.experts, hidden)}
+    for expert in range(sizes.experts):
+        found |= _gated(f"{prefix}experts.{expert}.", names, hidden, sizes.expert_ffn)
+    if sizes.architecture in _SIGMOID:
+        found[f"{prefix}gate.e_score_correction_bias"] = (sizes.experts,)
+    if sizes.architecture in _SHARED:
+        found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
+    elif sizes.shared_expert_ffn:
+        found |= _gated_expert(sizes)
+    return found
+
+
+def _gated_expert(sizes: ModelSizes) -> dict[str, Shape]:
+    """Returns the tensors of an expert that every token goes to, with a gate of its own."""
+    found = _gated("mlp.shared_expert.", _PROJECTIONS, sizes.hidden, sizes.shared_expert_ffn)
+    return found | {"mlp.shared_expert_gate.weight": (1, sizes.hidden)}
+
+
+def _fused_experts(sizes: ModelSizes, router: str, *, is_turned: bool = True) -> dict[str, Shape]:
+    """Returns the tensors of all experts together.
+
+    With `is_turned` they have the form in which tokens multiply them, else that of a linear layer.
+    """
+    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+    shapes = {"gate_up": (hidden, 2 * ffn), "down": (ffn, hidden)}
+    return {f"mlp.{router}.weight": (experts, hidden)} | {
+        f"mlp.experts.{name}_proj": (experts, *(shape if is_turned else shape[::-1]))
+        for name, shape in shapes.items()
+    }
+
+
+def _biases(sizes: ModelSizes) -> dict[str, Shape]:
+    """Returns the biases of router and experts of a gpt-oss."""
+    experts, hidden, ffn = sizes.experts, sizes.hidden, sizes.expert_ffn
+    return {
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
+        "mlp.experts.down_proj_bias": (experts, hidden),
+    }
+
+
+def _gated(prefix: str, names: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}
+
+
+def _place(folder: Path) -> Path:
+    """Returns the file that lists the tensors, for a message: index, single file, or folder."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        return folder / INDEX
+    return paths[0] if len(paths) == 1 else folder

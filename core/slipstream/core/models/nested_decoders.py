@@ -1,0 +1,102 @@
+"""Models with a vision tower whose decoder is a text class of its own: Gemma 3 and Mistral 3.
+
+The programs treat such a folder as its text class under other names of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.rope_fields import architecture_of
+
+# Class of a folder -> class of its decoder by text_config's model_type; the first is the default.
+NESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+        "Mistral3ForConditionalGeneration": {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+        },
+    }
+)
+# Published files leave out fields that have transformers' defaults.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "Gemma3ForCausalLM": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+}
+# Folders of the tensors that are no decoder's, in both forms of names.
+TOWERS = tuple(
+    f"{outer}{part}."
+    for outer in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+_NEW_FORM = "model.language_model."
+# Decoders beside a tower that is trained if episodes have images.
+SEEING = ("MistralForCausalLM", "Ministral3ForCausalLM")
+
+
+def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json of one of `NESTED` as that of its decoder, with `vision_config`.
+
+    ConfigError for a decoder that is not known.
+    """
+    outer, decoder = architecture_of(values), values.get("text_config")
+    kinds = NESTED[outer]
+    for name in ("text_config", "vision_config"):
+        if not (isinstance(values.get(name), Mapping) and values[name]):
+            raise ConfigError(
+                f"model.path: {name} of a {outer} must be a table, got {values.get(name)!r}"
+            )
+    assert isinstance(decoder, Mapping)
+    kind = decoder.get("model_type", next(iter(kinds)))
+    if kind not in kinds:
+        raise ConfigError(
+            f"model.path: model_type in text_config of a {outer} must be {' or '.join(kinds)}, "
+            f"got {kind!r}"
+        )
+    architecture = kinds[kind]
+    table = {**_DEFAULTS.get(architecture, {}), **decoder}
+    if values.get("tie_word_embeddings") is False and table.get("tie_word_embeddings"):
+        raise ConfigError(
+            "model.path: tie_word_embeddings must be the same in config.json and its text_config, "
+            "got false and true: transformers reads the one, rollout servers the other"
+        )
+    # Files with a projection of their own are not tied, whatever the outer field's default says.
+    others = {name: value for name, value in values.items() if name != "tie_word_embeddings"}
+    del others["text_config"]
+    return {**others, **table, "architectures": [architecture]}
+
+
+def is_nested(values: Mapping[str, Any]) -> bool:
+    """Whether a table is one that `nested_table` has made."""
+    known = {name for kinds in NESTED.values() for name in kinds.values()}
+    return bool(values.get("vision_config")) and architecture_of(values) in known
+
+
+def outer_class(decoder: str) -> str:
+    """Returns the class of `NESTED` whose decoder is a `decoder`."""
+    return next(outer for outer, kinds in NESTED.items() if decoder in kinds.values())
+
+
+def nested_name(name: str, held: Collection[str]) -> str:
+    """Returns the name of a text class' tensor in files of `NESTED` with the tensors `held`."""
+    if any(each.startswith(_NEW_FORM) for each in held):
+        return name.replace("model.", _NEW_FORM, 1)
+    return f"language_model.{name}"
+
+
+def tower_name(name: str, held: Collection[str]) -> str:
+    """Returns the name of a tensor of the tower, or of its projector, like `nested_name`."""
+    return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

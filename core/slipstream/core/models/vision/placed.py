@@ -1,0 +1,67 @@
+"""Places of images in token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.models.vision.processors import load_processor
+
+
+class PlacedImage(NamedTuple):
+    """An encoded image whose first token is at `offset` of a sequence."""
+
+    offset: int
+    data: bytes
+
+    def moved(self, distance: int) -> PlacedImage:
+        """Returns the image `distance` tokens further on."""
+        return self._replace(offset=self.offset + distance)
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """The tokens of images of one model: a chat template writes one for each image."""
+
+    token_id: int
+    processor: ImageProcessor
+
+    def expanded(
+        self, token_ids: Sequence[int], images: Sequence[bytes]
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Returns `token_ids` with as many tokens as each image has, and the images' places.
+
+        ValueError when the number of images is not that of their tokens, as text may name them.
+        """
+        found: list[int] = []
+        placed: list[PlacedImage] = []
+        written = sum(token == self.token_id for token in token_ids)
+        if written != len(images):
+            raise ValueError(
+                f"the chat template must write token {self.token_id} once for each of the "
+                f"{len(images)} images, it wrote {written}: a text may not hold it"
+            )
+        left = iter(images)
+        for token in token_ids:
+            if token != self.token_id:
+                found.append(token)
+                continue
+            image = next(left)
+            placed.append(PlacedImage(len(found), image))
+            found += self.processor.tokens(token, image)
+        return found, placed
+
+
+def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
+    """Returns the tokens of images of a Hugging Face folder; None for a model without vision.
+
+    A model whose tower can be left out has none without `max_images`: it reads their text.
+    """
+    sizes = read_model_sizes(folder)
+    if not sizes.has_vision or (sizes.is_nested and not max_images):
+        return None
+    return ImageTokens(int(sizes.image_token), load_processor(folder))

@@ -1,0 +1,57 @@
+"""The names in a run's folder that several programs use, and the rules for what lies there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+
+# The settings of the run, all of them.
+CONFIG = "config.toml"
+# The folder of the journal, its log, and its folder of batches.
+JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
+# The folder of checkpoints, and the trained model in it.
+CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
+# A row for each step and evaluation, sampled trajectories, and the facts of a run that has ended.
+METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
+# Causes of suspended environments, and the drawn curves.
+SUSPENDED, CURVES = "suspended.json", "curves.png"
+# The folder of what rollout servers fetched from storage, in a folder for each.
+FETCHED = "fetched"
+# The folder of the logs; `log_path` says how one is named.
+LOGS = "logs"
+# The folder of the locks by which processes fill a GPU in turn.
+LOCKS = "locks"
+# Files that a run writes only after its first journal record.
+LEFT_BY_A_RUN = (f"{CHECKPOINTS}/step-*", f"{JOURNAL}/{BATCHES}/step-*.pb", METRICS)
+
+
+def log_path(folder: Path, name: str) -> Path:
+    """The log of the process `name` of the run in `folder`."""
+    return folder / LOGS / f"{name}.log"
+
+
+def check_journal_not_lost(folder: Path) -> None:
+    """Raises ConfigError when `folder`, whose journal has no record, has files of a run.
+
+    A new run must not begin among them.
+    """
+    for pattern in LEFT_BY_A_RUN:
+        left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)
+        if left is not None:
+            raise ConfigError(
+                f"{folder / JOURNAL / JOURNAL_LOG} is missing or empty, but the folder holds "
+                f"{left.relative_to(folder)} of a run: put the journal back from a copy, remove "
+                "the folder, or choose another run.name"
+            )
+
+
+def rename_aside(path: Path) -> Path:
+    """Gives `path` the next free name that ends in `.damaged-N`, and returns it."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        if not os.path.lexists(aside):
+            return path.rename(aside)
+    raise AssertionError

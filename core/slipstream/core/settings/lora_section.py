@@ -1,0 +1,191 @@
+"""Settings of low-rank adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from slipstream.core.settings.section import Section
+
+# Megatron's matrices, each with the names of its parts in Hugging Face models.
+FUSED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+# What `linear_qkv` stands for in latent attention: matrices of their own.
+LATENT = {
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+# What `linear_qkv` and `linear_proj` stand for in delta nets.
+DELTA = {"in_proj": ("in_proj_qkvz", "in_proj_ba"), "out_proj": ("out_proj",)}
+_ADAPTED_DELTA = "Qwen3NextForCausalLM"
+Target = Literal[
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]
+
+
+# Matrices of dense MLPs and of experts.
+_MLP = ("linear_fc1", "linear_fc2")
+# The largest rank for which vLLM has kernels.
+MAX_SERVED_RANK = 512
+# An engine has room for all adapters of a run at once.
+MAX_ADAPTERS = 16
+# Settings of `learner.optimizer` with which Megatron keeps state elsewhere than torch's optimizers:
+# several adapters could not be exchanged.
+NOT_EXCHANGED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class LoraSection(Section):
+    """Low-rank adapters are trained in place of the policy's parameters, which stay as they are."""
+
+    # Rank of the adapters, a multiple of `learner.parallel.tp`; 0: no adapters, all parameters are
+    # trained.
+    rank: int = Field(0, ge=0)
+    # An adapter's product is multiplied by `alpha` / `rank`.
+    alpha: float = Field(32.0, gt=0)
+    # Share of an adapter's inputs that training drops, drawn from `run.seed`, the step, the
+    # mini-batch and the rank. Nothing is dropped where log-probabilities before a step are
+    # computed, or in the rollout: the ratio of the loss then also measures what was dropped.
+    dropout: float = Field(0.0, ge=0, lt=1)
+    # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
+    # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
+    # first factor. In latent attention linear_qkv names all matrices before the attention. In delta
+    # nets it also names in_proj_qkvz and in_proj_ba, and linear_proj names out_proj.
+    target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+    # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
+    # adapters alone, which vLLM computes beside the matrices. The first publish to a server, and
+    # the first after a restart of the trainer, then also carries the matrices. On GPUs vLLM
+    # computes adapters in half precision only: not with `model.dtype` "float32".
+    publish: Literal["merged", "adapters"] = "merged"
+
+    # Names of several adapters, all of this rank and alpha, of which each environment trains and
+    # samples with one (`environments[].adapter`). Empty: all environments share one.
+    adapters: Annotated[tuple[AdapterName, ...], Field(max_length=MAX_ADAPTERS)] = ()
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether servers get matrices and adapters separately."""
+        return self.publish == "adapters"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The matrices with adapters, by Megatron's names."""
+        named = set(self.target_modules)
+        return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether matrices of MLPs, dense or of experts, have adapters."""
+        return self.rank > 0 and bool(set(self.modules) & set(_MLP))
+
+    @model_validator(mode="after")
+    def _whole(self) -> LoraSection:
+        if not self.target_modules:
+            raise ValueError("lora.target_modules must name a matrix, got none")
+        if self.publishes_adapters and not 1 <= self.rank <= MAX_SERVED_RANK:
+            raise ValueError(
+                f"lora.rank must be 1 to {MAX_SERVED_RANK} with lora.publish = adapters, "
+                f"got {self.rank}"
+            )
+        if self.adapters and not self.publishes_adapters:
+            raise ValueError(
+                "lora.publish must be adapters with several adapters (lora.adapters), got "
+                f"{self.publish!r}: merged weights hold one"
+            )
+        if len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"lora.adapters must differ, got {', '.join(self.adapters)}")
+        named = set(self.target_modules)
+        for name, parts in FUSED.items():
+            missing = set(parts) - named
+            if name not in named and missing != set(parts) and missing:
+                raise ValueError(
+                    f"lora.target_modules must hold all of {', '.join(parts)} or none, "
+                    f"{' and '.join(sorted(missing))} is missing"
+                )
+        return self
+
+    def refusal(self, adapter: str) -> str:
+        """Returns why an environment cannot have `adapter`; "": it can."""
+        if adapter in (self.adapters or ("",)):
+            return ""
+        if not self.adapters:
+            return f"adapter must be left out without lora.adapters, got {adapter!r}"
+        known, found = ", ".join(self.adapters), repr(adapter) if adapter else "none"
+        return f"adapter must be one of lora.adapters ({known}), got {found}"
+
+    def problems(
+        self,
+        *,
+        num_experts: int,
+        latent_tp: int = 0,
+        delta_net_of: str = "",
+        has_fused_experts: bool = False,
+    ) -> Iterator[str]:
+        """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
+
+        `latent_tp` is the tensor parallel size of a model with latent attention, else 0;
+        `delta_net_of` names the architecture if some layers have no attention. `has_fused_experts`
+        says that files hold one tensor for all experts of a layer.
+
+        vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
+        their own.
+        """
+        if has_fused_experts and self.has_mlp:
+            yield (
+                f"lora.target_modules must leave {' and '.join(_MLP)} out for a model whose files "
+                "hold one tensor for all experts of a layer: adapters of single experts have no "
+                f"names there, got {', '.join(self.target_modules)}"
+            )
+        elif num_experts and self.has_mlp and self.adapters:
+            yield (
+                f"lora.adapters must be empty with adapters on experts, got "
+                f"{', '.join(self.adapters)}: or leave {' and '.join(_MLP)} out of "
+                "lora.target_modules"
+            )
+        elif num_experts and self.has_mlp and self.publishes_adapters:
+            yield (
+                f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
+                f"leave {' and '.join(_MLP)} out of lora.target_modules"
+            )
+        rule, found = "lora.publish must be merged", repr(self.publish)
+        if self.adapters:
+            rule, found = "lora.adapters must be empty", ", ".join(self.adapters)
+        if latent_tp and self.publishes_adapters:
+            yield (
+                f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
+                "into other matrices once, without adapters"
+            )
+        if self.rank and latent_tp > 1:
+            yield (
+                "learner.parallel.tp must be 1 for adapters in a model with latent attention, "
+                f"got {latent_tp}"
+            )
+        if self.rank and delta_net_of not in ("", _ADAPTED_DELTA):
+            yield (
+                f"lora.rank must be 0 for a {delta_net_of}: of layers without attention only the "
+                f"delta nets of a {_ADAPTED_DELTA} have adapters, got {self.rank}"
+            )
+        elif delta_net_of and self.publishes_adapters:
+            yield (
+                f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
+                "GPUs only, where that was not tested"
+            )

@@ -1,0 +1,137 @@
+"""Rules for the learner's ranks and for the tables that Megatron gets, for any model.
+
+Each function yields one line for each broken rule, with the value and the rule. These rules refuse
+sizes early that Megatron would refuse only when groups, layers or optimizers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.core.settings.sections import LearnerSection
+from slipstream.core.settings.transformer_table import policy_problems
+
+# Megatron's features that need more than settings: other groups, wrappers or training loops.
+_NOT_OURS = {
+    "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
+    "optimizer": ("overlap_param_gather_with_optimizer_step",),
+    "transformer": ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "mtp_num_layers"),
+}
+
+
+def world_problems(learner: LearnerSection) -> Iterator[str]:
+    """Checks the sizes alone, for any model."""
+    parallel, world = learner.parallel, learner.world_size
+    try:
+        RankLayout.of(parallel, world)
+    except ValueError as error:
+        yield str(error)
+    if parallel.cp > 1 and learner.micro_batch_tokens % 2:
+        yield (
+            f"learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
+            f"sequence is cut into 2 * cp equal chunks, got {learner.micro_batch_tokens}"
+        )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield "learner.parallel.sequence_parallel needs tp > 1, got tp = 1"
+    if parallel.vpp is not None and parallel.pp == 1:
+        yield f"learner.parallel.vpp needs pp > 1, got vpp = {parallel.vpp} and pp = 1"
+    elif parallel.vpp == 1:
+        yield "learner.parallel.vpp must be 2 or more, or left out, got 1"
+    if learner.ranks_per_node is not None and world % learner.ranks_per_node:
+        yield (
+            f"learner.world_size must be a multiple of ranks_per_node, "
+            f"got {world} and {learner.ranks_per_node}"
+        )
+
+
+def table_problems(learner: LearnerSection) -> Iterator[str]:
+    """Checks the tables that are passed through to Megatron for contradictions."""
+    tables = {
+        "ddp": learner.ddp,
+        "optimizer": learner.optimizer,
+        "transformer": learner.transformer,
+    }
+    for section, keys in _NOT_OURS.items():
+        for key in keys:
+            if tables[section].get(key):
+                yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
+    yield from _optimizer_problems(learner)
+    yield from _recompute_problems(learner)
+    if learner.transformer.get("moe_token_dispatcher_type", "alltoall") not in ("alltoall", "flex"):
+        yield (
+            "learner.transformer.moe_token_dispatcher_type must be alltoall or flex: others refuse "
+            f"sequences of different lengths, got "
+            f"{learner.transformer['moe_token_dispatcher_type']!r}"
+        )
+    yield from policy_problems(learner.transformer)
+    group = learner.transformer.get("microbatch_group_size_per_vp_stage", learner.parallel.pp)
+    if group != learner.parallel.pp:
+        yield (
+            "learner.transformer.microbatch_group_size_per_vp_stage must be pp: "
+            f"micro batches come in multiples of it, got {group} and {learner.parallel.pp}"
+        )
+
+
+def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
+    ddp, optimizer = learner.ddp, learner.optimizer
+    if ddp.get("overlap_param_gather"):
+        if not learner.use_distributed_optimizer:
+            yield "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true"
+        if not ddp.get("overlap_grad_reduce"):
+            yield "learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true"
+    if optimizer.get("overlap_param_gather"):
+        yield "learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead"
+    if ddp.get("num_distributed_optimizer_instances", 1) != 1:
+        yield (
+            f"learner.ddp.num_distributed_optimizer_instances must be 1, "
+            f"got {ddp['num_distributed_optimizer_instances']}"
+        )
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if optimizer.get(name) and not learner.use_distributed_optimizer:
+            yield f"learner.optimizer.{name} needs learner.use_distributed_optimizer = true"
+    share = optimizer.get("optimizer_offload_fraction", 0.0)
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"
+
+
+def _recompute_problems(learner: LearnerSection) -> Iterator[str]:
+    transformer, parallel = learner.transformer, learner.parallel
+    granularity = transformer.get("recompute_granularity")
+    if learner.recompute == "auto" and (granularity or transformer.get("cpu_offloading")):
+        key = "recompute_granularity" if granularity else "cpu_offloading"
+        yield f"learner.recompute = 'auto' plans for itself: learner.transformer.{key} excludes it"
+    others = [key for key in ("recompute_method", "recompute_num_layers") if transformer.get(key)]
+    if granularity not in (None, "full", "selective"):
+        yield (
+            "learner.transformer.recompute_granularity must be full or selective, "
+            f"got {granularity!r}"
+        )
+    if granularity == "full" and len(others) < 2:
+        yield (
+            "learner.transformer.recompute_granularity = 'full' needs recompute_method "
+            "and recompute_num_layers"
+        )
+    if granularity != "full" and others:
+        yield f"learner.transformer.{others[0]} needs recompute_granularity = 'full'"
+    if transformer.get("cpu_offloading"):
+        if parallel.pp > 1:
+            yield f"learner.transformer.cpu_offloading needs pp = 1, got pp = {parallel.pp}"
+        if granularity is not None:
+            yield "learner.transformer.cpu_offloading excludes recompute_granularity"
+
+
+def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
+    """Checks the table `learner.transformer` for the replay of the rollout's experts."""
+    if transformer.get("moe_router_fusion"):
+        yield (
+            "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
+            "the fused kernel chooses the experts itself"
+        )
+    for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if transformer.get(key) not in (None, False, "none"):
+            yield (
+                f"learner.transformer.{key} cannot be set with algorithm.router_replay: "
+                "a graph would replay the experts that it was recorded with"
+            )

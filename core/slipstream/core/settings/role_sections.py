@@ -1,0 +1,145 @@
+"""The settings of the models beside the policy: reference and critic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, JsonValue, model_validator
+from slipstream.core.reference_logprobs import MAX_TOP_K
+from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
+from slipstream.core.settings.section import Positive, Seconds, Section
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
+
+# Settings that a role may have in place of the learner's.
+_OWN = ("parallel", "ddp", "optimizer", "transformer", "weight_decay", "grad_clip")
+
+
+class ReferenceServerSection(Section):
+    """A vLLM server that answers for the reference model, as OpenAI's API with `prompt_logprobs`.
+
+    Each rollout server asks it about every episode that may be trained, and sends its answer with
+    the trajectory. Its tokenizer must be the policy's.
+    """
+
+    # The address of its API, such as http://127.0.0.1:9000/v1.
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/[^\s]*)?/v1/?$")]
+    # The name of the model there.
+    model: str
+    # A file with the server's key; None: it asks for none.
+    api_key_file: Path | None = None
+    # Calls that one rollout server has open at one time.
+    max_open: Positive = 16
+    # Limit of one call. A later call follows after 408, 409, 429, 5xx and broken connections too.
+    timeout_s: Seconds = 120.0
+    # Calls after the first one; then the episode fails.
+    max_retries: int = Field(5, ge=0)
+
+
+class ReferenceSection(Section):
+    """The model from which the policy's divergence is measured, on the policy's ranks.
+
+    It exists when `algorithm.kl.coefficient` > 0, with the defaults if the table is left out.
+    Without a table `parallel` it has the policy's layout. With `lora.rank` > 0 and the defaults it
+    is the policy with its adapters switched off, and takes no memory of its own; not with
+    `algorithm.router_replay`.
+    """
+
+    # A Hugging Face folder; None: model.path.
+    path: Path | None = None
+    # Element type of its parameters; None: model.dtype.
+    dtype: Literal["float32", "bfloat16"] | None = None
+    # Take the policy's weights after every n-th step; 0: never.
+    refresh_every_steps: int = Field(0, ge=0)
+    # A table of its own, below.
+    parallel: ParallelSection | None = None
+    # Like learner.transformer; None: the same settings.
+    transformer: dict[str, JsonValue] | None = None
+    # Most likely tokens of each position, for `kl.estimator` forward_top_k and reverse_top_k; 0:
+    # the sampled tokens alone. A server gives at most its own --max-logprobs, 20 by default.
+    top_k: int = Field(0, ge=0, le=MAX_TOP_K)
+    # A table of its own, below: the model is behind a server, and the ranks load none.
+    server: ReferenceServerSection | None = None
+
+    @model_validator(mode="after")
+    def _is_one_model(self) -> ReferenceSection:
+        fields = type(self).model_fields
+        free = ("server", "top_k")
+        others = [k for k, value in self if k not in free and value != fields[k].default]
+        if self.server is not None and others:
+            raise ValueError(
+                f"{others[0]} has no effect with the table server: the ranks load no reference"
+            )
+        return self
+
+
+class CriticSection(Section):
+    """The model that estimates the expected return; for `algorithm.advantage = "gae"`.
+
+    Its body starts like the policy's, its head from `run.seed`. Mini-batches are the policy's.
+    Without a table `parallel` it has the policy's layout.
+    """
+
+    # A Hugging Face folder for its body; None: model.path.
+    path: Path | None = None
+    # Learning rate of the critic, constant.
+    learning_rate: float = Field(gt=0)
+    # First steps that train the critic alone: the policy's learning rate is 0.
+    warmup_steps: int = Field(0, ge=0)
+    # Distance from its old value beyond which a value lowers its loss no further; 0: no bound.
+    value_clip: float = Field(0.2, ge=0)
+    # Decoupled weight decay; norms and biases have none.
+    weight_decay: float = Field(0.0, ge=0)
+    # Largest gradient norm; 0: no limit.
+    grad_clip: float = Field(1.0, ge=0)
+    # A table of its own, below.
+    parallel: ParallelSection | None = None
+    # Like learner.ddp; None: the same settings.
+    ddp: dict[str, JsonValue] | None = None
+    # Like learner.optimizer; None: the same settings.
+    optimizer: dict[str, JsonValue] | None = None
+    # Like learner.transformer; None: the same settings.
+    transformer: dict[str, JsonValue] | None = None
+
+
+def served_problems(
+    reference: ReferenceSection | None,
+    algorithms: EnvironmentAlgorithms,
+    temperature: float,
+) -> Iterator[str]:
+    """Yields one line for each rule that likely tokens and a reference behind a server break."""
+    users = [each.kl.estimator for each in algorithms.distinct if each.kl.uses_top_k]
+    top_k = reference.top_k if reference is not None else 0
+    if users and not top_k:
+        yield f"algorithm.kl.estimator = {users[0]!r} needs reference.top_k >= 1, got 0"
+    if top_k and not users:
+        yield (
+            f"reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
+            f"got {top_k}"
+        )
+    if reference is not None and reference.server is not None and temperature != 1.0:
+        yield (
+            "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
+            f"prompts at temperature 1, got {temperature:g}"
+        )
+
+
+RoleSection: TypeAlias = ReferenceSection | CriticSection
+
+
+def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
+    """Returns the learner's settings with the role's own settings over them."""
+    return learner.model_copy(update=_own(role))
+
+
+def renamed(problem: str, name: str, role: RoleSection) -> str:
+    """Returns a message about `in_place_of`'s settings with the names that the file uses."""
+    for key in _own(role):
+        problem = re.sub(rf"\blearner\.{key}\b", f"{name}.{key}", problem)
+    return re.sub(r"\bmodel\.path\b", f"{name}.path", problem) if role.path else problem
+
+
+def _own(role: RoleSection) -> dict[str, object]:
+    return {key: value for key, value in role if key in _OWN and value is not None}

@@ -1,0 +1,120 @@
+"""The base of all sections of a run's settings, and the types of their fields."""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from slipstream.core.machine.address import check_address_form, is_host
+
+_REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _check_reference_form(reference: str) -> str:
+    if _REFERENCE_FORM.fullmatch(reference) is None:
+        raise ValueError(f"a reference is package.module:Class, got {reference!r}")
+    return reference
+
+
+def _check_host_form(host: str) -> str:
+    if host.count(":") == 1 or not is_host(host):
+        raise ValueError(f"a host is a name or an address, without a port, got {host!r}")
+    return host.strip("[]")
+
+
+Reference = Annotated[str, AfterValidator(_check_reference_form)]
+Address = Annotated[str, AfterValidator(check_address_form)]
+Host = Annotated[str, AfterValidator(_check_host_form)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+# Limit of a silence, at least 1 s: a busy process may be silent for most of a second.
+Silence = Annotated[float, Field(ge=1)]
+
+# Counts travel in 32 bits and go into kernels that use 32 bits. Bytes use 64 bits.
+_LARGEST_COUNT, _LARGEST_BYTES = 2**31 - 1, 2**63 - 1
+# A shorter wait would be a busy loop. The longest wait, 30 years, fits clocks of threads and torch.
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e9
+# Far below the largest float32, the type in which most numbers are used.
+_LARGEST = 1e30
+# Limits of Linux for one name and for a whole path.
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+
+
+class Section(BaseModel):
+    """The base of a section: it refuses unknown keys, and its values never change.
+
+    Numbers must be finite, not true or false, and small enough to be sent or waited for. Texts and
+    paths must not be empty.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_kind(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses values that pydantic would convert, and texts that cannot be names or paths."""
+        name = info.field_name or ""
+        kinds = set(_kinds(cls.model_fields[name].annotation))
+        if kinds & {int, float} and bool not in kinds and isinstance(value, bool):
+            raise ValueError(f"input should be a number, got {str(value).lower()}")
+        if kinds & {str, Path} and isinstance(value, str):
+            if not value or not value.isprintable():
+                # A URL may hold a password.
+                shown = "" if name.endswith("_url") else f", got {value!r}"
+                raise ValueError(f"input should be one line of text, not empty{shown}")
+            if Path in kinds and _is_too_long(value):
+                raise ValueError(
+                    f"input should be a path of at most {_PATH_BYTES} bytes and {_NAME_BYTES} for "
+                    f"each of its names, got {len(value)} characters"
+                )
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_size(cls, value: object, info: ValidationInfo) -> object:
+        name = info.field_name or ""
+        if isinstance(value, float) and abs(value) > _LARGEST:
+            raise ValueError(f"input should be at most {_LARGEST:g}, got {value:g}")
+        if isinstance(value, float) and name.endswith("_s") and not _is_time(value):
+            raise ValueError(
+                f"input should be {_SHORTEST_S:g} to {_LONGEST_S:g} seconds, got {value:g}"
+            )
+        largest = _LARGEST_BYTES if name.endswith("_bytes") else _LARGEST_COUNT
+        if isinstance(value, int) and value > largest:
+            raise ValueError(f"input should be at most {largest}, got {value}")
+        return value
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    """Yields the types of a field's value, without the types of its items."""
+    if typing.get_origin(annotation) is Annotated:
+        yield from _kinds(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for each in typing.get_args(annotation):
+            yield from _kinds(each)
+    else:
+        yield annotation
+
+
+def _is_time(seconds: float) -> bool:
+    return seconds == 0 or _SHORTEST_S <= seconds <= _LONGEST_S
+
+
+def _is_too_long(path: str) -> bool:
+    names = os.fsencode(path).split(b"/")
+    return len(os.fsencode(path)) > _PATH_BYTES or max(map(len, names)) > _NAME_BYTES

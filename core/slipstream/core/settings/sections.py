@@ -1,0 +1,330 @@
+"""The sections of a run's settings, one frozen model each. Names end in units."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, JsonValue, model_validator
+from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
+from slipstream.core.settings.measurement_sections import ProfileSection
+from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section, Silence
+from slipstream.core.template_values import TemplateValues
+
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class RunSection(Section):
+    """Name, length and folder of the run."""
+
+    # Name of the run and of its folder.
+    name: Annotated[str, Field(pattern=RUN_NAME, max_length=100)]
+    # Number of training steps, and so the last version.
+    steps: Positive
+    # All files of the run are in `dir`/`name`.
+    dir: Path = Path("runs")
+    # Seed of the trainer and of the order and seeds of tasks. The engine draws its own seed at each
+    # start.
+    seed: int = Field(0, ge=0)
+    # What to do when the folder already holds this run. auto: continue from its last checkpoint and
+    # journal; never: refuse; must: refuse when there is nothing to continue from.
+    resume: Literal["auto", "never", "must"] = "auto"
+
+
+class ModelSection(Section):
+    """The model, a Hugging Face folder with its tokenizer."""
+
+    # A folder with config.json, safetensors and a tokenizer with a chat template.
+    path: Path
+    # Element type of the learner's parameters and of the rollout engine.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
+    # logits
+    # in bfloat16 differently, so that their log-probabilities differ more.
+    head_dtype: Literal["float32", "model"] = "float32"
+
+
+class EnvironmentSection(Section):
+    """One environment whose episodes are trained on."""
+
+    # Unique in the run.
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    # "package.module:Class"; the controller's working directory is searched first.
+    reference: Reference
+    # Keyword arguments of the class.
+    args: dict[str, JsonValue] = {}
+    # Share of the trained groups, relative to the other environments' weights.
+    weight: float = Field(1.0, gt=0)
+    # Limit of one reset or step of the environment.
+    timeout_s: Seconds = 60.0
+    # Worker processes beside each rollout server.
+    num_workers: Positive = 1
+    # Passed by name to the chat template for this environment, before those of
+    # rollout_server.chat_template_kwargs.
+    chat_template_kwargs: TemplateValues = {}
+    # Interpreter of the workers, such as that of an environment of `python -m venv` with other
+    # versions of packages. None: the rollout server's own.
+    python: Path | None = None
+    # The one of lora.adapters that samples its episodes and learns from them. None: the run has no
+    # lora.adapters.
+    adapter: str | None = None
+    # A table of its own, below.
+    curriculum: CurriculumSection | None = None
+    # A table of its own, below.
+    algorithm: EnvironmentAlgorithmSection | None = None
+
+
+class ControllerSection(Section):
+    """The controller, to whose address all other parts connect."""
+
+    # Address of the controller; addresses other than loopback need TLS and a token.
+    address: Address = "127.0.0.1:7070"
+    # Time between two reports of a rollout server.
+    heartbeat_s: float = Field(0.5, ge=0.01)
+    # Silence after which the controller takes a rollout server for dead. Time in which the
+    # controller itself did not run does not count.
+    heartbeat_timeout_s: Silence = 5.0
+    # Attempts at an episode before its task is set aside.
+    max_attempts: Positive = 3
+    # Time of serving in which some episode of a leased group must end; else the controller takes
+    # the group back and leases it elsewhere, which counts as an attempt.
+    lease_timeout_s: Silence = 3600.0
+    # Consecutive failed groups before their environment is suspended.
+    max_failed_groups: Positive = 8
+    # Consecutive batches that may be set aside because the trainer cannot train them; the next one
+    # fails the run. 0: the first one does.
+    max_set_aside_batches: int = Field(3, ge=0)
+    # The run stops after this time of serving in which no step was made, no episode ended and the
+    # trainer gave no sign of life. Cancelled episodes do not count, nor failures of engines,
+    # connections and reference.server. The clock is paused while every server loads weights, is
+    # stale or gone. A trainer gives signs of life with each micro batch, and while it loads, saves
+    # or exports. The run also stops this long after the deadline of a publish that the trainer was
+    # told to send.
+    stall_timeout_s: Silence = 600.0
+    # The run stops when no rollout server was connected for this time; the first server has
+    # rollout_server.start_timeout_s more.
+    fleet_timeout_s: Silence = 600.0
+    # Write some trajectories of every n-th step as text.
+    sample_every_steps: Positive = 10
+    # Use of a GPU that learner and rollout servers share. off: both compute at the same time;
+    # pause: engines rest while the learner trains; sleep: they also give their memory back, and
+    # the learner its own (learner.offload) while they generate; auto: off or pause, whichever
+    # trains more tokens per second in the first steps.
+    turns: Literal["off", "pause", "sleep", "auto"] = "off"
+
+
+class ParallelSection(Section):
+    """Sizes of Megatron's parallel groups; the remaining ranks are data parallel."""
+
+    # Tensor parallel: ranks that share each matrix.
+    tp: Positive = 1
+    # Pipeline stages.
+    pp: Positive = 1
+    # Context parallel: ranks that share each sequence.
+    cp: Positive = 1
+    # Expert parallel: ranks over which the experts are spread, independent of tp and cp.
+    ep: Positive = 1
+    # Tensor parallel of experts: ranks that share each expert's matrices; None: tp.
+    etp: Positive | None = None
+    # Virtual pipeline stages of each pipeline rank.
+    vpp: Positive | None = None
+    # Split the tokens of norms and dropout over the tensor parallel ranks.
+    sequence_parallel: bool = False
+
+
+class OffloadSection(Section):
+    """State that moves to the host's memory while the trainer does not use it."""
+
+    # Parameters, between steps except for export and probes.
+    parameters: bool = False
+    # Gradients, between steps; they are dropped, not copied.
+    gradients: bool = False
+    # The optimizer's state, always except in the optimizer's step.
+    optimizer: bool = False
+
+    @property
+    def gives_memory_back(self) -> bool:
+        """Whether the largest parts leave the device between steps."""
+        return self.gradients and self.optimizer
+
+
+class LearnerSection(Section):
+    """The trainer ranks."""
+
+    # Number of ranks over all nodes.
+    world_size: Positive = 1
+    # Number of ranks on each node; None: all of them.
+    ranks_per_node: Positive | None = None
+    # Address at which the ranks meet: host of node 0 and a free port there (0: any, on one node).
+    master: Address = "127.0.0.1:0"
+    # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
+    micro_batch_tokens: Positive = 4096
+    # Shortest beginning, in tokens, that is computed once for all sequences of a micro batch that
+    # have it, such as the prompt of a group; 0: each sequence computes its own.
+    shared_prefix_tokens: int = Field(32, ge=0)
+    # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; None: the
+    # first
+    # GPUs.
+    devices: tuple[int | str, ...] | None = None
+    # Largest share of its GPU's memory that torch may hold in a rank; None: no limit.
+    gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
+    # Layers that compute their activations again in the backward pass. off: what
+    # `learner.transformer` says, none unless it does; auto: as many as the memory of the GPUs
+    # needs, measured in the first training pass, for long sequences. On a CPU none.
+    recompute: Literal["off", "auto"] = "off"
+    # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take. If
+    # they need more, the backward pass computes them a second time, in chunks.
+    kept_logits_share: float = Field(0.08, ge=0, le=1)
+    # CPU threads of each rank; 0: all.
+    threads: int = Field(1, ge=0)
+    # Decoupled weight decay; norms and biases have none.
+    weight_decay: float = Field(0.0, ge=0)
+    # Betas of AdamW.
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.95)
+    # Epsilon of AdamW.
+    adam_eps: float = Field(1e-8, gt=0)
+    # Largest gradient norm; 0: no limit.
+    grad_clip: float = Field(1.0, ge=0)
+    # Split the optimizer's state over the data parallel ranks.
+    use_distributed_optimizer: bool = False
+    # A table of its own, below.
+    parallel: ParallelSection = ParallelSection()
+    # A table of its own, below.
+    offload: OffloadSection = OffloadSection()
+    # Passed by name to Megatron's DistributedDataParallelConfig, OptimizerConfig and model
+    # provider.
+    ddp: dict[str, JsonValue] = {}
+    # See `ddp`.
+    optimizer: dict[str, JsonValue] = {}
+    # See `ddp`.
+    transformer: dict[str, JsonValue] = {}
+    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; None: the known value for
+    # A100, H100, H200 and B200.
+    peak_tflops: float | None = Field(None, gt=0)
+    # A table of its own, below.
+    profile: ProfileSection = ProfileSection()
+    # Write the trained model as a Hugging Face folder when the run ends, unless it has failed.
+    export_final: bool = True
+    # Restarts of all ranks after one has died, by the command that started them.
+    max_restarts: int = Field(3, ge=0)
+    # Silence of a rank after which the trainer stops: the limit of one collective, and of a disk
+    # that moves no byte of a checkpoint.
+    timeout_s: Silence = 600.0
+
+
+Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+# Most episodes of an engine that drafts: with more under way drafts do not pay.
+MOST_DRAFTED_EPISODES = 256
+
+
+class RolloutServerSection(Section):
+    """A rollout server and its vLLM engine."""
+
+    # Number of servers that `slipstream run` starts.
+    count: Positive = 1
+    # Most episodes that run at the same time on a server.
+    max_episodes: Positive = 64
+    # The same for a server on a GPU that the learner uses too. It samples more slowly, so that each
+    # of fewer episodes ends before its version is too old. None: max_episodes.
+    shared_max_episodes: Positive | None = None
+    # vLLM workers of one engine.
+    tensor_parallel_size: Positive = 1
+    # GPUs of the servers on one machine, `tensor_parallel_size` for each, by number or UUID as in
+    # CUDA_VISIBLE_DEVICES; None: the GPUs after the learner's, or the only GPU.
+    devices: tuple[int | str, ...] | None = None
+    # Share of a GPU's memory for the engine; on a CPU `kv_cache_gib` counts. If left out on a GPU
+    # that the learner uses too: 0.4, divided by the number of servers there.
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    # Memory of the engine's KV cache on a CPU.
+    kv_cache_gib: Positive = 1
+    # CPU threads of the engine; 0: all.
+    threads: int = Field(1, ge=0)
+    # Use neither torch.compile nor CUDA graphs. None: false on GPUs, and true on CPUs, where the
+    # engine then starts sooner. False on CPUs needs a C++ compiler.
+    enforce_eager: bool | None = None
+    # Steps for which new prompts may wait for each other, so that most steps only continue replies
+    # and are one CUDA graph. They wait until there is one for every 32 replies under way. 0: no
+    # prompt waits. None: 32 on GPUs with CUDA graphs, 0 elsewhere.
+    prompt_wait_steps: int | None = Field(None, ge=0)
+    # Draft replies and sample several tokens of a reply in one step; replies are distributed as
+    # without drafts. shared: from what members of the group, earlier replies and the prompt say;
+    # ngram: vLLM's own, from prompt and reply alone. Engines for more than 256 episodes make none.
+    drafts: Literal["off", "ngram", "shared"] = "off"
+    # Longest draft, in tokens. With many replies under way drafts are shorter.
+    draft_tokens: int = Field(4, ge=1, le=16)
+    # Cache prefixes. A cached prefix never serves a request of a newer version.
+    enable_prefix_caching: bool = True
+    # Compute the context of running replies again with new weights: each token is then exactly
+    # what the weights of its version sample. False: replies continue on keys and values of older
+    # weights, and nothing is computed twice.
+    recompute_context: bool = True
+    # vLLM's name of the reader of the model's tool calls: hermes, llama3_json, mistral and so on.
+    # Agents that use tools and environments that name tools need it.
+    tool_parser: str | None = None
+    # vLLM's name of the reader of the model's reasoning, which agents and other environments get
+    # apart from the reply: qwen3, deepseek_r1 and so on. None: reasoning is part of the reply.
+    reasoning_parser: str | None = None
+    # File of a chat template in place of the tokenizer's, for agents and other environments.
+    chat_template: Path | None = None
+    # Passed by name to the chat template, as `enable_thinking = false` is. Those of an environment
+    # come before them, those of an agent's request before both.
+    chat_template_kwargs: TemplateValues = {}
+    # trainer: new weights come from the trainer's ranks, over weights.transport. storage: the
+    # server fetches them from weights.storage_url while it serves, for a server behind a slow link.
+    weights_from: Literal["trainer", "storage"] = "trainer"
+    # Precision of the engine's linear layers, under vLLM's names. fp8_per_channel: weights in
+    # float8 with a scale for each row, made of the weights that arrive; fp8_per_tensor: a scale for
+    # each matrix. Needs a GPU of compute capability 8.9; CPUs compute fp8_per_channel, slowly.
+    quantization: Quantization = "off"
+    # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
+    # compilation_config and so on.
+    engine: dict[str, JsonValue] = {}
+    # Restarts of a server by `slipstream run`; only one if the engine did not start.
+    max_restarts: int = Field(5, ge=0)
+    # Time for running episodes to end when the server is told to leave (SIGTERM, `slipstream
+    # drain`); after it they are handed back and run elsewhere. 0: at once.
+    drain_timeout_s: float = Field(5.0, ge=0)
+    # Limit of the engine's start.
+    start_timeout_s: Silence = 600.0
+    # Output kept of each environment worker, in two files of half this size; older lines are
+    # removed.
+    environment_log_mib: Positive = 16
+    # Memory of an environment worker with all processes that it has started; a worker that takes
+    # more is ended. None: half of the machine's or the container's memory.
+    environment_memory_gib: float | None = Field(None, gt=0)
+    # Most processes of an environment worker and all that it has started; a worker with more is
+    # ended.
+    environment_processes: Positive = 1000
+
+    def is_eager(self, *, on_cpu: bool) -> bool:
+        """Whether the engine compiles nothing, on a CPU or on GPUs."""
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
+
+    def has_graphs(self, *, on_cpu: bool) -> bool:
+        """Whether the engine's steps are CUDA graphs."""
+        return not (on_cpu or self.is_eager(on_cpu=on_cpu))
+
+
+class SecuritySection(Section):
+    """TLS and the token; addresses other than loopback need both."""
+
+    # PEM file of the service's certificate; needs `tls_key`.
+    tls_certificate: Path | None = None
+    # PEM file of the certificate's key.
+    tls_key: Path | None = None
+    # PEM file of the authority by which callers verify the controller; None: its certificate.
+    tls_ca: Path | None = None
+    # File with a secret of at least 32 characters that every caller sends.
+    token_file: Path | None = None
+    # Let torch's rendezvous and the transport of weights, which have neither TLS nor a token, use
+    # addresses that are not private.
+    allow_public_addresses: bool = False
+
+    @model_validator(mode="after")
+    def _pairs(self) -> SecuritySection:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together, only one is set")
+        return self

@@ -1,0 +1,175 @@
+"""Rules between the tables of a run's settings.
+
+Each function yields one line for each broken rule, with the values and the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.core.reservation import smallest_queue
+from slipstream.core.settings.lora_section import NOT_EXCHANGED
+from slipstream.core.settings.parallel_rules import replay_problems
+from slipstream.core.settings.tables import Tables
+from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES
+
+
+def size_problems(config: Tables) -> Iterator[str]:
+    """Checks sizes and limits that must fit each other."""
+    algorithm, sampling, server = config.algorithm, config.sampling, config.rollout_server
+    names = [e.name for e in config.environments] + [e.name for e in config.evaluations]
+    if len(set(names)) != len(names):
+        yield f"environments and evaluations need different names, got {', '.join(names)}"
+    if algorithm.groups_per_step % algorithm.mini_batches:
+        yield (
+            f"algorithm.groups_per_step must be a multiple of mini_batches, "
+            f"got {algorithm.groups_per_step} and {algorithm.mini_batches}"
+        )
+    shared, most = server.shared_max_episodes, server.max_episodes
+    if shared is not None and shared > most:
+        yield (
+            f"rollout_server.shared_max_episodes must be at most max_episodes, "
+            f"got {shared} and {most}"
+        )
+    if algorithm.group_size > (shared or most):
+        name = "max_episodes" if shared is None else "shared_max_episodes"
+        yield (
+            f"a group runs on one server: algorithm.group_size must be at most "
+            f"rollout_server.{name}, got {algorithm.group_size} and {shared or most}"
+        )
+    if sampling.max_reply_tokens >= sampling.max_episode_tokens:
+        yield (
+            f"sampling.max_episode_tokens must leave room for a prompt "
+            f"beside max_reply_tokens, "
+            f"got {sampling.max_episode_tokens} and {sampling.max_reply_tokens}"
+        )
+    if sampling.max_episode_tokens > config.learner.micro_batch_tokens * config.learner.parallel.cp:
+        yield (
+            f"an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
+            f"learner.micro_batch_tokens * learner.parallel.cp, got "
+            f"{sampling.max_episode_tokens}, {config.learner.micro_batch_tokens} "
+            f"and {config.learner.parallel.cp}"
+        )
+    yield from trajectory_problems(config, config.max_trajectory_bytes)
+    if config.controller.heartbeat_timeout_s < 3 * config.controller.heartbeat_s:
+        yield (
+            f"controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got "
+            f"{config.controller.heartbeat_timeout_s} and {config.controller.heartbeat_s}"
+        )
+    publish_s = config.weights.join_deadline_s + config.weights.bucket_deadline_s
+    if config.learner.timeout_s < 2 * publish_s:
+        yield (
+            f"learner.timeout_s must be at least 2 * (weights.join_deadline_s + "
+            f"bucket_deadline_s): ranks wait for the one that takes part in a publish, got "
+            f"{config.learner.timeout_s:g}, {config.weights.join_deadline_s:g} and "
+            f"{config.weights.bucket_deadline_s:g}"
+        )
+
+
+def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
+    """Checks that trajectories of `num_bytes` bytes can be sent and fit the queue."""
+    if num_bytes > MAX_TRAJECTORY_BYTES:
+        sampling = config.sampling
+        name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
+        yield f"sampling.{name} of {sampling.total_tokens} makes trajectories too large to send"
+    algorithm = config.algorithm
+    needed = smallest_queue(algorithm.groups_per_step, algorithm.group_size, num_bytes)
+    if config.queue.max_bytes < needed:
+        yield (
+            f"queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "
+            f"{num_bytes} bytes, {needed} bytes, got {config.queue.max_bytes}"
+        )
+
+
+def interval_problems(config: Tables) -> Iterator[str]:
+    """Checks that versions are published often enough."""
+    max_staleness = config.algorithm.max_staleness
+    if config.weights.publish_every_steps > max_staleness + 1:
+        yield (
+            f"weights.publish_every_steps must be at most algorithm.max_staleness + 1: later "
+            f"steps would find no server that may start a group for them, got "
+            f"{config.weights.publish_every_steps} and {max_staleness}"
+        )
+
+
+def algorithm_problems(config: Tables) -> Iterator[str]:
+    """Checks that other tables have what the algorithm needs."""
+    algorithm, sampling = config.algorithm, config.sampling
+    for environment in config.environments:
+        own = environment.algorithm
+        if own is not None and (refusal := own.refusal(algorithm)):
+            yield f"algorithm of environment {environment.name}: {refusal}"
+    for each in config.algorithms.distinct:
+        if each.overlong.cache_tokens > sampling.max_reply_tokens:
+            yield (
+                f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
+                f"got {each.overlong.cache_tokens} and {sampling.max_reply_tokens}"
+            )
+    if algorithm.advantage == "gae" and config.critic is None:
+        yield "algorithm.advantage = 'gae' needs the table critic"
+    if algorithm.advantage != "gae" and config.critic is not None:
+        yield f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
+    if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
+        yield (
+            f"critic.warmup_steps must be below run.steps, or the policy is never trained, "
+            f"got {config.critic.warmup_steps} and {config.run.steps}"
+        )
+    # The policy is trained from this step on.
+    first = config.critic.warmup_steps if config.critic is not None else 0
+    rising_and_falling = algorithm.warmup_steps + (algorithm.decay_steps or 1)
+    if algorithm.decay != "none" and first + rising_and_falling > config.run.steps:
+        yield (
+            f"algorithm.warmup_steps and decay_steps must fit into the steps that train the "
+            f"policy, got {algorithm.warmup_steps} and {algorithm.decay_steps or 1} for "
+            f"{config.run.steps - first}"
+        )
+    if not config.algorithms.measures_divergence and config.reference is not None:
+        yield "the table reference has no effect with algorithm.kl.coefficient = 0"
+
+
+def replay_table_problems(config: Tables) -> Iterator[str]:
+    """Checks that no setting prevents that experts are recorded or replayed."""
+    if config.algorithm.router_replay == "off":
+        return
+    if not config.rollout_server.enable_prefix_caching:
+        yield (
+            "algorithm.router_replay needs rollout_server.enable_prefix_caching = true: "
+            "vLLM keeps the experts of tokens beside their cached prefixes"
+        )
+    if config.sampling.stop:
+        yield (
+            "algorithm.router_replay needs sampling.stop = []: experts of tokens behind a stop "
+            f"string were not tested, got {list(config.sampling.stop)}"
+        )
+    if config.rollout_server.drafts != "off":
+        yield (
+            'algorithm.router_replay needs rollout_server.drafts = "off": experts of drafted '
+            f"tokens were not tested, got {config.rollout_server.drafts!r}"
+        )
+    yield from replay_problems(config.learner.transformer)
+
+
+def lora_problems(config: Tables) -> Iterator[str]:
+    """Checks that the adapters fit the layout and the loaded weights."""
+    rank, tp = config.lora.rank, config.learner.parallel.tp
+    if rank % tp:
+        yield f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
+    etp = config.learner.parallel.etp or tp
+    if rank % etp and config.lora.has_mlp:
+        yield f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
+    adapters = {section.name: section.adapter for section in config.environments}
+    adapters |= {section.name: section.adapter for section in config.evaluations}
+    for name, adapter in adapters.items():
+        if refusal := config.lora.refusal(adapter or ""):
+            yield f"{name}: {refusal}"
+    excluded = {
+        "a critic": config.critic is not None,
+        "reference.refresh_every_steps": config.reference and config.reference.refresh_every_steps,
+        **{name: config.learner.optimizer.get(name) for name in NOT_EXCHANGED},
+    }
+    for name, is_set in excluded.items():
+        if config.lora.adapters and is_set:
+            names = ", ".join(config.lora.adapters)
+            yield f"lora.adapters must be empty with {name}, got {names}"
+    if rank and config.checkpoint.load is not None:
+        yield f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"

@@ -1,0 +1,108 @@
+"""The tables of a run's settings, each of them valid by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.core.reference_logprobs import reference_bytes_per_token
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.checkpoint_section import CheckpointSection
+from slipstream.core.settings.engine_precision import computes_in_fp8
+from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
+from slipstream.core.settings.lora_section import LoraSection
+from slipstream.core.settings.measurement_sections import EvaluationSection, TrackingSection
+from slipstream.core.settings.queue_section import QueueSection
+from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
+from slipstream.core.settings.sampling_section import SamplingSection
+from slipstream.core.settings.section import Section
+from slipstream.core.settings.sections import (
+    ControllerSection,
+    EnvironmentSection,
+    LearnerSection,
+    ModelSection,
+    RolloutServerSection,
+    RunSection,
+    SecuritySection,
+)
+from slipstream.core.settings.weights_section import StageSetting, WeightsSection
+
+# Bytes of a trajectory in a queue beside its tokens: names, metrics, texts, and 16 branches.
+TRAJECTORY_OVERHEAD_BYTES = 2048
+BYTES_PER_BRANCH = 96
+BYTES_PER_TOKEN = 24
+
+
+class Tables(Section):
+    """All settings of a run, before the rules between them are checked."""
+
+    run: RunSection
+    model: ModelSection
+    algorithm: AlgorithmSection
+    sampling: SamplingSection
+    environments: tuple[EnvironmentSection, ...] = ()
+    evaluations: tuple[EvaluationSection, ...] = ()
+    controller: ControllerSection = ControllerSection()
+    learner: LearnerSection = LearnerSection()
+    reference: ReferenceSection | None = None
+    critic: CriticSection | None = None
+    lora: LoraSection = LoraSection()
+    rollout_server: RolloutServerSection = RolloutServerSection()
+    queue: QueueSection = QueueSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    security: SecuritySection = SecuritySection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of all files of the run."""
+        return self.run.dir / self.run.name
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest gap, in nats, of a probe that passes."""
+        if self.weights.probe_tolerance is not None:
+            return self.weights.probe_tolerance
+        if computes_in_fp8(self.rollout_server):
+            return 0.5
+        rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
+        return 0.16 if rounds else 1e-3
+
+    @property
+    def staging(self) -> StageSetting:
+        """`weights.stage_on_server`, but for "auto" of engines that give their memory back."""
+        stage = self.weights.stage_on_server
+        return False if stage == "auto" and self.controller.turns == "sleep" else stage
+
+    @property
+    def max_trajectory_bytes(self) -> int:
+        """Upper bound of a trajectory's bytes in a queue, without experts."""
+        return self.trajectory_bytes()
+
+    def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
+        """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
+        per_token = BYTES_PER_TOKEN + routing_bytes_per_token
+        if self.reference is not None and self.reference.server is not None:
+            per_token += reference_bytes_per_token(self.reference.top_k)
+        branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
+        images = self.sampling.max_images * self.sampling.max_image_bytes
+        tokens = per_token * self.sampling.total_tokens
+        return TRAJECTORY_OVERHEAD_BYTES + branches + images + tokens
+
+    @property
+    def algorithms(self) -> EnvironmentAlgorithms:
+        """The algorithm of each environment; made anew by each call."""
+        tables = [(each.name, each.algorithm) for each in self.environments]
+        return EnvironmentAlgorithms.of(self.algorithm, tables)
+
+    def algorithm_of(self, environment: str) -> AlgorithmSection:
+        """The algorithm of one environment."""
+        if all(each.algorithm is None for each in self.environments):
+            return self.algorithm
+        return self.algorithms.get(environment)
+
+    @property
+    def roles(self) -> dict[str, RoleSection]:
+        """The tables of the models beside the policy that the file has, by name."""
+        tables = {"reference": self.reference, "critic": self.critic}
+        return {name: table for name, table in tables.items() if table is not None}

@@ -1,0 +1,240 @@
+"""The values that travel between the parts of a run."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.routed_experts import RoutedExperts
+
+GroupId = NewType("GroupId", str)
+TrajectoryId = NewType("TrajectoryId", str)
+ServerId = NewType("ServerId", str)
+
+# Longest id whose parts are kept for the next call; servers make no longer ones.
+MAX_KEPT = 200
+_NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
+
+TokenArray = npt.NDArray[np.uint32]
+LogprobArray = npt.NDArray[np.float32]
+
+
+# Attempts beyond `Lease.max_attempts` that a server may make: ends in a worker that others shared
+# count as none. A task runs alone after two losses of a worker in a row, so this is more than
+# chance will do.
+MAX_EXCUSED_ATTEMPTS = 4
+
+
+class TrajectoryName(NamedTuple):
+    """The parts of a `TrajectoryId`."""
+
+    group_id: GroupId
+    member: int
+    attempt: int
+    epoch: int
+
+    @classmethod
+    def parse(cls, trajectory_id: str) -> TrajectoryName | None:
+        """Splits an id into its parts; None for text that is no id of a trajectory."""
+        return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
+
+
+def _split(trajectory_id: str) -> TrajectoryName | None:
+    found = _NAME.fullmatch(trajectory_id)
+    if found is None:
+        return None
+    group_id, member, attempt, epoch = found.groups()
+    return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
+
+
+# Several parts of the controller parse the id of one delivery, one after the other.
+_parse = functools.lru_cache(maxsize=32)(_split)
+
+
+class PolicyVersion(NamedTuple):
+    """A version of the weights: number of training steps (`step`) and timeline (`incarnation`)."""
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.step}" if self.incarnation == 0 else f"{self.step}/{self.incarnation}"
+
+
+class VersionSpan(NamedTuple):
+    """`length` consecutive sampled tokens that `version` sampled."""
+
+    length: int
+    version: PolicyVersion
+
+
+class Status(Enum):
+    """The end of an episode."""
+
+    COMPLETED = 1
+    TRUNCATED = 2
+    FAILED = 3
+    CANCELLED = 4
+
+
+class FailureKind(Enum):
+    """The cause of an episode without a reward."""
+
+    ENVIRONMENT = 1
+    TIMEOUT = 2
+    ENGINE = 3
+    INFRASTRUCTURE = 4
+    # The prompt is longer than the limit: no attempt can succeed.
+    PROMPT_TOO_LONG = 5
+    # The worker ended because of another episode: this one runs again, without counting an attempt.
+    BYSTANDER = 6
+
+
+class Purpose(Enum):
+    """The purpose of an episode; evaluation episodes are never trained."""
+
+    TRAINING = 1
+    EVALUATION = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why an episode has no reward."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One conversation of an episode: an even number of runs, the first of them context.
+
+    The tokens that were sampled in it get the episode's advantage times `share`. `name` is the name
+    under which the agent asked for it, or empty. All branches of one name have the same `reward`;
+    None: they have the episode's.
+    """
+
+    num_runs: int
+    share: float = 1.0
+    name: str = ""
+    reward: float | None = None
+
+
+class ImagePlace(NamedTuple):
+    """The first token of an image in a trajectory, and the index of the image."""
+
+    offset: int
+    image: int
+
+
+class TokenSequence(NamedTuple):
+    """One branch, and its slices of a trajectory's tokens, runs and sampled tokens."""
+
+    branch: Branch
+    tokens: slice
+    runs: slice
+    sampled: slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """The record of one attempt at one episode.
+
+    `token_ids` holds context and sampled tokens in the order in which the model saw them;
+    `run_lengths` alternates context, sampled, context, sampled, ... and adds up to their number.
+    `behavior_logprobs` (natural logarithm, after temperature and truncation of the distribution)
+    and `version_spans` run over the sampled tokens only. `routed_experts` runs over all tokens, and
+    is None if experts were not recorded.
+
+    The runs of `branches` follow each other: each branch is a sequence that the model saw by
+    itself, and a token is sampled in one branch only. Without any, all runs are one sequence.
+
+    `images` has each image that the model saw once, encoded; `image_places` says where they are.
+
+    `is_given`: the environment gave all replies, so no policy sampled them; they count as sampled
+    tokens otherwise. `reference` has what a reference model behind a server says of them.
+    """
+
+    run_id: str
+    group_id: GroupId
+    member: int
+    attempt: int
+    server_id: ServerId
+    server_epoch: int
+    environment: str
+    task_index: int
+    seed: int
+    purpose: Purpose
+    status: Status
+    failure: Failure | None = None
+    will_retry: bool = False
+    token_ids: TokenArray
+    run_lengths: tuple[int, ...]
+    behavior_logprobs: LogprobArray
+    version_spans: tuple[VersionSpan, ...]
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+    prompt_text: str = ""
+    reply_text: str = ""
+    routed_experts: RoutedExperts | None = None
+    branches: tuple[Branch, ...] = ()
+    is_given: bool = False
+    reference: ReferenceLogprobs | None = None
+    images: tuple[bytes, ...] = ()
+    image_places: tuple[ImagePlace, ...] = ()
+    # The adapter that sampled the tokens and learns from them; "" if the run names no adapters.
+    adapter: str = ""
+
+    @property
+    def trajectory_id(self) -> TrajectoryId:
+        """Identity: two deliveries of one attempt on one server epoch have the same id."""
+        return TrajectoryId(f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}")
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Number of tokens that the model sampled."""
+        return sum(self.run_lengths[1::2])
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the environment gave a reward: only then may the episode be trained."""
+        return self.status in (Status.COMPLETED, Status.TRUNCATED)
+
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Returns the token sequences of the episode: one for each branch, or one of all runs."""
+        found, run, token, sampled = [], 0, 0, 0
+        for branch in self.branches or (Branch(len(self.run_lengths)),):
+            lengths = self.run_lengths[run : run + branch.num_runs]
+            ends = run + branch.num_runs, token + sum(lengths), sampled + sum(lengths[1::2])
+            found.append(
+                TokenSequence(
+                    branch,
+                    tokens=slice(token, ends[1]),
+                    runs=slice(run, ends[0]),
+                    sampled=slice(sampled, ends[2]),
+                )
+            )
+            run, token, sampled = ends
+        return tuple(found)
+
+    def unpredicted(self) -> list[int]:
+        """Returns the places among the sampled tokens of each that begins its sequence."""
+        return [
+            part.sampled.start
+            for part in self.sequences()
+            if part.sampled.stop > part.sampled.start and not self.run_lengths[part.runs.start]
+        ]
+
+    def sampled_mask(self) -> npt.NDArray[np.bool_]:
+        """Returns one flag for each token of `token_ids`: true if the model sampled it."""
+        flags = np.arange(len(self.run_lengths)) % 2 == 1
+        return np.repeat(flags, self.run_lengths)

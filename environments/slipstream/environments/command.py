@@ -1,0 +1,270 @@
+"""Any program as an agent: it finds the model by the variables that most programs read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.core.machine.process import open_variables
+from slipstream.environments.question_files import read_rows
+from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.environments.sandbox.plan import Limits, Plan
+from slipstream.environments.sandbox.sandbox import launched, why_not
+
+Row: TypeAlias = Mapping[str, Any]
+
+FIELD = re.compile(r"\{(\w+)\}")
+MAX_SCORE_BYTES = 64 << 10
+GIB = 1 << 30
+
+
+class Command(AgentEnvironment[Row]):
+    """Runs a program for each task, in a folder of its own, and scores the result.
+
+    A task is an object; a task that is a text is an object with the field `task`. In `command`,
+    `files`, `variables` and `score_command` the text {NAME} stands for the task's field NAME, and
+    everything else for itself; a variable of the endpoint can be named in the same way, but not in
+    `score_command`. The program sees PATH, LANG, the variables of the endpoint, HOME and
+    TMPDIR (folders of the episode) and `variables`.
+
+    The reward is what `score_command` prints last, else what is in `score_file`: a number, or a
+    JSON object with `reward` and metrics. Without either it is 1 for exit status 0, otherwise 0. A
+    program that reaches a limit is ended, and scored like any other.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        tasks: str | Sequence[str | Row],
+        *,
+        files: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        score_command: Sequence[str] | None = None,
+        score_file: str | None = None,
+        limit_s: float = 600.0,
+        score_limit_s: float = 60.0,
+        max_output_mib: float = 16.0,
+        memory_gib: float = 0.0,
+        max_processes: int = 0,
+        sandbox: bool = False,
+        readable: Sequence[str] = (),
+    ) -> None:
+        """`tasks` is a list, or the path of a .jsonl or .parquet file; `files` are written first.
+
+        The limits hold for the program with all that it starts; 0 of `memory_gib` and
+        `max_processes`: no limit. With `sandbox` both programs run in sandlock, and may read
+        `readable` too. ConfigError names what cannot work.
+        """
+        if score_command is not None and score_file is not None:
+            raise ConfigError("give score_command or score_file, not both")
+        if isinstance(command, str) or isinstance(score_command, str):
+            raise ConfigError("a command is a list: the program, then each of its arguments")
+        for name, value in (("limit_s", limit_s), ("score_limit_s", score_limit_s)):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be above 0, got {value}")
+        for program in (command, score_command):
+            if program is not None:
+                _check_program(program)
+        self._command = tuple(command)
+        self._score_command = tuple(score_command or ())
+        self._score_file = score_file
+        self._files = {_inside(name): text for name, text in (files or {}).items()}
+        self._variables = dict(variables or {})
+        self._tasks = _read_tasks(tasks)
+        self._check_fields()
+        self._limits = ProgramLimits(
+            seconds=limit_s,
+            output_bytes=round(max_output_mib * (1 << 20)),
+            memory_bytes=round(memory_gib * GIB),
+            processes=max_processes,
+        )
+        self._score_limits = ProgramLimits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES)
+        self._confined = _sandbox_limits(self._limits) if sandbox else None
+        self._readable = [os.path.abspath(path) for path in readable]
+
+    def tasks(self) -> list[Row]:
+        """Returns the tasks in their order."""
+        return self._tasks
+
+    async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:
+        """Runs the program, then scores it."""
+        with contextlib.closing(OwnedFolder("agent")) as owned:
+            folder = owned.path / "work"
+            fields = {**endpoint.variables(), **task}
+            variables = self._make_folders(folder, fields)
+            own = {name: _fill(text, fields) for name, text in self._variables.items()}
+            port = urlsplit(endpoint.anthropic_url).port or 0
+            ended = await run_program(
+                self._inside(_filled(self._command, fields), folder, port),
+                folder=folder,
+                variables=variables | endpoint.variables() | own,
+                limits=self._limits,
+            )
+            if ended.limit or ended.status:
+                cause = ended.limit or f"exit status {ended.status}"
+                print(f"{self._command[0]}: {cause}; the end of its output:", file=sys.stderr)
+                print(ended.output, file=sys.stderr)
+            said = await self._score(task, folder, variables, ended)
+        metrics = {"ended_by_limit": float(bool(ended.limit)), "exit_0": float(ended.status == 0)}
+        return AgentOutcome(said.pop("reward"), metrics | said)
+
+    def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
+        """Returns the command, in the sandbox if there is one, which allows one port at most."""
+        if self._confined is None:
+            return command
+        plan = Plan(
+            "sandlock",
+            str(folder.parent),
+            self._readable,
+            self._confined,
+            cause_fd=1,
+            cwd=str(folder),
+            port=port,
+        )
+        return launched(plan, command)
+
+    def _make_folders(self, folder: Path, fields: Row) -> dict[str, str]:
+        """Makes the folders and files of an episode; returns the variables that name them."""
+        home, temporary = folder.parent / "home", folder.parent / "tmp"
+        for each in (folder, home, temporary):
+            each.mkdir()
+        for name, text in self._files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_fill(text, fields), encoding="utf-8")
+        own = {"HOME": str(home), "TMPDIR": str(temporary)}
+        return open_variables(os.environ) | own
+
+    async def _score(
+        self, task: Row, folder: Path, variables: Mapping[str, str], ended: ProgramEnd
+    ) -> dict[str, float]:
+        """Returns the reward, under its name, and metrics."""
+        if self._score_command:
+            judged = await run_program(
+                self._inside(_filled(self._score_command, task), folder),
+                folder=folder,
+                variables=variables,
+                limits=self._score_limits,
+                with_errors=False,
+            )
+            if judged.limit or judged.status:
+                cause = judged.limit or f"exit status {judged.status}"
+                raise ValueError(f"score_command failed: {cause}: {judged.last_line}")
+            return _score_of(judged.last_line, "the last line of score_command")
+        if self._score_file is not None:
+            path = folder / self._score_file
+            try:
+                if not path.resolve().is_relative_to(folder.resolve()):
+                    raise OSError("it leads out of the folder")
+                with path.open(encoding="utf-8") as file:
+                    text = file.read(MAX_SCORE_BYTES)
+            except (OSError, UnicodeDecodeError) as error:
+                cause = ended.limit or f"exit status {ended.status}"
+                what = f"no score in {self._score_file} ({error}) after {cause}"
+                raise ValueError(f"{what}: {ended.last_line}") from error
+            return _score_of(text, self._score_file)
+        return {"reward": float(ended.status == 0 and not ended.limit)}
+
+    def _check_fields(self) -> None:
+        templates = (*self._command, *self._files.values(), *self._variables.values())
+        named = {name for text in templates for name in FIELD.findall(text)}
+        if not any(named & task.keys() for task in self._tasks):
+            fields = ", ".join(list(self._tasks[0])[:20])
+            raise ConfigError(
+                f"nothing of a task reaches the program: name one of its fields ({fields}) as "
+                f"{{FIELD}} in command, files or variables"
+            )
+
+
+def _sandbox_limits(limits: ProgramLimits) -> Limits:
+    """Returns the limits of the sandbox for those of a program; ConfigError if there is none."""
+    if not (limits.memory_bytes > 0 and limits.processes > 0):
+        raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
+    if reason := why_not("sandlock"):
+        raise ConfigError(
+            f"sandbox = true needs sandlock, which can allow the one port of the endpoint: {reason}"
+        )
+    return Limits(
+        seconds=limits.seconds,
+        # The keeper and the time bound it.
+        processor_s=math.ceil(limits.seconds) * (os.cpu_count() or 1),
+        memory_bytes=limits.memory_bytes,
+        processes=limits.processes,
+        open_files=1024,
+        file_bytes=GIB,
+        folder_bytes=GIB,
+        folder_files=100_000,
+    )
+
+
+def _check_program(command: Sequence[str]) -> None:
+    if not command or not all(isinstance(part, str) for part in command):
+        raise ConfigError(f"a command is a list of texts, got {list(command)!r}")
+    program = command[0]
+    # A path that is not absolute leads into the folder of the episode, which is not there yet.
+    is_known = FIELD.search(program) is None and ("/" not in program or program.startswith("/"))
+    if is_known and shutil.which(program) is None:
+        where = "" if program.startswith("/") else " in PATH"
+        raise ConfigError(f"there is no program {program!r}{where}")
+
+
+def _inside(name: str) -> str:
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ConfigError(f"files are inside the folder of the episode, got {name!r}")
+    return name
+
+
+def _read_tasks(tasks: str | Sequence[str | Row]) -> list[Row]:
+    rows: Iterable[Any] = read_rows(Path(tasks)) if isinstance(tasks, str) else tasks
+    found: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        task = {"task": row} if isinstance(row, str) else row
+        if not isinstance(task, Mapping):
+            raise ConfigError(f"task {number} must be a text or an object, got {row!r}")
+        found.append(task)
+    if not found:
+        raise ConfigError("there must be at least one task")
+    return found
+
+
+def _filled(command: Sequence[str], task: Row) -> list[str]:
+    return [_fill(part, task) for part in command]
+
+
+def _fill(text: str, task: Row) -> str:
+    """Puts the task's fields into a text; what is no text itself as JSON."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in task:
+            return found[0]
+        field = task[found[1]]
+        return field if isinstance(field, str) else json.dumps(field)
+
+    return FIELD.sub(value, text)
+
+
+def _score_of(text: str, where: str) -> dict[str, float]:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        said = None
+    found = {"reward": said} if isinstance(said, int | float) else said
+    if isinstance(found, dict) and "reward" in found:
+        return found
+    raise ValueError(
+        f"{where} must be a number, or a JSON object with `reward` and metrics, "
+        f"got {text.strip()[:100]!r}"
+    )

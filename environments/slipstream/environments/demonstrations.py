@@ -1,0 +1,133 @@
+"""Conversations from a file, whose replies the model learns to give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.client.environment import (
+    Environment,
+    Message,
+    ResetResult,
+    StepResult,
+)
+from slipstream.core.errors import ConfigError
+from slipstream.environments.question_files import Cell, Row, read_rows
+
+REPLY_ROLE = "assistant"
+
+
+class Turn(NamedTuple):
+    """What the model reads, and the reply to it."""
+
+    messages: tuple[Message, ...]
+    reply: str
+
+
+Conversation = tuple[Turn, ...]
+
+
+class Demonstrations(Environment[Conversation]):
+    """Gives the replies of a parquet or JSON-lines file; the model samples nothing.
+
+    A row is a conversation: a column of messages with `role` and `content`, each of whose assistant
+    messages is trained, or a prompt and a reply. The reward is 1. Train it with
+    `algorithm.advantage = "score"`, `loss = "reinforce"`, `correction.weight = "none"`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        messages: str = "messages",
+        prompt: str | None = None,
+        reply: str | None = None,
+        system: str | None = None,
+        shuffle_seed: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """`messages` names a column, or `prompt` and `reply` name two; `system` comes first.
+
+        ConfigError names what cannot work, with the row.
+        """
+        if (prompt is None) != (reply is None):
+            raise ConfigError(
+                f"prompt and reply name columns together, got {prompt!r} and {reply!r}"
+            )
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit must be at least 1, got {limit}")
+        first = [Message("system", system)] if system else []
+        self._conversations = [
+            _turns([*first, *_messages(row, prompt or messages, reply, where)], where)
+            for where, row in (
+                (f"{path}, row {number}", row)
+                for number, row in enumerate(read_rows(Path(path)), start=1)
+            )
+        ]
+        if shuffle_seed is not None:
+            random.Random(shuffle_seed).shuffle(self._conversations)
+        self._conversations = self._conversations[:limit]
+        if not self._conversations:
+            raise ConfigError(f"{path} has no rows")
+
+    def tasks(self) -> list[Conversation]:
+        """Returns the conversations, in the order of the file unless they were shuffled."""
+        return self._conversations
+
+    def reset(self, task: Conversation) -> ResetResult:
+        """Shows the beginning, and gives the first reply."""
+        self._left = list(task[1:])
+        return ResetResult(task[0].messages, reply=task[0].reply)
+
+    def step(self, reply: str) -> StepResult:
+        """Goes on behind the reply, which is the one that it gave."""
+        if not self._left:
+            return StepResult(reward=1.0)
+        turn = self._left.pop(0)
+        return StepResult(done=False, messages=turn.messages, reply=turn.reply)
+
+
+def _messages(row: Row, column: str, reply: str | None, where: str) -> list[Message]:
+    found = _cell(row, column, where)
+    if reply is not None:
+        return [Message("user", str(found)), Message(REPLY_ROLE, str(_cell(row, reply, where)))]
+    if not isinstance(found, list):
+        raise ConfigError(f"{where}: column {column!r} must hold a list of messages")
+    return [_message(one, f"{where}: column {column!r}") for one in found]
+
+
+def _message(message: Cell, where: str) -> Message:
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        raise ConfigError(f"{where} must hold messages with role and content")
+    if message.get("tool_calls"):
+        raise ConfigError(f"{where} holds tool_calls: write them into content as the model would")
+    return Message(str(message["role"]), str(message["content"]))
+
+
+def _cell(row: Row, column: str, where: str) -> Cell:
+    if not row.get(column):
+        raise ConfigError(
+            f"{where} has nothing in the column {column!r}; its columns are {', '.join(row)}"
+        )
+    return row[column]
+
+
+def _turns(messages: Sequence[Message], where: str) -> Conversation:
+    """Returns the turns up to the last reply; what follows it is read by nobody."""
+    turns: list[Turn] = []
+    read: list[Message] = []
+    for message in messages:
+        if message.role != REPLY_ROLE:
+            read.append(message)
+            continue
+        if not read:
+            raise ConfigError(f"{where}: a reply must follow a message, got two replies or none")
+        if not message.text:
+            raise ConfigError(f"{where}: a reply is empty")
+        turns.append(Turn(tuple(read), message.text))
+        read = []
+    if not turns:
+        raise ConfigError(f"{where} has no message with role = {REPLY_ROLE!r}")
+    return tuple(turns)

@@ -1,0 +1,247 @@
+"""Environments of OpenEnv 0.10, which answer on a server of their own.
+
+    [[environments]]
+    name = "game"
+    reference = "slipstream.environments.frameworks.openenv:OpenEnv"
+    args = { base_url = "http://127.0.0.1:8000", action = { guess = "{number}" } }
+
+Every episode is a session of its own on the server's WebSocket, from its reset to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from slipstream.client.environment import Environment, Message, StepResult, TaskSequence
+from slipstream.core.errors import ConfigError
+from slipstream.environments.frameworks.openenv_actions import (
+    NoAction,
+    action_maker,
+    observation_text,
+)
+from slipstream.environments.frameworks.openenv_image import container_command
+from slipstream.environments.frameworks.openenv_server import ServerProcess
+from slipstream.environments.frameworks.packages import Foreign, needs
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+# What `reset` of the server is given.
+Start: TypeAlias = Mapping[str, Any]
+
+CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
+MAX_MESSAGE_BYTES = 16 << 20
+# Seconds between two attempts at a server that has no free session.
+FULL_RETRY_S = 0.2
+
+
+class OpenEnv(Environment[Start]):
+    """Plays episodes on a server of OpenEnv: its observations are read, replies are its actions.
+
+    The rewards of the steps add up. A reply that is no action ends the episode with
+    `invalid_reward` and the metric `invalid_action`. A server that is lost, refuses a session, or
+    raises in a step fails the episode with the cause.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        command: Sequence[str] | None = None,
+        image: str | None = None,
+        image_options: Sequence[str] = (),
+        action: str | Mapping[str, Any] = "json",
+        observation: str | None = None,
+        system: str | None = None,
+        tasks: int | Sequence[Start] = 1000,
+        first_seed: int = 0,
+        metrics: Sequence[str] = (),
+        invalid_reward: float = 0.0,
+        full_timeout_s: float = 30.0,
+    ) -> None:
+        """`base_url`: a running server; `command` starts one for each worker, at `{port}`.
+
+        `image` is that of a container, which Docker runs for each worker with `image_options`.
+
+        `action`: "json" (the reply is the action, a JSON object), a table of the action's fields,
+        in whose texts {reply} stands for the reply and {number} for its last number, or
+        "module:function" of the reply. `observation`: a text in which {FIELD} stands for a field of
+        the observation, or "module:function" of the observation; by default it is read as JSON.
+        `tasks`: that many seeds from `first_seed` on, or what each reset is given. `metrics`:
+        numbers of the last observation or its metadata that are kept. A server without a free
+        session is asked again for `full_timeout_s`. ConfigError names what cannot work.
+        """
+        needs("websockets", "websockets", "pip install websockets")
+        if [base_url, command, image].count(None) != 2:
+            raise ConfigError("give base_url, command or image, one of them")
+        if image_options and image is None:
+            raise ConfigError("image_options are for image: leave them out")
+        self._url = None if base_url is None else _websocket_url(base_url)
+        self._server = None if command is None else ServerProcess(command)
+        if image is not None:
+            self._server = ServerProcess(container_command(image, image_options), is_container=True)
+        self._action = action_maker(action)
+        self._observe = observation_text(observation)
+        self._system = system
+        self._tasks = _starts(tasks, first_seed)
+        self._metrics = tuple(metrics)
+        self._invalid_reward = invalid_reward
+        self._full_timeout_s = full_timeout_s
+        self._socket: ClientConnection | None = None
+        self._turns = 0
+
+    def tasks(self) -> TaskSequence[Start]:
+        """Returns what each reset is given."""
+        return self._tasks
+
+    async def reset(self, task: Start) -> list[Message]:
+        """Opens a session and resets it."""
+        seen = await self._open(task)
+        if seen.get("done"):
+            raise RuntimeError("the server says that the episode is over at its reset")
+        system = [Message("system", self._system)] if self._system else []
+        return [*system, Message("user", self._observe(seen["observation"]))]
+
+    async def step(self, reply: str) -> StepResult:
+        """Acts as the reply says."""
+        self._turns += 1
+        try:
+            action = self._action(reply)
+            seen = await self._ask("step", action)
+        except NoAction:
+            metrics = {"turns": float(self._turns), "invalid_action": 1.0}
+            return StepResult(self._invalid_reward, metrics=metrics)
+        reward = float(seen["reward"] or 0.0)
+        if not seen.get("done"):
+            return StepResult(
+                reward, done=False, messages=[Message("user", self._observe(seen["observation"]))]
+            )
+        metrics = {"turns": float(self._turns), "invalid_action": 0.0, **self._chosen(seen)}
+        return StepResult(reward, metrics=metrics)
+
+    async def close(self) -> None:
+        """Ends the session."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            await socket.close()
+
+    async def _open(self, task: Start) -> dict[str, Any]:
+        """Opens a session and resets it; a server that is full is asked again for a while."""
+        loop = asyncio.get_running_loop()
+        full_at_s = loop.time() + self._full_timeout_s
+        while True:
+            self._socket = await self._connect()
+            try:
+                return await self._ask("reset", dict(task))
+            except _ServerFull as error:
+                await self.close()
+                if loop.time() > full_at_s:
+                    raise RuntimeError(
+                        f"no session was free within {self._full_timeout_s:g} s: {error}; raise "
+                        f"max_concurrent_envs of the server"
+                    ) from None
+                await asyncio.sleep(FULL_RETRY_S)
+
+    async def _connect(self) -> ClientConnection:
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
+
+        url = self._url
+        if self._server is not None:
+            url = _websocket_url(await self._server.base_url())
+        assert url is not None
+        try:
+            return await connect(
+                url,
+                open_timeout=CONNECT_TIMEOUT_S,
+                close_timeout=CLOSE_TIMEOUT_S,
+                max_size=MAX_MESSAGE_BYTES,
+                proxy=None,
+            )
+        except (OSError, TimeoutError, WebSocketException) as error:
+            raise RuntimeError(f"no OpenEnv server answers at {url}: {_said(error)}") from error
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends one message and returns the data of its answer."""
+        from websockets.exceptions import ConnectionClosed
+
+        assert self._socket is not None
+        try:
+            # A server that has no free session says so and hangs up: its answer is still read.
+            with contextlib.suppress(ConnectionClosed):
+                await self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(await self._socket.recv())
+        except ConnectionClosed as error:
+            cause = self._server.ended() if self._server is not None else ""
+            raise RuntimeError(
+                f"the OpenEnv server was lost in {kind}: {cause or _said(error)}"
+            ) from error
+        said = answer.get("data") or {}
+        if answer.get("type") != "error":
+            return dict(said)
+        code, message = said.get("code"), said.get("message")
+        if code == "CAPACITY_REACHED":
+            raise _ServerFull(message)
+        if code == "VALIDATION_ERROR" and kind == "step":
+            raise NoAction(message)
+        raise RuntimeError(f"the OpenEnv server refuses {kind}: {message} ({code})")
+
+    def _chosen(self, seen: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the metrics that were asked for; RuntimeError for one that is no number."""
+        observation = seen["observation"]
+        fields = {**(observation.get("metadata") or {}), **observation}
+        chosen = {}
+        for name in self._metrics:
+            value = fields.get(name)
+            if not isinstance(value, int | float):
+                known = ", ".join(
+                    key for key, each in fields.items() if isinstance(each, int | float)
+                )
+                raise RuntimeError(f"{name} is no number of the observation; these are: {known}")
+            chosen[name] = float(value)
+        return chosen
+
+
+class _ServerFull(Exception):
+    """The server has as many sessions as it may have."""
+
+
+class _Seeds(Sequence[Start]):
+    def __init__(self, first: int, count: int) -> None:
+        self._seeds = range(first, first + count)
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def __getitem__(self, index: Foreign) -> Foreign:
+        return {"seed": self._seeds[index]}
+
+
+def _starts(tasks: int | Sequence[Start], first_seed: int) -> TaskSequence[Start]:
+    if isinstance(tasks, int):
+        if tasks < 1 or first_seed < 0:
+            raise ConfigError(
+                f"tasks must be at least 1 and first_seed at least 0, got {tasks} and {first_seed}"
+            )
+        return _Seeds(first_seed, tasks)
+    for task in tasks:
+        if not isinstance(task, Mapping):
+            raise ConfigError(f"a task is an object that reset is given, got {task!r}")
+    return tasks
+
+
+def _websocket_url(base_url: str) -> str:
+    kind, mark, rest = base_url.rstrip("/").partition("://")
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if not mark or kind not in schemes or not rest:
+        raise ConfigError(f"base_url must begin with http:// or https://, got {base_url!r}")
+    return f"{schemes[kind]}://{rest}/ws"
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,73 @@
+"""Finds what a framework needs: its package, a function of the user's, a name among many."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from slipstream.core.configuration.near_names import did_you_mean, near_names
+from slipstream.core.errors import ConfigError
+
+MAX_SHOWN_NAMES = 20
+
+# An object of another framework, whose types are not read here.
+Foreign: TypeAlias = Any
+
+
+def import_package(module: str, *, install: str) -> ModuleType:
+    """Imports a framework; ConfigError names what is missing and the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            missing = f"the package {module!r} is missing"
+        else:
+            missing = f"the package {module!r} needs {error.name!r}, which is missing"
+        raise ConfigError(f"{missing}: pip install {install}") from error
+
+
+def needs(module: str, package: str, advice: str) -> None:
+    """Raises ConfigError with `advice` when `module` is not there."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        what = f"{package} is not installed" if error.name == package else str(error)
+        raise ConfigError(f"{what}: {advice}") from error
+
+
+def import_function(argument: str, reference: str) -> Callable[..., Any]:
+    """Imports the function that `argument` names as "module:function"; ConfigError otherwise."""
+    module, _, name = reference.partition(":")
+    if not (module and name):
+        raise ConfigError(f"{argument} must be module:function, got {reference!r}")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{argument}: there is no module {error.name!r}") from error
+    if not callable(function):
+        raise ConfigError(f"{argument}: module {module} has no function {name!r}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Returns the refusal "`what` `name`" with the names of `known` that are most like it."""
+    near = near_names(name, known := sorted(known))
+    if near:
+        return ConfigError(f"{what} {name!r}; {did_you_mean(near)}")
+    shown = ", ".join([*known[:MAX_SHOWN_NAMES], *["..."] * (len(known) > MAX_SHOWN_NAMES)])
+    return ConfigError(f"{what} {name!r}; it has {shown}")
+
+
+def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
+    """Refuses a value that is not `allowed`, by the argument's name."""
+    if value not in (allowed := tuple(allowed)):
+        raise ConfigError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_at_least(argument: str, value: int | None, least: int) -> None:
+    """Refuses a number below `least`, by the argument's name; None is no number."""
+    if value is not None and value < least:
+        raise ConfigError(f"{argument} must be at least {least}, got {value}")

@@ -1,0 +1,244 @@
+"""Tasks of reasoning-gym: more than a hundred generators of questions with an exact check."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.core.errors import ConfigError
+from slipstream.environments.arithmetic import NUMBER
+from slipstream.environments.frameworks.chance import Chance
+from slipstream.environments.frameworks.packages import (
+    check_at_least,
+    check_choice,
+    import_package,
+    unknown_name,
+)
+from slipstream.environments.frameworks.splits import Split
+
+# Questions that one data set of the package is asked for; its successor has another seed.
+CHUNK = 500
+# Questions in a row that are not wanted, after which there are no more.
+MAX_IN_A_ROW = 2000
+# Characters of a metric's name.
+MAX_NAME = 40
+# The only generator that needs pycosat, which pip compiles.
+NEEDS_PYCOSAT = "zebra_puzzles"
+# Generators whose scorers run a reply as Python: by eval(), or sympy's parse_expr(), which does it.
+EVALUATING = frozenset(
+    {
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24"),
+        *("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+)
+
+Entry: TypeAlias = Mapping[str, Any]
+Spec: TypeAlias = Mapping[str, Any]
+# A ProceduralDataset of the package.
+Generator: TypeAlias = Any
+
+
+class ReasoningGym(Environment[Entry]):
+    """Asks the questions of one generator, or of several with weights; one reply each.
+
+    The reward is the package's own `score_answer`. A hash of a question's text decides whether it
+    is held out, one in `heldout_one_in`: no seed brings it into training. `answer` says what of a
+    reply is judged: "tags", what stands between the last <answer> and </answer>; "whole", all of
+    it; "last_line"; "number", its last number. White space around it does not count.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Sequence[Spec],
+        config: Mapping[str, Any] | None = None,
+        *,
+        split: Literal["train", "heldout"] = "train",
+        heldout_one_in: int = 10,
+        num_tasks: int | None = None,
+        seed: int = 0,
+        answer: Literal["tags", "whole", "last_line", "number"] = "tags",
+        system: str | None = None,
+        instruction: str = "{question}",
+        evaluate_replies: bool = False,
+    ) -> None:
+        """`dataset` is a name, with options in `config`, or a list of `{name, weight, config}`.
+
+        `num_tasks`: different questions; None: without end. `system` is a text, or the name of one
+        of the package's prompts: "default" where answers stand in tags, otherwise none.
+        `evaluate_replies` allows scorers that run a reply as Python. ConfigError names what cannot
+        work.
+        """
+        self._split = Split(split, heldout_one_in)
+        check_at_least("num_tasks", num_tasks, 1)
+        if "{question}" not in instruction:
+            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+        self._library = _import_library()
+        self._specs = _read_specs(dataset, config, self._library)
+        evaluating = sorted({spec["name"] for spec in self._specs} & EVALUATING)
+        if evaluating and not evaluate_replies:
+            raise ConfigError(
+                f"the scorer of dataset {evaluating[0]} runs replies as Python code: "
+                "evaluate_replies = true allows that"
+            )
+        self._seed = seed
+        self._cut = _cut_of(answer, self._library)
+        if system is None:
+            system = "default" if answer == "tags" else ""
+        self._system = self._library.utils.SYSTEM_PROMPTS.get(system, system)
+        self._instruction = instruction
+        self._scorer = self._make(0)
+        # The first question shows whether the generator works and the split has any.
+        self._entry = next(self._draw())
+        self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
+
+    def tasks(self) -> list[Entry] | Iterator[Entry]:
+        """Returns `num_tasks` different questions, or an iterator without end."""
+        return self._draw() if self._tasks is None else self._tasks
+
+    def reset(self, task: Entry) -> list[Message]:
+        """Asks the question."""
+        self._entry = task
+        asked = self._instruction.replace("{question}", task["question"])
+        system = [Message("system", self._system)] if self._system else []
+        return [*system, Message("user", asked)]
+
+    def step(self, reply: str) -> StepResult:
+        """Scores what the reply gives as its answer."""
+        answer = self._cut(reply)
+        try:
+            score = float(self._scorer.score_answer(answer, self._entry))
+            is_scored = True
+        except Exception as error:  # noqa: BLE001
+            # Scorers parse what a model wrote; whatever they raise at, the answer is not right.
+            print(f"score_answer failed at {answer!r}: {error!r}", file=sys.stderr)
+            score, is_scored = 0.0, False
+        name = str(self._entry["metadata"].get("source_dataset", self._specs[0]["name"]))
+        metrics = {
+            "right": float(score == 1.0),
+            "answered": float(bool(answer)),
+            "scored": float(is_scored),
+        }
+        return StepResult(score, metrics={name[:MAX_NAME]: score} | metrics)
+
+    def _make(self, seed: int) -> Generator:
+        """Makes a data set of the package; ConfigError says which of its rules is broken."""
+        try:
+            if len(self._specs) == 1:
+                (spec,) = self._specs
+                return self._library.create_dataset(
+                    spec["name"], seed=seed, size=CHUNK, **spec["config"]
+                )
+            made = [self._library.composite.DatasetSpec(**spec) for spec in self._specs]
+            return self._library.create_dataset("composite", seed=seed, size=CHUNK, datasets=made)
+        except (AssertionError, ValueError, TypeError) as error:
+            names = ", ".join(spec["name"] for spec in self._specs)
+            raise ConfigError(f"dataset {names}: {error}") from error
+
+    def _draw(self) -> Iterator[Entry]:
+        num_outside = 0
+        for chunk in itertools.count():
+            made = self._make(self._seed + chunk * CHUNK)
+            # Some generators draw from the process's random numbers.
+            chance = Chance(self._seed + chunk)
+            for index in range(CHUNK):
+                with chance.in_use():
+                    entry: Entry = made[index]
+                if self._split.has(entry["question"]):
+                    num_outside = 0
+                    yield entry
+                    continue
+                num_outside += 1
+                if num_outside >= MAX_IN_A_ROW:
+                    raise ConfigError(
+                        f"dataset {self._specs[0]['name']}: none of {MAX_IN_A_ROW} questions in a "
+                        f"row is in split {self._split.name!r}"
+                    )
+
+    def _draw_different(self, num_tasks: int) -> list[Entry]:
+        found: dict[str, Entry] = {}
+        num_known = 0
+        for entry in self._draw():
+            num_before = len(found)
+            found.setdefault(entry["question"], entry)
+            num_known = 0 if len(found) > num_before else num_known + 1
+            if len(found) == num_tasks or num_known >= MAX_IN_A_ROW:
+                break
+        if len(found) < num_tasks:
+            raise ConfigError(f"num_tasks must be at most {len(found)} here, got {num_tasks}")
+        return list(found.values())
+
+
+def _import_library() -> ModuleType:
+    """Imports reasoning_gym; where pycosat is missing, only what needs it is."""
+    try:
+        importlib.import_module("pycosat")
+    except ModuleNotFoundError:
+        sys.modules["pycosat"] = ModuleType("pycosat")
+    library = import_package("reasoning_gym", install="reasoning-gym")
+    importlib.import_module("reasoning_gym.composite")
+    return library
+
+
+def _read_specs(
+    dataset: str | Sequence[Spec], config: Mapping[str, Any] | None, library: ModuleType
+) -> list[dict[str, Any]]:
+    """Returns name, weight and config of each generator, all of them known to the package."""
+    if isinstance(dataset, str):
+        given: list[Spec] = [{"name": dataset, "config": config or {}}]
+    elif config is not None:
+        raise ConfigError("config is for one dataset; in a list each has a config of its own")
+    else:
+        given = list(dataset)
+    specs = []
+    for one in given:
+        if not isinstance(one, Mapping) or "name" not in one:
+            raise ConfigError(f"dataset is a name or a list of {{name, weight, config}}, got {one}")
+        if unknown := one.keys() - {"name", "weight", "config"}:
+            raise unknown_name("a dataset has no key", min(unknown), ("name", "weight", "config"))
+        spec: dict[str, Any] = {"weight": 1.0, "config": {}} | dict(one)
+        if not spec["weight"] > 0:
+            raise ConfigError(f"dataset {one['name']}: weight must be above 0, got {one['weight']}")
+        _check_options(spec["name"], spec["config"], library)
+        specs.append(spec)
+    if not specs:
+        raise ConfigError("dataset must name at least one generator")
+    return specs
+
+
+def _check_options(name: str, config: Mapping[str, Any], library: ModuleType) -> None:
+    known = library.factory.DATASETS
+    if name not in known or name == "composite":
+        raise unknown_name("reasoning-gym has no dataset", name, known.keys() - {"composite"})
+    if name == NEEDS_PYCOSAT and not hasattr(sys.modules["pycosat"], "itersolve"):
+        raise ConfigError(f"dataset {name} needs pycosat, which is compiled: pip install pycosat")
+    options = {field.name for field in dataclasses.fields(known[name][1])} - {"seed", "size"}
+    for option in config:
+        if option in ("seed", "size"):
+            raise ConfigError(
+                f"dataset {name}: {option} is no option of config; set seed or num_tasks beside it"
+            )
+        if option not in options:
+            raise unknown_name(f"dataset {name} has no option", option, options)
+
+
+def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
+    """Returns what cuts the answer out of a reply."""
+    cuts: dict[str, Callable[[str], str | None]] = {
+        "tags": library.utils.extract_answer,
+        "whole": str.strip,
+        "last_line": lambda reply: reply.strip().rpartition("\n")[2].strip(),
+        "number": _last_number,
+    }
+    check_choice("answer", answer, cuts)
+    return cuts[answer]
+
+
+def _last_number(reply: str) -> str | None:
+    numbers = NUMBER.findall(reply)
+    return numbers[-1].replace(",", "") if numbers else None

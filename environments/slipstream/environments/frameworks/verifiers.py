@@ -1,0 +1,247 @@
+"""Environments of verifiers 0.4, each by the name of its taskset.
+
+    [[environments]]
+    name = "gsm8k"
+    reference = "slipstream.environments.frameworks.verifiers:Verifiers"
+    python = "venvs/verifiers/bin/python"
+    args = { taskset = { id = "gsm8k-v1", split = "train" } }
+
+Each episode is an episode of verifiers, whose agents call the model through the episode's endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.core.errors import ConfigError
+from slipstream.environments.frameworks.packages import Foreign, needs
+
+# It needs other versions of packages than vLLM does.
+INSTALL = (
+    "pip install 'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its "
+    "interpreter as `python` of the environment"
+)
+# The harnesses that the one of this process takes the place of: verifiers starts each of them for
+# every episode as a program, by `uv run`.
+REPLACED = frozenset({"null"})
+CHAT = "slipstream-chat"
+
+
+class Verifiers(AgentEnvironment[Any]):
+    """Plays the tasks of a taskset with the agents of its environment.
+
+    The reward is the mean over the traces of trained agents. Each reward and metric of a trace is a
+    metric. What an agent says is a branch with the agent's name; agents that the environment does
+    not train have the share 0.
+
+    An episode that verifiers does not call ok fails with its error.
+    """
+
+    def __init__(
+        self,
+        taskset: str | Mapping[str, Any],
+        *,
+        env: Mapping[str, Any] | None = None,
+        select: Mapping[str, Any] | None = None,
+        metrics: Sequence[str] | None = None,
+    ) -> None:
+        """`taskset`, `env` and `select` are the tables of verifiers' own configuration.
+
+        A `taskset` that is a text is its `id`: an installed package, or a module. An agent without
+        `runtime` runs on this machine, and one without `harness` in this process, unless the
+        taskset brings a harness of its own. `metrics` names those that are kept, by default all.
+        ConfigError names what cannot work.
+        """
+        needs("verifiers.v1", "verifiers", INSTALL)
+        from pydantic import ValidationError
+        from slipstream.environments.frameworks import verifiers_chat
+        from verifiers.v1.configs.select import SelectConfig
+        from verifiers.v1.utils import loaders
+
+        # Harnesses are found as modules without a package.
+        sys.modules.setdefault(CHAT.replace("-", "_"), verifiers_chat)
+        table = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
+        try:
+            config = loaders.resolve_env_config(_with_defaults({**(env or {}), "taskset": table}))
+            self._env = loaders.load_environment(config)
+            self._tasks = self._env.taskset.select(SelectConfig.model_validate(dict(select or {})))
+        except ValidationError as error:
+            raise ConfigError(_first_line(error)) from error
+        except (ModuleNotFoundError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"taskset {table.get('id')!r}: {error}") from error
+        self._metrics = None if metrics is None else frozenset(metrics)
+        self._serving = Serving(self._env)
+        self._numbers = itertools.count()
+
+    def tasks(self) -> Iterable[Any]:
+        """Returns the chosen tasks; those of an endless taskset have no end."""
+        return list(self._tasks) if self._tasks.bounded else self._tasks
+
+    async def run(self, task: Foreign, endpoint: Endpoint) -> AgentOutcome:
+        """Plays one episode of verifiers."""
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.env import RunSlot
+
+        await self._serving.begin()
+        with self._key_variable(endpoint) as variable:
+            own = _of_episode(self._env, endpoint, variable)
+            context = ModelContext(model="policy", client=_client(endpoint, variable))
+            episode = await own.run_slot(RunSlot(task), context)
+        if not episode.ok:
+            raise RuntimeError(_failure(episode))
+        return outcome_of(episode.traces, keep=self._metrics)
+
+    @contextlib.contextmanager
+    def _key_variable(self, endpoint: Endpoint) -> Iterator[str]:
+        """Puts the episode's key where verifiers looks for keys; gives the variable's name.
+
+        Programs that verifiers starts do not inherit variables with API_KEY in their names.
+        """
+        name = f"SLIPSTREAM_API_KEY_{next(self._numbers)}"
+        os.environ[name] = endpoint.api_key
+        try:
+            yield name
+        finally:
+            del os.environ[name]
+
+
+class Serving:
+    """What the environment shares between its episodes, from the first one to the worker's end."""
+
+    def __init__(self, env: Foreign) -> None:
+        self._env = env
+        self._ready: asyncio.Future[None] | None = None
+
+    async def begin(self) -> None:
+        """Starts it once; raises what its start raised."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._holding = asyncio.get_running_loop().create_task(self._hold(self._ready))
+        await asyncio.shield(self._ready)
+
+    async def _hold(self, ready: asyncio.Future[None]) -> None:
+        try:
+            async with self._env.serving():
+                ready.set_result(None)
+                # The end of the event loop cancels it.
+                await asyncio.Event().wait()
+        except Exception as error:  # noqa: BLE001 - `begin` raises it, or it is told here
+            # The next episode starts it again.
+            self._ready = None
+            if ready.done():
+                print(f"what the environment shares has ended: {error!r}", file=sys.stderr)
+            else:
+                ready.set_exception(error)
+
+
+def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:
+    """Returns the environment's table with a runtime and a harness for each agent.
+
+    verifiers' own defaults need a login, or a program that is downloaded for each episode.
+    """
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils import loaders
+
+    taskset = table["taskset"].get("id", "")
+    kind = loaders.env_config_type(taskset, table.get("id", ""))
+    usual = loaders.default_harness_id(taskset)
+    for name, field in kind.model_fields.items():
+        declared = field.default
+        if not isinstance(declared, AgentConfig):
+            continue
+        agent = dict(table.get(name) or {})
+        agent.setdefault("runtime", {"type": "subprocess"})
+        pinned = None if declared.harness is None else declared.harness.id
+        if "harness" not in agent and (pinned in REPLACED or (pinned is None and usual == "bash")):
+            agent["harness"] = {"id": CHAT}
+        table[name] = agent
+    return table
+
+
+def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
+    """Returns a copy of `env` whose agents call the model at branches of `endpoint`.
+
+    An agent with a `client` of its own calls that one, such as a judge elsewhere.
+    """
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    own = copy.copy(env)
+    clients = {
+        name: agent.model_copy(update={"client": _client(endpoint.branch(name), variable)})
+        for name, agent in agent_config_fields(env.config).items()
+        if agent.client is None
+    }
+    own.config = env.config.model_copy(update=clients)
+    # A server of its own for each agent run: one that all share would keep a client for every
+    # endpoint that there ever was.
+    own._interception = None
+    return own
+
+
+def _client(endpoint: Endpoint, variable: str) -> Foreign:
+    from verifiers.v1.configs.client import EvalClientConfig
+
+    return EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
+
+
+def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
+    """Returns the result of an episode with these traces; `keep` names its metrics, None: all.
+
+    RuntimeError when the environment trains none of its agents.
+    """
+    trained = [trace for trace in traces if trace.agent.trainable]
+    if not trained:
+        raise RuntimeError("the environment trains none of its agents")
+    several = len({trace.agent.name for trace in traces}) > 1
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        prefix = f"{trace.agent.name}_" if several else ""
+        for name, value in _numbers(trace).items():
+            if keep is None or name in keep:
+                found.setdefault(f"{prefix}{name}", []).append(value)
+    rewards: dict[str, list[float]] = {}
+    for trace in trained:
+        rewards.setdefault(trace.agent.name, []).append(trace.reward)
+    own = {name: _mean(values) for name, values in rewards.items()} if len(rewards) > 1 else {}
+    return AgentOutcome(
+        reward=_mean([trace.reward for trace in trained]),
+        metrics={name: _mean(values) for name, values in found.items()},
+        shares={trace.agent.name: 0.0 for trace in traces if not trace.agent.trainable},
+        rewards=own,
+    )
+
+
+def _numbers(trace: Foreign) -> dict[str, float]:
+    """Returns the rewards of a trace before their weights, its metrics, and its length."""
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    counted = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
+    return {**counted, **rewards, **metrics}
+
+
+def _failure(episode: Foreign) -> str:
+    """Returns the first error of an episode in words."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+        stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
+        return f"verifiers calls the episode not ok; its traces stopped at {stops or 'nothing'}"
+    return f"{errors[0].type}: {errors[0].message}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _first_line(error: Foreign) -> str:
+    """Returns the first mistake that pydantic found, with its place."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"verifiers refuses {place or 'the table'}: {first['msg']}, got {first['input']!r}"

@@ -1,0 +1,111 @@
+"""A harness of verifiers that chats in the worker's own process.
+
+verifiers' `null` harness does the same as a program, which `uv run` starts for each episode after
+it has downloaded packages. Tools of a taskset are called over MCP by verifiers' own client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import cached_property
+from typing import Any
+
+import openai
+from slipstream.environments.frameworks.packages import Foreign
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message, is_context_overflow
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.runtimes import ProgramResult
+
+__all__ = ["ChatHarness"]
+
+# Seconds of one reply. A busy engine may take long, and the episode has limits of its own.
+REPLY_LIMIT_S = 3600.0
+ENDED = ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
+    """Asks for replies, and answers their calls of tools, until a reply calls none."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    @cached_property
+    def _client(self) -> openai.AsyncOpenAI:
+        # One for all episodes: to make one takes longer than a call.
+        return openai.AsyncOpenAI(api_key="of no episode", base_url="http://127.0.0.1")
+
+    async def launch(
+        self,
+        ctx: Foreign,
+        trace: Foreign,
+        runtime: Foreign,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Mapping[str, str],
+        data: Foreign,
+    ) -> Foreign:
+        """Chats to the end of one segment; a full context ends it with what was said so far."""
+        client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=REPLY_LIMIT_S)
+        messages = self._opening(data)
+        async with AsyncExitStack() as stack:
+            tools, dispatch, servers = await connect_mcp(self._servers(mcp_urls), stack)
+
+            async def call(name: str, arguments: dict[str, Any]) -> Foreign:
+                if name not in dispatch:
+                    return f"error: unknown tool {name!r}"
+                return await call_mcp(servers, dispatch, name, arguments)
+
+            offered = {"tools": tools} if tools else {}
+            while True:
+                try:
+                    answer = await client.chat.completions.create(
+                        model=ctx.model, messages=messages, **offered
+                    )
+                except openai.APIStatusError as error:
+                    if is_context_overflow(error):
+                        return ENDED
+                    raise
+                reply = answer.choices[0].message
+                messages.append(reply.model_dump(exclude_none=True))
+                if not reply.tool_calls:
+                    return ENDED
+                messages += [await _answered(asked, call) for asked in reply.tool_calls]
+
+    def _opening(self, data: Foreign) -> list[dict[str, Any]]:
+        system_prompt, prompt = self.resolve_prompt(data)
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        if isinstance(prompt, str):
+            return [*system, {"role": "user", "content": prompt}]
+        return [*system, *(message_to_wire(message) for message in prompt or ())]
+
+    def _servers(self, urls: Mapping[str, str]) -> dict[str, Any]:
+        limit_s = self.config.tool_timeout
+        return {
+            "mcpServers": {name: {"url": url, "timeout": limit_s} for name, url in urls.items()}
+        }
+
+
+async def _answered(
+    asked: Foreign, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
+) -> Foreign:
+    """Returns the message with the result of one call; the model reads what was wrong with it."""
+    name = asked.function.name
+    try:
+        arguments = json.loads(asked.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        content: Foreign = f"error: invalid JSON in tool arguments ({error})"
+    else:
+        if isinstance(arguments, dict):
+            content = await call(name, arguments)
+        else:
+            content = "error: tool arguments must be a JSON object"
+    message = {"role": "tool", "tool_call_id": asked.id, "name": name, "content": content}
+    return bound_tool_message(message)

@@ -1,0 +1,210 @@
+"""Functions that the model writes, and that tests of a file examine in sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.core.errors import ConfigError
+from slipstream.environments.exams import Columns, Exam, read_exams
+from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
+
+REWARDS = ("share", "all")
+PROGRAM = Path(__file__).with_name("functions_program.py")
+PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
+# A block of code: from ``` with at most one word to the next ```, or to the end of the reply.
+BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# Seconds in which Python starts in a sandbox, on a busy machine.
+START_LIMIT_S = 60.0
+# Fields of an answer to a call.
+ANSWERS = ({"value"}, {"raised", "text"})
+TIME_LIMITS = ("seconds", "processor_s")
+MIB = 1 << 20
+
+
+class Functions(Environment[Exam]):
+    """Asks for functions and runs tests against the last block of code of the reply.
+
+    The tests run in one sandbox and the code in another: code under test can read neither the
+    tests nor the expected values, and says nothing about the verdict. Functions take and return
+    values of Python's own types; arguments are passed by value.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        question: str = "question",
+        tests: str = "tests",
+        setup: str | None = None,
+        function: str | None = None,
+        instruction: str = "{question}",
+        reward: Literal["share", "all"] = "share",
+        limit_s: float = 5.0,
+        memory_mib: int = 512,
+        max_running: int = 0,
+    ) -> None:
+        """`question`, `tests`, `setup` and `function` are columns of the .jsonl or .parquet file.
+
+        Tests are a list of Python texts, or one text; one that defines `check` is called with the
+        function. Without `function` all names are examined that tests use and do not define.
+        `limit_s` is the limit of one call; `max_running` that of replies that are examined at one
+        time, 0: as many as there are cores. ConfigError names what cannot work.
+        """
+        if reward not in REWARDS:
+            raise ConfigError(f"reward must be one of {', '.join(REWARDS)}, got {reward!r}")
+        if "{question}" not in instruction:
+            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+        if not (math.isfinite(limit_s) and limit_s > 0):
+            raise ConfigError(f"limit_s must be above 0, got {limit_s}")
+        if max_running < 0:
+            raise ConfigError(f"max_running must be at least 0, got {max_running}")
+        self._instruction = instruction
+        self._reward = reward
+        self._limit_s = limit_s
+        columns = Columns(question, tests, setup, function)
+        self._exams = read_exams(Path(path), columns)
+        seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
+        self._sandbox = Sandbox(
+            Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)
+        )
+        self._running = asyncio.Semaphore(max_running or os.cpu_count() or 1)
+
+    def tasks(self) -> list[Exam]:
+        """Returns the tasks in the order of the file."""
+        return self._exams
+
+    def reset(self, task: Exam) -> list[Message]:
+        """Asks the question."""
+        self._exam = task
+        return [Message("user", self._instruction.replace("{question}", task.question))]
+
+    async def step(self, reply: str) -> StepResult:
+        """Examines the code of the reply."""
+        code = code_of(reply)
+        async with self._running:
+            outcomes = Counter(await self._examine(code))
+        share = outcomes["passed"] / len(self._exam.tests)
+        metrics = {
+            "passed": share,
+            "all_passed": float(share == 1),
+            "errors": outcomes["error"] / len(self._exam.tests),
+            "timeouts": outcomes["timeout"] / len(self._exam.tests),
+        }
+        return StepResult(share if self._reward == "share" else float(share == 1), metrics=metrics)
+
+    async def _examine(self, code: str) -> list[str]:
+        """Returns the outcome of each test: "passed", "failed", "error" or "timeout"."""
+        exam = self._exam
+        files = {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
+        facts = {"functions": exam.functions, "num_tests": len(exam.tests)}
+        files |= {"exam.json": json.dumps(facts), "setup.py": exam.setup}
+        files |= {PROGRAM.name: PROGRAM_TEXT}
+        candidate = _Candidate(self._sandbox, f"{exam.setup}\n{code}\n", self._limit_s)
+        outcomes: list[str] = []
+        try:
+            async with self._sandbox.start(_command("examiner"), files=files) as examiner:
+                while (left := len(exam.tests) - len(outcomes)) > 0:
+                    try:
+                        line = await examiner.stdout.readline()
+                    except ValueError:
+                        # A value of the candidate's made a call longer than a line.
+                        return outcomes + ["error"] * left
+                    if not line:
+                        finished = await examiner.finish()
+                        return outcomes + _missing(finished, left)
+                    said = json.loads(line)
+                    if "outcome" in said:
+                        outcomes.append(said["outcome"])
+                        continue
+                    answer = await candidate.answer(said)
+                    examiner.stdin.write(json.dumps(answer).encode() + b"\n")
+                    await examiner.stdin.drain()
+        finally:
+            await candidate.end()
+        return outcomes
+
+
+def _missing(finished: Finished, num_tests: int) -> list[str]:
+    """Returns outcomes of tests that the examiner did not come to; ValueError if that is a fault.
+
+    A limit is no fault: values of the code under test can make a test too long or too large.
+    """
+    if not finished.ended_by:
+        last = finished.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ValueError(f"the tests do not run: exit status {finished.status}: {''.join(last)}")
+    outcome = "timeout" if finished.ended_by in TIME_LIMITS else "error"
+    return [outcome] * num_tests
+
+
+class _Candidate:
+    """The code under test, in a sandbox that is started again when it has ended."""
+
+    def __init__(self, sandbox: Sandbox, code: str, limit_s: float) -> None:
+        self._sandbox = sandbox
+        self._files = {"solution.py": code, PROGRAM.name: PROGRAM_TEXT}
+        self._limit_s = limit_s
+        self._program: StartedProgram | None = None
+        self._context = contextlib.AsyncExitStack()
+
+    async def answer(self, call: object) -> dict[str, object]:
+        """Returns the answer to a call; {"ended": outcome of the test} when there is none."""
+        try:
+            program = self._program or await self._start()
+            program.stdin.write(json.dumps(call).encode() + b"\n")
+            await program.stdin.drain()
+            answer = await _said(program, self._limit_s)
+            if answer.keys() not in ANSWERS:
+                # What the examiner hears beside is ours to say: how a test ended.
+                raise ValueError(f"an answer has a value or an error, got {list(answer)}")
+            return answer
+        except TimeoutError:
+            await self.end()
+            return {"ended": "timeout"}
+        except (ValueError, RecursionError, ConnectionError):
+            # It ended, or wrote what is no answer, or too long a line.
+            await self.end()
+            return {"ended": "error"}
+
+    async def end(self) -> None:
+        """Ends the program, if it is there."""
+        self._program = None
+        context, self._context = self._context, contextlib.AsyncExitStack()
+        await context.aclose()
+
+    async def _start(self) -> StartedProgram:
+        started = self._sandbox.start(_command("candidate"), files=self._files)
+        program = await self._context.enter_async_context(started)
+        await _said(program, START_LIMIT_S)
+        # The code under test runs for the first time.
+        await _said(program, self._limit_s)
+        self._program = program
+        return program
+
+
+async def _said(program: StartedProgram, limit_s: float) -> dict[str, object]:
+    async with asyncio.timeout(limit_s):
+        said = json.loads(await program.stdout.readline())
+    if not isinstance(said, dict):
+        raise ValueError(f"an answer is an object, got {type(said).__name__}")
+    return said
+
+
+def code_of(reply: str) -> str:
+    """Returns the last block of code of a reply; without any block, the reply."""
+    blocks = BLOCK.findall(reply)
+    return textwrap.dedent(blocks[-1]) if blocks else reply
+
+
+def _command(role: str) -> list[str]:
+    return [sys.executable, "-I", PROGRAM.name, role]

@@ -1,0 +1,188 @@
+"""Reads data sets of the Hugging Face hub; one line says why one cannot be read.
+
+With the package `datasets` it decides what the files of a split are. Without it the front matter of
+the data set's README does, or the usual names of files; parquet and JSON lines are read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from slipstream.core.errors import ConfigError
+
+PREFIX = "hf:"
+SUFFIXES = (".parquet", ".jsonl")
+MAX_SHOWN = 20
+# Characters of an error of the package `datasets`, which explains at length.
+MAX_CHARACTERS = 300
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A split of a data set; without `revision` it is the newest, without `config` the default."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.name}"
+
+
+def read_hub_rows(
+    data: HubData, read_file: Callable[[Path], Iterable[Row]], *, by_datasets: bool | None = None
+) -> Iterable[Row]:
+    """Returns the rows of a split; what the hub was asked for once is read from its cache.
+
+    `read_file` reads one file. `by_datasets`: whether the package of that name is used, None: if
+    it is installed. ConfigError says in one line what cannot be read.
+    """
+    if by_datasets is None:
+        by_datasets = _is_installed("datasets")
+    if not _is_installed("huggingface_hub"):
+        raise ConfigError(f"{data} needs the hub's client: pip install 'slipstream-rl[data]'")
+    with _one_line(data):
+        readme = _bring(data, ["README.md"]) / "README.md"
+        if by_datasets:
+            return _by_datasets(data)
+        files = _find_files(data, _configs(readme))
+    return itertools.chain.from_iterable(map(read_file, files))
+
+
+def _is_installed(package: str) -> bool:
+    # A folder of data named datasets is a module too, and no distribution.
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _by_datasets(data: HubData) -> Iterable[Row]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        rows: Iterable[Row] = datasets.load_dataset(
+            data.name, data.config, split=data.split, revision=data.revision
+        )
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(f"{data}: {' '.join(str(error).split())[:MAX_CHARACTERS]}") from error
+    return rows
+
+
+def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
+    """Brings the files of the split onto this machine; returns their paths in order."""
+    patterns = _patterns(data, configs)
+    folder = _bring(data, patterns)
+    found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    usable = [path for path in found if path.suffix in SUFFIXES]
+    if usable and len(usable) == len(found):
+        return usable
+    what = f"config {data.config!r}, " if data.config else ""
+    wrong = ", ".join(str(path.relative_to(folder)) for path in found[:MAX_SHOWN])
+    raise ConfigError(
+        f"{data} has no parquet or JSON lines for {what}split {data.split!r}"
+        f"{f', only {wrong}' if wrong else ''}: pip install datasets may read it"
+    )
+
+
+def _bring(data: HubData, patterns: list[str]) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    folder = huggingface_hub.snapshot_download(
+        data.name, repo_type="dataset", revision=data.revision, allow_patterns=patterns
+    )
+    return Path(folder)
+
+
+def _configs(readme: Path) -> list[dict[str, Any]]:
+    """Returns the front matter's `configs`."""
+    if not readme.is_file():
+        return []
+    from huggingface_hub import metadata_load
+
+    found = (metadata_load(readme) or {}).get("configs", [])
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
+    """Returns patterns of the split's files: those that `configs` name, or the usual names."""
+    names = [str(each.get("config_name", "default")) for each in configs]
+    name = data.config
+    if name is None and len(names) > 1:
+        defaults = [n for n, each in zip(names, configs, strict=True) if each.get("default")]
+        defaults += [n for n in names if n == "default"]
+        if not defaults:
+            raise ConfigError(f"{data} has the configs {', '.join(names)}: name one of them")
+        name = defaults[0]
+    if configs and name is not None and name not in names:
+        raise ConfigError(f"{data} has no config {name!r}; it has {', '.join(names)}")
+    chosen = configs[names.index(name) if name is not None else 0] if configs else {}
+    if "data_files" in chosen:
+        return _named_files(data, chosen["data_files"])
+    places = [str(chosen["data_dir"]).strip("/")] if "data_dir" in chosen else ["data"]
+    places = [f"{place}/" for place in ([data.config, *places] if data.config else places)]
+    stems = [f"{place}{data.split}" for place in ("", *places)]
+    return [f"{stem}{rest}{suffix}" for stem in stems for rest in ("", "-*") for suffix in SUFFIXES]
+
+
+def _named_files(data: HubData, data_files: object) -> list[str]:
+    """Returns the patterns of the split in `data_files`, in any form that the hub knows."""
+    if isinstance(data_files, dict):
+        by_split = dict(data_files)
+    elif isinstance(data_files, list) and all(isinstance(each, dict) for each in data_files):
+        by_split = {str(each["split"]): each["path"] for each in data_files}
+    else:
+        by_split = {"train": data_files}
+    if data.split not in by_split:
+        raise ConfigError(f"{data} has no split {data.split!r}; it has {', '.join(by_split)}")
+    paths = by_split[data.split]
+    return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
+
+
+@contextmanager
+def _one_line(data: HubData) -> Iterator[None]:
+    """Turns the hub's errors into ConfigError."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/datasets/{data.name}"
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{data}: a name is owner/name: {_first_line(error)}") from error
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{data} is gated: accept its terms at {page}, then let `hf auth login` put your token "
+            f"into {constants.HF_TOKEN_PATH}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ConfigError(f"{data} has no revision {data.revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{data} is not at {page}, or is private: `hf auth login` puts your token into "
+            f"{constants.HF_TOKEN_PATH}"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise ConfigError(f"{data}: {_first_line(error)}") from error
+    except OSError as error:
+        # Offline mode, no answer, and nothing in the cache are all errors of the system.
+        raise ConfigError(
+            f"{data} is not in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} gives no answer: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -1,0 +1,188 @@
+"""A model behind an endpoint with OpenAI's API that scores replies.
+
+Waits for: the endpoint. Unblocked by: its answer, or `timeout_s` after the last retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from slipstream.client.agent import Endpoint
+from slipstream.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+ANSWERS = ("number", "json")
+NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+FIELD = re.compile(r"\{(\w+)\}")
+# Stands where each call names its own address.
+_NOWHERE = "http://127.0.0.1:0/v1"
+# Characters of a judge's words that an error shows.
+MAX_SHOWN = 200
+
+
+class JudgeError(RuntimeError):
+    """The judge gave no score; the episode that asked fails with this cause."""
+
+
+class Judge:
+    """Asks a model for a number from `lowest` to `highest`.
+
+        judge = Judge("http://127.0.0.1:9000/v1", "judge", prompt="From 0 to 10: {reply}")
+        score = await judge.score({"reply": reply})
+
+    Without `base_url` the run's own servers judge: `judge.score(fields, endpoint)`, with the
+    endpoint of an agent's episode; see `Endpoint.judge`.
+
+    One instance serves all episodes of a worker: make it in `__init__`. At most `max_open` calls
+    are open at one time. The openai package repeats a call up to `max_retries` times after 408,
+    409, 429, 5xx, a broken connection or `timeout_s`, later each time, or when `retry-after` says.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "",
+        model: str = "any",
+        *,
+        prompt: str,
+        api_key: str = "none",
+        answer: Literal["number", "json"] = "number",
+        lowest: float = 0.0,
+        highest: float = 10.0,
+        max_tokens: int = 1024,
+        max_open: int = 16,
+        timeout_s: float = 60.0,
+        max_retries: int = 5,
+    ) -> None:
+        """In `prompt` the text {NAME} stands for the field NAME that `score` is given.
+
+        With `answer` "number" the score is the one number on the last line of the judge's reply
+        that is not empty; "7/10" are two. With "json" it is the field `score` of the object from
+        the reply's first { to its last }. ConfigError names what cannot work.
+        """
+        check_rules(
+            (answer in ANSWERS, f"answer must be one of {', '.join(ANSWERS)}, got {answer!r}"),
+            (
+                math.isfinite(lowest) and math.isfinite(highest) and lowest < highest,
+                f"lowest must be below highest, got {lowest} and {highest}",
+            ),
+            (max_open >= 1, f"max_open must be at least 1, got {max_open}"),
+            (max_retries >= 0, f"max_retries must be at least 0, got {max_retries}"),
+            (
+                math.isfinite(timeout_s) and timeout_s > 0,
+                f"timeout_s must be above 0, got {timeout_s}",
+            ),
+            (FIELD.search(prompt), f"prompt must name a field, such as {{reply}}, got {prompt!r}"),
+        )
+        self._client = openai_client(base_url or _NOWHERE, api_key).with_options(
+            timeout=timeout_s, max_retries=max_retries
+        )
+        self._is_anywhere = bool(base_url)
+        self._name = f"the judge {model} at {base_url}" if base_url else "the judge"
+        self._model = model
+        self._prompt = prompt
+        self._answer = answer
+        self._lowest, self._highest = lowest, highest
+        self._max_tokens = max_tokens
+        self._open = asyncio.Semaphore(max_open)
+
+    async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
+        """Returns the judge's number; JudgeError names why there is none.
+
+        With the `endpoint` of an episode the model as the run started judges.
+        """
+        import openai
+
+        client = self._client_at(endpoint)
+        text = FIELD.sub(lambda found: fields.get(found[1], found[0]), self._prompt)
+        async with self._open:
+            try:
+                answer = await client.chat.completions.create(
+                    model=self._model,
+                    messages=[{"role": "user", "content": text}],
+                    max_tokens=self._max_tokens,
+                    temperature=0.0,
+                )
+            except openai.OpenAIError as error:
+                kind = type(error).__name__
+                raise JudgeError(
+                    f"{self._name} failed: {kind}: {in_one_line(str(error))}"
+                ) from error
+        if not answer.choices:
+            raise JudgeError(f"{self._name} gave no reply")
+        choice = answer.choices[0]
+        if choice.finish_reason == "length":
+            raise JudgeError(
+                f"{self._name} was cut off at {self._max_tokens} tokens: raise max_tokens"
+            )
+        return self._read(choice.message.content or "")
+
+    def share(self, score: float) -> float:
+        """Returns where a score lies between `lowest` and `highest`, from 0 to 1."""
+        return (score - self._lowest) / (self._highest - self._lowest)
+
+    def _client_at(self, endpoint: Endpoint | None) -> AsyncOpenAI:
+        if endpoint is not None:
+            judge = endpoint.judge()
+            return self._client.with_options(base_url=judge.base_url, api_key=judge.api_key)
+        if not self._is_anywhere:
+            raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
+        return self._client
+
+    def _read(self, text: str) -> float:
+        score = _only_number(text) if self._answer == "number" else _field_score(text)
+        if score is None:
+            is_json = self._answer == "json"
+            wanted = (
+                "an object with the number `score`" if is_json else "one number on its last line"
+            )
+            raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
+        if not self._lowest <= score <= self._highest:
+            raise JudgeError(
+                f"{self._name} must score from {self._lowest:g} to {self._highest:g}, got {score:g}"
+            )
+        return score
+
+
+def openai_client(base_url: str = _NOWHERE, api_key: str = "none") -> AsyncOpenAI:
+    """Returns a client of OpenAI's API; ConfigError where the package is missing."""
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise ConfigError("a judge needs the package openai: pip install openai") from error
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+
+
+def check_rules(*rules: tuple[object, str]) -> None:
+    """Raises ConfigError with the message of the first rule that is not kept."""
+    for is_kept, message in rules:
+        if not is_kept:
+            raise ConfigError(message)
+
+
+def _only_number(text: str) -> float | None:
+    lines = [line for line in text.splitlines() if line.strip()]
+    found = NUMBER.findall(lines[-1]) if lines else []
+    return float(found[0]) if len(found) == 1 else None
+
+
+def _field_score(text: str) -> float | None:
+    try:
+        said = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    except (ValueError, RecursionError):
+        return None
+    score = said.get("score")
+    # True is an int of Python's.
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    return float(score) if is_number else None
+
+
+def in_one_line(text: str) -> str:
+    """Returns the beginning of a text, without line breaks."""
+    return " ".join(text.split())[:MAX_SHOWN]

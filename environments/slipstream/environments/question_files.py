@@ -1,0 +1,134 @@
+"""Reads questions and answers from files and from the hub, and says what is wrong in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from slipstream.client.environment import Message
+from slipstream.core.errors import ConfigError
+from slipstream.environments.hub_data import HubData, read_hub_rows
+
+# A cell: text, or any value of JSON.
+Cell: TypeAlias = Any
+Row: TypeAlias = Mapping[str, Cell]
+
+MAX_SHOWN_COLUMNS = 20
+
+
+class Question(NamedTuple):
+    """One row: what the model reads, and the right answer as text."""
+
+    messages: tuple[Message, ...]
+    answer: str
+
+
+def read_questions(
+    path: Path | HubData, question: str, answer: str, *, duplicates: Literal["refuse", "drop"]
+) -> list[Question]:
+    """Returns the questions of a file or of a data set on the hub in its order, each once.
+
+    `question` and `answer` name columns; a dot leads into a column of objects. A question is a
+    text, or a list of messages with role and content. ConfigError names the row, or the columns
+    that exist, when the file cannot be used.
+    """
+    found: dict[tuple[Message, ...], tuple[int, Question]] = {}
+    for number, row in enumerate(read_rows(path), start=1):
+        where = f"{path}, row {number}"
+        messages = _messages(_cell(row, question, path), f"{where}: column {question!r}")
+        right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
+        if messages not in found:
+            found[messages] = (number, Question(messages, right))
+        elif duplicates == "refuse":
+            raise ConfigError(
+                f"{path}: rows {found[messages][0]} and {number} ask the same question; "
+                f"duplicates='drop' keeps the first"
+            )
+    if not found:
+        raise ConfigError(f"{path} has no rows")
+    return [one for _, one in found.values()]
+
+
+def read_rows(path: Path | HubData) -> Iterable[Row]:
+    """Returns the rows of a .jsonl or .parquet file, or of a data set on the hub.
+
+    ConfigError names what is wrong in it.
+    """
+    if isinstance(path, HubData):
+        return read_hub_rows(path, read_rows)
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; the working directory is {Path.cwd()}")
+    match path.suffix:
+        case ".jsonl":
+            return _json_lines(path)
+        case ".parquet":
+            return _parquet(path)
+    raise ConfigError(f"the name of a file of questions ends in .jsonl or .parquet, got {path}")
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                # Some editors begin a file with a byte order mark.
+                row = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path} must be UTF-8, but line {number} is not") from error
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number} is no JSON object")
+            yield row
+
+
+def _parquet(path: Path) -> Sequence[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{path} needs the package pyarrow: pip install 'slipstream-rl[data]'"
+        ) from error
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return rows
+
+
+def _cell(row: Row, column: str, path: Path | HubData) -> Cell:
+    if column in row:
+        return row[column]
+    place: Cell = row
+    for part in column.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            names = [repr(name) for name in list(row)[:MAX_SHOWN_COLUMNS]]
+            raise ConfigError(
+                f"{path} has no column {column!r}; its columns are {', '.join(names)}"
+            )
+        place = place[part]
+    return place
+
+
+def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
+    if not isinstance(cell, list):
+        return (Message("user", _text(cell, where)),)
+    if not cell:
+        raise ConfigError(f"{where} is empty")
+    messages = []
+    for message in cell:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ConfigError(f"{where} must hold messages with role and content")
+        messages.append(Message(str(message["role"]), str(message["content"])))
+    return tuple(messages)
+
+
+def _text(cell: Cell, where: str) -> str:
+    text = "" if cell is None else str(cell).strip()
+    if not text:
+        raise ConfigError(f"{where} is empty")
+    return text

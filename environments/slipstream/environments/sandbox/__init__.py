@@ -1,0 +1,23 @@
+"""The names with which users run programs that nobody trusts.
+
+They are imported when they are first named: the launcher, which starts with each program, needs
+none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.environments.sandbox.plan import Limits
+    from slipstream.environments.sandbox.sandbox import Finished, Sandbox, StartedProgram
+
+__all__ = ["Finished", "Limits", "Sandbox", "StartedProgram"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from slipstream.environments.sandbox import sandbox
+
+        return getattr(sandbox, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,147 @@
+"""Runs one program with limits, and ends everything that it has started when it ends.
+
+Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all of which leave no
+process behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Bytes at the end of the output that are kept.
+KEPT_BYTES = 16 << 10
+# Begins a module with our own path: neither files of the folder nor variables of the program may
+# decide what it imports.
+_OWN_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+_CHUNK_BYTES = 64 << 10
+# Seconds in which a keeper ends everything below it, on a busy machine.
+_END_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """Limits of a program with all that it starts; 0 stands for no limit, but not of the first."""
+
+    seconds: float
+    output_bytes: int
+    memory_bytes: int = 0
+    processes: int = 0
+
+    def arguments(self) -> list[str]:
+        """Returns the limits that a keeper watches, as its arguments."""
+        return [
+            *("--memory-bytes", str(self.memory_bytes), "--memory-setting", "memory_gib"),
+            *("--processes", str(self.processes), "--processes-setting", "max_processes"),
+        ]
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How a program ended: its exit status, -N for signal N, and the end of its output.
+
+    `limit` says in words which limit ended it; "" if none did.
+    """
+
+    status: int
+    output: str
+    limit: str = ""
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output that is not empty; "" if there is none."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    limits: ProgramLimits,
+    with_errors: bool = True,
+) -> ProgramEnd:
+    """Runs `command` in `folder`; `with_errors`: its stderr belongs to its output."""
+    process = await asyncio.create_subprocess_exec(
+        *own_program("slipstream.core.machine.keeper"),
+        *(*limits.arguments(), "--cause-fd", "1", "--", *command),
+        cwd=folder,
+        env=dict(variables),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT if with_errors else None,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    output = _Output(process.stdout, limits.output_bytes)
+    limit = ""
+    try:
+        async with asyncio.timeout(limits.seconds):
+            if await output.read():
+                limit = f"it wrote more than {limits.output_bytes} bytes"
+            else:
+                await process.wait()
+    except TimeoutError:
+        limit = f"it did not end within {limits.seconds:g} s"
+    finally:
+        await asyncio.shield(_end(process, output))
+    assert process.returncode is not None
+    text = bytes(output.kept).decode(errors="replace")
+    if not limit and process.returncode == -signal.SIGKILL:
+        # The keeper says so in the output.
+        limit = ProgramEnd(0, text).last_line or "it was killed"
+    return ProgramEnd(process.returncode, text, limit)
+
+
+def own_program(module: str) -> list[str]:
+    """Returns a command that runs `main` of a module of ours with the arguments that follow."""
+    begin = f"{_OWN_PATH}from {module} import main; main(sys.argv[1:])"
+    path = json.dumps([os.path.abspath(each) for each in sys.path if each])
+    return [sys.executable, "-I", "-c", begin, path]
+
+
+class _Output:
+    """The output of a program: `kept` is its end."""
+
+    def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
+        self._stream = stream
+        self._left = most
+        self.kept = bytearray()
+
+    async def read(self) -> bool:
+        """Reads to the end; returns True as soon as there is more than the limit."""
+        while self._left >= 0:
+            chunk = await self._stream.read(_CHUNK_BYTES)
+            if not chunk:
+                return False
+            self._left -= len(chunk)
+            self.kept += chunk
+            del self.kept[:-KEPT_BYTES]
+        return True
+
+    async def drop(self) -> None:
+        """Reads and forgets the rest, so that a program that writes can end."""
+        while await self._stream.read(_CHUNK_BYTES):
+            pass
+
+
+async def _end(process: asyncio.subprocess.Process, output: _Output) -> None:
+    """Ends the program and everything below it, if it has not ended."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(_END_LIMIT_S):
+            await output.drop()
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,179 @@
+"""Runs one program inside a sandbox: `launcher.py PLAN PROGRAM ARGUMENTS...`, below a keeper.
+
+PLAN is a JSON object with the fields of `Plan`. The launcher stays outside of the sandbox and ends
+as its program ends: same code, same signal. Waits for: the program. Unblocked by: its end, or a
+limit of time or of the folder, at which the launcher kills itself; the keeper then ends the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from slipstream.environments.sandbox.plan import Limits, Plan
+from slipstream.environments.sandbox.system_calls import filter_program, give_up_privileges, install
+
+# Seconds between two checks of the time and the folder.
+CHECK_PERIOD_S = 0.2
+# Paths of the system that programs read, if they are there.
+_SYSTEM_PATHS = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/certs", "/nix/store"),
+)
+_DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
+# A program that a signal has ended, as bubblewrap and shells report it.
+_SIGNAL_STATUS = 128
+_LAST_SIGNAL = 64
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Ends as the program ends."""
+    plan = Plan.of(arguments[0])
+    if plan.cause_fd > 2:
+        os.set_inheritable(plan.cause_fd, False)
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: plan.limits.file_bytes,
+        resource.RLIMIT_CPU: plan.limits.processor_s,
+    }
+    for name, value in limits.items():
+        # Above the soft limit of processor time the signal says why; the hard one ends for certain.
+        resource.setrlimit(name, (value, value + (name == resource.RLIMIT_CPU)))
+    start = _in_sandlock if plan.backend == "sandlock" else _in_bubblewrap
+    status = _watched(start(plan, arguments[1:]), plan)
+    if status < 0:
+        if status == -signal.SIGKILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
+    """Starts the program; returns what waits for its status, -N for signal N."""
+    import sandlock
+
+    give_up_privileges()
+    install(filter_program())
+    box = sandlock.Sandbox(
+        fs_readable=[*_readable(plan), *_DEVICES],
+        fs_writable=[plan.folder, "/dev/null"],
+        cwd=plan.cwd or plan.folder,
+        clean_env=True,
+        env=dict(os.environ),
+        max_memory=plan.limits.memory_bytes,
+        max_processes=plan.limits.processes,
+        max_open_files=plan.limits.open_files,
+        no_coredump=True,
+        net_allow=[f"tcp://127.0.0.1:{plan.port}"] if plan.port else [],
+    )
+    process = box.popen(list(command))
+
+    def wait() -> int:
+        result = process.wait()
+        if result.reason is sandlock.ExitReason.SIGNALED:
+            return -int(result.signal)
+        if result.reason is sandlock.ExitReason.KILLED:
+            # So ends a program that asks for too much memory; sandlock does not say why.
+            return -signal.SIGKILL
+        return int(result.exit_code) if result.error is None else 125
+
+    return wait
+
+
+def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
+    """Starts the program; returns what waits for its status, -N for signal N."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, filter_program())
+    os.close(write_end)
+    binds = [part for path in _readable(plan) for part in ("--ro-bind", path, path)]
+    devices = [part for path in (*_DEVICES, "/dev/null") for part in ("--dev-bind", path, path)]
+    process = subprocess.Popen(
+        [
+            *("bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--cap-drop", "ALL"),
+            *("--die-with-parent", "--new-session", "--seccomp", str(read_end)),
+            *(*binds, *devices, "--bind", plan.folder, plan.folder, "--remount-ro", "/"),
+            *("--chdir", plan.cwd or plan.folder, "--", *command),
+        ],
+        pass_fds=[read_end],
+        preexec_fn=lambda: _set_own_limits(plan),
+    )
+    os.close(read_end)
+
+    def wait() -> int:
+        status = process.wait()
+        number = status - _SIGNAL_STATUS
+        return -number if 0 < number <= _LAST_SIGNAL else status
+
+    return wait
+
+
+def _set_own_limits(plan: Plan) -> None:
+    """Sets the limits that sandlock keeps by itself."""
+    resource.setrlimit(resource.RLIMIT_DATA, (plan.limits.memory_bytes, plan.limits.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (plan.limits.open_files, plan.limits.open_files))
+
+
+def _readable(plan: Plan) -> list[str]:
+    """Returns the paths that the program may read, beside its folder and the devices."""
+    own = (sys.prefix, sys.base_prefix)
+    return [path for path in (*_SYSTEM_PATHS, *own, *plan.readable) if os.path.exists(path)]
+
+
+def _watched(wait: Callable[[], int], plan: Plan) -> int:
+    """Returns the program's status; ends it at the limits of time and of the folder."""
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
+    until_s = time.monotonic() + plan.limits.seconds
+    waiting.start()
+    while True:
+        waiting.join(CHECK_PERIOD_S)
+        if not waiting.is_alive():
+            return found[0] if found else 125
+        if time.monotonic() > until_s:
+            _end_for(plan, "seconds")
+        if limit := _exceeded(plan.folder, plan.limits):
+            _end_for(plan, limit)
+
+
+def _end_for(plan: Plan, limit: str) -> NoReturn:
+    os.write(plan.cause_fd, f"\n{limit}\n".encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("not reached")
+
+
+def _exceeded(folder: str, limits: Limits) -> str:
+    """Returns the name of the limit that the files below `folder` exceed; "" if they do not."""
+    taken, entries = 0, 0
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as inside:
+                for entry in inside:
+                    entries += 1
+                    facts = entry.stat(follow_symlinks=False)
+                    taken += facts.st_blocks * 512
+                    if stat.S_ISDIR(facts.st_mode):
+                        folders.append(entry.path)
+                    if taken > limits.folder_bytes:
+                        return "folder_bytes"
+                    if entries > limits.folder_files:
+                        return "folder_files"
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return "folder_files"
+            # Else the program has removed or renamed it meanwhile.
+    return ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,328 @@
+"""Runs programs that nobody trusts, such as what a model has written, with limits.
+
+Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all of which leave no
+process and no file behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.environments.sandbox.kept_program import own_program
+from slipstream.environments.sandbox.plan import Backend, Limits, Plan
+from slipstream.environments.sandbox.system_calls import machine_is_known
+
+BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
+_CHUNK_BYTES = 64 << 10
+# The longest line that `StartedProgram.stdout` gives.
+LINE_BYTES = 4 << 20
+# Bytes of the launcher itself, which the keeper counts too.
+_LAUNCHER_BYTES = 192 << 20
+# Processes of launcher and bubblewrap.
+_OWN_PROCESSES = 4
+# Seconds beyond the program's own for starting and ending it on a busy machine.
+_SLACK_S = 60.0
+_PROBE_LIMIT_S = 60.0
+# What the kernel and sandlock end a program with at a limit, without another word.
+_SIGNALS_OF_LIMITS = {-signal.SIGXCPU: "processor_s", -signal.SIGKILL: "kill"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended: its exit status, -N for signal N, and what it wrote.
+
+    `ended_by` is the name of the limit that ended it, or "" if none did. It is "kill" for SIGKILL
+    of an unknown sender: under sandlock that is how a program ends that asks for too much memory.
+    """
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+    ended_by: str = ""
+
+
+class Sandbox:
+    """Runs programs without network, variables or files of this process.
+
+        finished = await Sandbox(Limits(seconds=5)).run("print(6 * 7)")
+        assert int(finished.stdout) == 42
+
+    A program sees a folder of its own, which is its working directory and is removed afterwards,
+    and can read the system's programs and libraries, this Python's, and `readable`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        readable: Sequence[str] = (),
+        backend: Backend | None = None,
+    ) -> None:
+        """Without `backend` the first of `BACKENDS` that works here; ConfigError if none does."""
+        self.limits = limits or Limits()
+        if wrong := self.limits.wrong():
+            raise ConfigError(wrong)
+        self._readable = [os.path.abspath(path) for path in readable]
+        self.backend: Backend = backend or first_backend()
+        if backend is not None and (reason := why_not(backend)):
+            raise ConfigError(f"the sandbox {backend} does not work here: {reason}")
+
+    async def run(
+        self,
+        program: str | Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: bytes = b"",
+    ) -> Finished:
+        """Runs a command, or a text as a Python program, with `files` in its folder."""
+        async with self.start(program, files=files) as started:
+            feeding = asyncio.create_task(_feed(started.stdin, stdin))
+            try:
+                return await started.finish()
+            finally:
+                feeding.cancel()
+                await asyncio.wait([feeding])
+
+    @asynccontextmanager
+    async def start(
+        self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
+    ) -> AsyncIterator[StartedProgram]:
+        """Starts a program to talk with; at the end of the context nothing is left of it."""
+        owned = OwnedFolder("sandbox")
+        folder = str(owned.path)
+        try:
+            given = dict(files or {})
+            if isinstance(program, str):
+                given["__main__.py"] = program
+                program = [sys.executable, "-I", "__main__.py"]
+            await asyncio.to_thread(_write, Path(folder), given)
+            started = await self._start(program, folder)
+            try:
+                yield started
+            finally:
+                await asyncio.shield(started.end())
+        finally:
+            await asyncio.shield(asyncio.to_thread(owned.close))
+
+    async def _start(self, command: Sequence[str], folder: str) -> StartedProgram:
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        # The keeper keeps its end from the launcher.
+        launchers_end = os.dup(write_end)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command(folder, (write_end, launchers_end), command),
+                cwd=folder,
+                env=_variables(folder),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[write_end, launchers_end],
+                limit=LINE_BYTES,
+            )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+            os.close(launchers_end)
+        return StartedProgram(process, self.limits, read_end)
+
+    def _command(
+        self, folder: str, cause_fds: tuple[int, int], command: Sequence[str]
+    ) -> list[str]:
+        """Returns `command` below a launcher and a keeper, which end it and all that it starts."""
+        limits = self.limits
+        plan = Plan(self.backend, folder, self._readable, limits, cause_fds[1])
+        return [
+            *own_program("slipstream.core.machine.keeper"),
+            *("--cause-fd", str(cause_fds[0])),
+            *("--memory-bytes", str(limits.memory_bytes + _LAUNCHER_BYTES)),
+            *("--memory-setting", "memory_bytes"),
+            *("--processes", str(limits.processes + _OWN_PROCESSES)),
+            *("--processes-setting", "processes", "--"),
+            *launched(plan, command),
+        ]
+
+
+class StartedProgram:
+    """A program in a sandbox: `stdin` and `stdout` are its pipes, `finish` waits for its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, cause_fd: int) -> None:
+        """`cause_fd` is read at the end, and closed."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.stdin = process.stdin
+        self.stdout = process.stdout
+        self._process = process
+        self._limits = limits
+        self._cause_fd = cause_fd
+        self._cause = ""
+        self._errors = _Output(process.stderr, limits.output_bytes)
+
+    async def finish(self) -> Finished:
+        """Waits for the end of the program; what was read of `stdout` before is not in `stdout`."""
+        output = _Output(self.stdout, self._limits.output_bytes)
+        ended_by = ""
+        reading = {output.reading, self._errors.reading}
+        try:
+            async with asyncio.timeout(self._limits.seconds + _SLACK_S):
+                while reading and not (output.is_too_long or self._errors.is_too_long):
+                    _, reading = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                if reading or output.is_too_long or self._errors.is_too_long:
+                    ended_by = "output_bytes"
+                else:
+                    await self._process.wait()
+        except TimeoutError:
+            ended_by = "seconds"
+        finally:
+            output.reading.cancel()
+            await asyncio.shield(self.end())
+        status = self._process.returncode
+        assert status is not None
+        ended_by = ended_by or self._cause or _SIGNALS_OF_LIMITS.get(status, "")
+        return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
+
+    async def end(self) -> None:
+        """Ends the program with all that it has started, if it has not ended."""
+        if self._cause_fd < 0:
+            return
+        self._errors.reading.cancel()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # Its own `send_signal` may collect the process, whose status is then lost.
+                os.kill(self._process.pid, signal.SIGTERM)
+        self.stdin.close()
+        try:
+            async with asyncio.timeout(_SLACK_S):
+                await self._process.communicate()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        with contextlib.suppress(BlockingIOError):
+            self._cause = _limit_named_in(os.read(self._cause_fd, _CHUNK_BYTES).decode())
+        os.close(self._cause_fd)
+        self._cause_fd = -1
+
+
+class _Output:
+    """The beginning of what a program writes to one pipe; reads on its own from the start."""
+
+    def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
+        self._stream = stream
+        self._most = most
+        self.kept = bytearray()
+        self.is_too_long = False
+        self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while not self.is_too_long:
+            chunk = await self._stream.read(_CHUNK_BYTES)
+            if not chunk:
+                return
+            self.kept += chunk
+            self.is_too_long = len(self.kept) > self._most
+        del self.kept[self._most :]
+
+
+def first_backend() -> Backend:
+    """Returns the first of `BACKENDS` that works here; ConfigError says why none does."""
+    reasons = []
+    for backend in BACKENDS:
+        reason = why_not(backend)
+        if not reason:
+            return backend
+        reasons.append(f"{backend}: {reason}")
+    raise ConfigError(f"there is no sandbox on this machine; {'; '.join(reasons)}")
+
+
+@functools.cache
+def why_not(backend: Backend) -> str:
+    """Says in one line why a backend does not work here, having tried it; "" if it does."""
+    if not machine_is_known():
+        return f"it needs Linux on x86_64 or aarch64, this is {platform.system()} on " + (
+            platform.machine()
+        )
+    if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
+        return "the package is not installed: pip install 'slipstream-rl[sandbox]'"
+    if backend == "bubblewrap" and shutil.which("bwrap") is None:
+        return "the program bwrap is not installed: apt install bubblewrap"
+    with contextlib.closing(OwnedFolder("sandbox")) as owned:
+        folder = str(owned.path)
+        try:
+            tried = subprocess.run(
+                launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),
+                env=_variables(folder),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_PROBE_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"a program in it did not end within {_PROBE_LIMIT_S:g} s"
+    if tried.returncode == 0:
+        return ""
+    said = tried.stderr.decode(errors="replace").strip().splitlines()
+    return _lack_of_landlock(backend) or (said[-1] if said else f"exit {tried.returncode}")
+
+
+def _lack_of_landlock(backend: Backend) -> str:
+    if backend != "sandlock":
+        return ""
+    import sandlock
+
+    found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if found >= needed:
+        return ""
+    return f"this kernel has version {found} of Landlock, and {needed} is needed (Linux 6.12)"
+
+
+def launched(plan: Plan, command: Sequence[str]) -> list[str]:
+    """Returns a command that runs `command` in a sandbox, below a keeper of the caller's."""
+    return [*own_program("slipstream.environments.sandbox.launcher"), plan.text(), *command]
+
+
+def _variables(folder: str) -> dict[str, str]:
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.defpath))
+    return {"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+
+
+def _limit_named_in(cause: str) -> str:
+    """Returns the name of the limit that launcher and keeper mean; "" if they say nothing."""
+    if not cause.strip():
+        return ""
+    names = [field.name for field in fields(Limits) if field.name in cause.split()]
+    return names[0] if names else "memory_bytes"
+
+
+def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    for name, content in files.items():
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"files are inside the folder of the sandbox, got {name!r}")
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+async def _feed(stdin: asyncio.StreamWriter, given: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stdin.write(given)
+        await stdin.drain()
+        stdin.close()

@@ -1,0 +1,195 @@
+"""Low-rank adapters of single experts, and the merged matrices of an export.
+
+Bridge gives all experts of a rank one adapter, so that the model would depend on the number of
+ranks. Here every expert has its own. The module imports Megatron, so import it only after
+`compat.install`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from slipstream.learner.trainer.layers.experts import GroupedLinear
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+
+class ExpertAdapter(torch.nn.Module):
+    """The adapters of the matrices in one `GroupedLinear`: scale * B A beside each.
+
+    Both factors are split over the expert tensor parallel ranks. The first factor of a matrix that
+    is split by rows is split by rows too, and its outputs are gathered. That of a matrix that is
+    split by columns is split by columns, its outputs are summed, and each rank computes the rows of
+    the second factor that it holds: the other ranks' rows are added where outputs are summed.
+    """
+
+    def __init__(self, base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(dropout)
+        self.scale, self.is_enabled = scale, True
+        self._group: dist.ProcessGroup = base.groups.expt_tp
+        self._by_rows = base.partition_dim == 0
+        ranks = self._group.size()
+        outputs, inputs = base.weight0.shape
+        first = (rank // ranks, inputs) if self._by_rows else (rank, inputs)
+        second = (outputs, rank) if self._by_rows else (outputs // ranks, rank)
+        self.first = base.like(first, partition_dim=base.partition_dim)
+        self.second = base.like(second, partition_dim=0, is_gated=base.is_gated)
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor, expert: int) -> Tensor:
+        """Returns what the adapter of one expert adds to [tokens, out]; a part of it, if summed."""
+        group = self._group
+        inner = self.first(self.dropout(inputs), expert)
+        if self._by_rows:
+            inner = gather_from_tensor_model_parallel_region(inner, group=group)
+        else:
+            inner = reduce_from_tensor_model_parallel_region(inner, group=group)
+        inner = copy_to_tensor_model_parallel_region(inner, group=group)
+        outputs: Tensor = self.scale * self.second(inner, expert)
+        if self._by_rows or group.size() == 1:
+            return outputs
+        before = group.rank() * outputs.shape[-1]
+        after = (group.size() - group.rank() - 1) * outputs.shape[-1]
+        return torch.nn.functional.pad(outputs, (before, after))
+
+    @torch.no_grad()
+    def initialise(self, name: str, layer_number: int, *, seed: int) -> None:
+        """Draws the first factors uniformly within 1 / sqrt(inputs), and sets the second to 0.
+
+        The values of an expert are the same in every layout.
+        """
+        first_expert = self.first.groups.ep.rank() * self.first.num_experts
+        ranks, dim = self._group.size(), self.first.partition_dim
+        for place in range(self.first.num_experts):
+            weight = self.first.get_parameter(f"weight{place}")
+            shape = list(weight.shape)
+            shape[dim] *= ranks
+            entropy = [seed, layer_number, zlib.crc32(name.encode()), first_expert + place]
+            whole = np.random.default_rng(entropy).uniform(-1.0, 1.0, shape) / np.sqrt(shape[1])
+            weight.copy_(torch.from_numpy(whole).chunk(ranks, dim=dim)[self._group.rank()])
+            self.second.get_parameter(f"weight{place}").zero_()
+
+    def factors(self, place: int) -> tuple[Tensor, Tensor]:
+        """Returns both factors of one expert, split like its matrix; collective over the group.
+
+        The product of both is this rank's part of what merging adds, without the scale.
+        """
+        first = self.first.get_parameter(f"weight{place}").detach()
+        second = self.second.get_parameter(f"weight{place}").detach()
+        if self._by_rows:
+            return self._whole(first), second
+        return first, self._whole(second)
+
+    def _whole(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(self._group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts)
+
+
+def add_adapter(base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
+    """Gives each expert's matrix an adapter and freezes the matrix."""
+    base.requires_grad_(False)
+    base.adapter = ExpertAdapter(base, rank=rank, scale=scale, dropout=dropout)
+
+
+class _Changed:
+    """A conversion task of Bridge whose weight is another tensor, made when it is read."""
+
+    def __init__(self, task: Megatron, weight: Callable[[], Tensor]) -> None:
+        self._task, self._weight = task, weight
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._task, name)
+
+    @property
+    def param_weight(self) -> Tensor:
+        return self._weight()
+
+
+def has_adapters(module: Megatron) -> bool:
+    """Whether a module holds experts' matrices with adapters."""
+    return isinstance(getattr(module, "adapter", None), ExpertAdapter)
+
+
+def merged_tasks(tasks: list[Megatron]) -> list[Megatron]:
+    """Returns tasks that export experts' matrices with their adapters' products."""
+    return [_Changed(t, _merging(t)) if has_adapters(t.megatron_module) else t for t in tasks]
+
+
+def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> list[Megatron]:
+    """Returns tasks that export one factor, lora_A or lora_B, under the names of the matrices.
+
+    Only those of `modules` have adapters, here or on another pipeline stage.
+    `tasks` must be new: Bridge keeps the shapes of what a task has exported.
+    """
+    chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
+    return [
+        _Changed(task, _factor(task, factor)) if has_adapters(task.megatron_module) else task
+        for task in chosen
+    ]
+
+
+def adapters_of(chunks: list[Megatron]) -> Iterator[ExpertAdapter]:
+    """Yields the adapters of experts on this rank."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, ExpertAdapter):
+                yield module
+
+
+def adapted_names(chunks: list[Megatron]) -> list[str]:
+    """The names of the parameters of experts' adapters on this rank."""
+    return [
+        name
+        for chunk in chunks
+        for name, _ in chunk.named_parameters()
+        if ".mlp.experts." in name and ".adapter." in name
+    ]
+
+
+def _place(task: Megatron) -> int:
+    return int(task.param_name.rpartition(".weight")[2])
+
+
+def _merging(task: Megatron) -> Callable[[], Tensor]:
+    adapter: ExpertAdapter = task.megatron_module.adapter
+
+    def merged() -> Tensor:
+        first, second = adapter.factors(_place(task))
+        weight: Tensor = task.param_weight.detach()
+        return (weight.float() + adapter.scale * (second.float() @ first.float())).to(weight.dtype)
+
+    return merged
+
+
+def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
+    """Lays a factor out as the mapping of its matrix expects: gate above up, split in the same way.
+
+    A mapping joins the parts of all ranks along the dimension that it splits. A factor that is
+    whole on every rank is cut first.
+    """
+    adapter: ExpertAdapter = task.megatron_module.adapter
+
+    def laid_out() -> Tensor:
+        first, second = adapter.factors(_place(task))
+        group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
+        if factor == "lora_B":
+            return second if by_rows else second.chunk(group.size(), dim=1)[group.rank()]
+        if not by_rows:
+            return first
+        part = first.chunk(group.size(), dim=0)[group.rank()]
+        return torch.cat([part, part])
+
+    return laid_out

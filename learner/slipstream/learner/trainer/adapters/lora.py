@@ -1,0 +1,168 @@
+"""Low-rank adapters of Megatron-Bridge on a loaded model; only the adapters are trained.
+
+Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.lora_section import LATENT
+from slipstream.learner.trainer.model.model import Change, defer_projections
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
+
+# Name of the vision tower in a chunk.
+TOWER = "visual"
+
+
+def adapters(config: Config, ranks: Ranks) -> Change:
+    """Returns the change that adds adapters to the decoder's matrices of `config.lora`.
+
+    All else is frozen, a vision tower too.
+
+    New adapters have no effect (B is 0), and their values are the same in every layout.
+    """
+
+    def change(chunks: list[Megatron]) -> list[Megatron]:
+        from megatron.bridge.peft.lora import LoRA
+        from slipstream.learner.trainer.adapters.expert_adapters import add_adapter
+        from slipstream.learner.trainer.layers.experts import GroupedLinear
+
+        class DecoderAdapters(LoRA):  # type: ignore[misc]
+            """Adapters of the decoder, one for each expert, and none of the vision tower."""
+
+            def transform(
+                self, module: Megatron, name: str | None = None, prefix: str | None = None
+            ) -> Megatron:
+                if (prefix or "").partition(".")[0] == TOWER:
+                    # Matrices of a tower may have the decoder's names.
+                    return module
+                if not isinstance(module, GroupedLinear):
+                    return super().transform(module, name, prefix)
+                if self.match(module, name, prefix) is not None:
+                    scale = self.alpha / self.dim
+                    add_adapter(module, rank=self.dim, scale=scale, dropout=self.dropout)
+                return module
+
+        matrices = list(config.lora.modules)
+        if "linear_qkv" in matrices:
+            # A layer has either that one or some of these.
+            matrices += [*LATENT, "in_proj"]
+        if "linear_proj" in matrices:
+            matrices.append("out_proj")
+        lora = DecoderAdapters(
+            target_modules=matrices,
+            dim=config.lora.rank,
+            alpha=config.lora.alpha,
+            dropout=config.lora.dropout,
+        )
+        adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
+        for chunk in adapted:
+            _initialise(chunk, ranks, seed=config.run.seed)
+        for layer in _dropouts(adapted):
+            layer.eval()
+        return adapted
+
+    return change
+
+
+@contextmanager
+def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
+    """Gives passes in which adapters drop a share of their inputs, `config.lora.dropout`.
+
+    What they drop follows from `run.seed` and `place` alone, so a step that is trained again drops
+    the same. All other passes drop nothing.
+    """
+    if not config.lora.dropout:
+        yield
+        return
+    layers = _dropouts(chunks)
+    entropy = np.random.SeedSequence([config.run.seed, *place])
+    devices = [torch.cuda.current_device()] if next(chunks[0].parameters()).is_cuda else []
+    with torch.random.fork_rng(devices=devices), _seeded(entropy):
+        for layer in layers:
+            layer.train()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.eval()
+
+
+@contextmanager
+def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
+    """Seeds torch's generators, and the states that Megatron keeps beside them.
+
+    With sequence parallelism its layers draw from such a state.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    kept, states = tracker.get_states(), {}
+    first, *others = entropy.generate_state(1 + len(kept), np.uint64) >> np.uint64(1)
+    for name, seed in zip(kept, others, strict=True):
+        torch.manual_seed(int(seed))
+        states[name] = torch.cuda.get_rng_state()
+    torch.manual_seed(int(first))
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(kept)
+
+
+def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
+    """The layers of the adapters that drop inputs."""
+    return [
+        module
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if ".adapter." in name and isinstance(module, torch.nn.Dropout)
+    ]
+
+
+@torch.no_grad()
+def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
+    """Draws A uniformly within 1 / sqrt(inputs), like PEFT, and sets B to 0.
+
+    Megatron's own values would depend on the layers that come before on this pipeline stage.
+    """
+    from megatron.bridge.peft.lora_layers import LoRALinear
+    from slipstream.learner.trainer.adapters.expert_adapters import ExpertAdapter
+
+    for layer in chunk.decoder.layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, ExpertAdapter):
+                module.initialise(name, layer.layer_number, seed=seed)
+            if not isinstance(module, LoRALinear):
+                continue
+            module._register_load_state_dict_pre_hook(_as_wrapped)
+            if name.endswith("in_proj"):
+                # By the name Bridge would split the rows for checkpoints like those of Mamba.
+                module.adapter.base_linear_name = "delta_net"
+            weight = module.adapter.linear_in.weight
+            is_split_by_input = module.adapter.input_is_parallel
+            rank, inputs = weight.shape
+            if is_split_by_input:
+                inputs *= ranks.tp_size
+            else:
+                rank *= ranks.tp_size
+            draw = np.random.default_rng([seed, layer.layer_number, zlib.crc32(name.encode())])
+            whole = draw.uniform(-1.0, 1.0, (rank, inputs)) / np.sqrt(inputs)
+            part = torch.from_numpy(whole).chunk(ranks.tp_size, dim=int(is_split_by_input))
+            weight.copy_(part[ranks.tp_group.rank()])
+            module.adapter.linear_out.weight.zero_()
+
+
+def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
+    """Renames a wrapped matrix's state before loading: it is saved under the matrix's own name."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        rest = name.removeprefix(prefix)
+        if not rest.startswith(("adapter.", "to_wrap.")):
+            state[f"{prefix}to_wrap.{rest}"] = state.pop(name)

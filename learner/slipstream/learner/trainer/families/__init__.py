@@ -1,0 +1,1 @@
+"""Recipes of model families: how Bridge builds and maps each architecture."""

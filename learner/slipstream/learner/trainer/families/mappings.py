@@ -1,0 +1,188 @@
+"""The parts of a recipe that families share: names of tensors in files, and Megatron's settings.
+
+Importing it imports Bridge's classes, so do it only after Bridge itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    QKVMapping,
+)
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+DECODER = "decoder.layers.*."
+LAYER = "model.layers.*."
+ATTENTION = f"{DECODER}self_attention."
+EXPERTS = f"{DECODER}mlp.experts."
+SHARED = f"{DECODER}mlp.shared_experts."
+
+
+def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
+    """Returns mappings from Megatron's names to the files' names of the same tensors."""
+    return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
+
+
+def renamed_files(mapping: Megatron, placed: Callable[[str], str]) -> Megatron:
+    """Changes the names of the files' tensors in a mapping, and returns it."""
+    known = mapping.hf_param
+    mapping.hf_param = (
+        placed(known)
+        if isinstance(known, str)
+        else {part: placed(name) for part, name in known.items()}
+    )
+    return mapping
+
+
+def ends() -> list[Megatron]:
+    """Returns the mappings of embedding, last norm and projection to the vocabulary."""
+    return renamed(
+        {
+            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "output_layer.weight": "lm_head.weight",
+            "decoder.final_layernorm.weight": "model.norm.weight",
+        }
+    )
+
+
+def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
+    """Returns the mappings of the norms before attention and MLP.
+
+    A norm has one of two names: TransformerEngine's layers fuse norms into the linear layer.
+    """
+    return renamed(
+        {
+            f"{DECODER}input_layernorm.weight": f"{LAYER}input_layernorm.weight",
+            f"{ATTENTION}linear_qkv.layer_norm_weight": f"{LAYER}input_layernorm.weight",
+            f"{DECODER}pre_mlp_layernorm.weight": f"{LAYER}{mlp}.weight",
+            f"{DECODER}mlp.linear_fc1.layer_norm_weight": f"{LAYER}{mlp}.weight",
+        }
+    )
+
+
+def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megatron]:
+    """Returns the mappings of the matrices of attention."""
+    pairs = {f"{ATTENTION}linear_proj.weight": f"{LAYER}self_attn.o_proj.weight"}
+    if normed_heads:
+        pairs |= {
+            f"{ATTENTION}{name}_layernorm.weight": f"{LAYER}self_attn.{name}_norm.weight"
+            for name in ("q", "k")
+        }
+    kinds = ("weight", "bias") if biases else ("weight",)
+    return [*renamed(pairs), *(_query_key_value(kind) for kind in kinds)]
+
+
+def _query_key_value(kind: str) -> Megatron:
+    return QKVMapping(
+        megatron_param=f"{ATTENTION}linear_qkv.{kind}",
+        q=f"{LAYER}self_attn.q_proj.{kind}",
+        k=f"{LAYER}self_attn.k_proj.{kind}",
+        v=f"{LAYER}self_attn.v_proj.{kind}",
+    )
+
+
+def gated(ours: str, theirs: str) -> list[Megatron]:
+    """Returns the mappings of a gated MLP, given the two names of its folder."""
+    return [
+        GatedMLPMapping(
+            megatron_param=f"{ours}linear_fc1.weight",
+            gate=f"{theirs}gate_proj.weight",
+            up=f"{theirs}up_proj.weight",
+        ),
+        *renamed({f"{ours}linear_fc2.weight": f"{theirs}down_proj.weight"}),
+    ]
+
+
+def experts(
+    mixture: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Megatron]:
+    """Returns the mappings of the router and each expert, given the names in the files."""
+    folder = f"{LAYER}{mixture}experts.*."
+    gate, up, down = (f"{folder}{name}.weight" for name in names)
+    return [
+        *renamed({f"{DECODER}mlp.router.weight": f"{LAYER}{mixture}gate.weight"}),
+        GatedMLPMapping(megatron_param=f"{EXPERTS}linear_fc1.weight*", gate=gate, up=up),
+        *renamed({f"{EXPERTS}linear_fc2.weight*": down}),
+    ]
+
+
+class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
+    """The settings of a decoder with RMSNorm, gated MLPs and rotary positions, without biases.
+
+    `place_norms` says what Megatron has no settings for.
+    """
+
+    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the model of `hf_pretrained.config`."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.normalization = "RMSNorm"
+        provider.gated_linear_unit = True
+        provider.position_embedding_type = "rope"
+        provider.add_bias_linear = False
+        provider.add_qkv_bias = False
+        provider.qk_layernorm = False
+        provider.hidden_dropout = 0.0
+        provider.autocast_dtype = torch.bfloat16
+        if provider.num_moe_experts:
+            provider.moe_grouped_gemm = True
+            provider.moe_permute_fusion = True
+            provider.moe_router_load_balancing_type = "aux_loss"
+            provider.moe_token_dispatcher_type = "alltoall"
+        self._adjust(provider, hf_pretrained.config)
+        return provider
+
+    def mapping_registry(self) -> Megatron:
+        """Returns the map from Megatron's parameters to tensors of the files."""
+        return MegatronMappingRegistry(*self._mappings())
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        """Changes `provider` as a family needs it, whose config.json has `settings`."""
+
+    def _mappings(self) -> list[Megatron]:
+        """Returns the mappings of a family."""
+        raise NotImplementedError
+
+
+def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
+    """Sets where `spec.layer_spec` puts norms, and that it makes the layers on every device.
+
+    `place` of a norm is "before" attention and MLP, "after" them, or "around": both. With `whole`,
+    a norm is over all queries of a token together, and another over all keys; `qk_layernorm` stays
+    off, with which Megatron would sum the gradients of different heads over tensor parallel ranks.
+    """
+    from slipstream.learner.trainer.layers import spec
+
+    provider.norm_place, provider.has_whole_norms = place, whole
+    provider.transformer_layer_spec = spec.layer_spec
+
+
+def norms_after(*, attention: str, mlp: str) -> list[Megatron]:
+    """Returns the mappings of the norms after attention and MLP, given their names in the files."""
+    return renamed(
+        {
+            f"{DECODER}self_attn_bda.norm.weight": f"{LAYER}{attention}.weight",
+            f"{DECODER}mlp_bda.norm.weight": f"{LAYER}{mlp}.weight",
+        }
+    )
+
+
+def scale_embeddings(provider: Megatron, factor: float) -> None:
+    """Makes the model multiply its embeddings by `factor`, rounded to their precision."""
+
+    def scaled(_module: object, _arguments: object, states: Tensor) -> Tensor:
+        return states * torch.tensor(factor, dtype=states.dtype, device=states.device)
+
+    def hook(chunks: list[Megatron]) -> list[Megatron]:
+        for chunk in chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(scaled)
+        return chunks
+
+    provider.register_pre_wrap_hook(hook)

@@ -1,0 +1,167 @@
+"""A recipe for Qwen3-Next, most of whose layers have a gated delta net in place of attention.
+
+Importing this module after Bridge registers the recipe: see `compat.install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import (
+    GDNConv1dMapping,
+    GDNLinearMapping,
+    ReplicatedMapping,
+    split_gdn_linear_weights,
+)
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from slipstream.learner.trainer.families.mappings import (
+    ATTENTION,
+    LAYER,
+    SHARED,
+    FamilyBridge,
+    attention,
+    ends,
+    experts,
+    gated,
+    norms_before,
+    place_norms,
+    renamed,
+)
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+from transformers import Qwen3NextForCausalLM
+
+_FUSED = ("in_proj_qkvz", "in_proj_ba")
+# The folder of a delta net in the files.
+DELTA_NET = f"{LAYER}linear_attn."
+_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+
+
+def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
+    """Makes a decoder of delta nets and gated attention, whose norms multiply by 1 + weight.
+
+    Layers that predict further tokens are neither loaded nor exported.
+    """
+    provider.layernorm_zero_centered_gamma = True
+    provider.qk_layernorm = True
+    provider.attention_output_gate = True
+    provider.mtp_num_layers = None
+    for name in _SIZES:
+        setattr(provider, f"linear_{name}", getattr(settings, f"linear_{name}"))
+    # Checkpoints would otherwise join a parameter of all layers, which not all have.
+    provider.hetereogenous_dist_checkpoint = True
+    provider.layer_forms = [
+        "delta net" if kind == "linear_attention" else "whole" for kind in settings.layer_types
+    ]
+    place_norms(provider, "before")
+
+
+def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
+    """Adds the expert that every token goes to, with a gate of its own."""
+    provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
+    provider.moe_shared_expert_gate = True
+
+
+def delta_nets() -> list[Megatron]:
+    """Returns the mappings of delta nets and attention, without the projections into a net."""
+    pairs = {
+        f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
+        for ours, name in (
+            ("A_log", "A_log"),
+            ("dt_bias", "dt_bias"),
+            ("out_norm.weight", "norm.weight"),
+            ("out_proj.weight", "out_proj.weight"),
+        )
+    }
+    return [
+        *attention(normed_heads=True),
+        *renamed(pairs),
+        GDNConv1dMapping(f"{ATTENTION}conv1d.weight", f"{DELTA_NET}conv1d.weight"),
+    ]
+
+
+def shared_expert() -> list[Megatron]:
+    """Returns the mappings of the expert that every token goes to, and of its gate."""
+    gate = ReplicatedMapping(
+        megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
+    )
+    return [*gated(SHARED, f"{LAYER}mlp.shared_expert."), gate]
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3NextForCausalLM, target=GPTModel, model_type="qwen3_next"
+)
+class Qwen3NextBridge(FamilyBridge):
+    """Qwen3-Next: delta nets; gated attention; a mixture of experts like Qwen2-MoE's.
+
+    Source: arXiv:2412.06464 for the delta net, transformers for the rest.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        set_delta_nets(provider, settings)
+        set_shared_expert(provider, settings)
+
+    def _merge_lora_adapter_weights(
+        self,
+        megatron_model: Megatron,
+        converted_weights_dict: dict[str, Tensor],
+        adapter_weights: Megatron,
+    ) -> dict[str, Tensor]:
+        """Returns matrices with their adapters' products; Bridge knows no fused `in_proj`."""
+        (adapter,) = adapter_weights
+        rows = adapter.linear_out_weight.weight
+        parts = _parts(megatron_model[0].config, converted_weights_dict, rows)
+        if parts is None:
+            found: dict[str, Tensor] = super()._merge_lora_adapter_weights(
+                megatron_model, converted_weights_dict, adapter_weights
+            )
+            return found
+        first = adapter.linear_in_weight.weight
+        return {
+            name: self._merge_single_adapter_weight(
+                weight, adapter.alpha, adapter.dim, first, parts[name]
+            )
+            for name, weight in converted_weights_dict.items()
+        }
+
+    def _get_fused_adapter_linear_out_slices(
+        self,
+        megatron_model: Megatron,
+        base_hf_weight_names: list[str],
+        linear_out_tensor: Tensor,
+        is_expert: bool = False,
+    ) -> dict[str, Tensor] | None:
+        """Returns the second factor of each of the files' matrices; None: there is only one."""
+        config = megatron_model[0].config
+        parts = _parts(config, base_hf_weight_names, linear_out_tensor)
+        if parts is not None:
+            return parts
+        found: dict[str, Tensor] | None = super()._get_fused_adapter_linear_out_slices(
+            megatron_model, base_hf_weight_names, linear_out_tensor, is_expert
+        )
+        return found
+
+    def _mappings(self) -> list[Megatron]:
+        inputs = GDNLinearMapping(
+            f"{ATTENTION}in_proj.weight",
+            qkvz=f"{DELTA_NET}in_proj_qkvz.weight",
+            ba=f"{DELTA_NET}in_proj_ba.weight",
+        )
+        return [*ends(), *norms_before(), *delta_nets(), inputs, *experts(), *shared_expert()]
+
+
+def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor] | None:
+    """Returns the rows of a delta net's `in_proj` by the files' names; None for other matrices.
+
+    `rows`, those of all tensor parallel ranks, may have any number of columns.
+    """
+    found = [name for kind in _FUSED for name in names if name.endswith(f".{kind}.weight")]
+    if not found:
+        return None
+    sizes = {f"linear_{name}": getattr(config, f"linear_{name}") for name in _SIZES}
+    narrow = SimpleNamespace(**sizes, hidden_size=rows.shape[1])
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return dict(zip(found, split_gdn_linear_weights(narrow, rows, tp_size=ranks), strict=True))

@@ -1,0 +1,1 @@
+"""Layers of the models, and what they share within a micro batch."""

@@ -1,0 +1,206 @@
+"""Attention without TransformerEngine: packed sequences on torch's own kernel, context parallel.
+
+The class inherits from Megatron's, so import this module only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from slipstream.learner.trainer.layers import sinks
+from slipstream.learner.trainer.layers.length_groups import (
+    MOST_SCORES,
+    LengthGroup,
+    Masks,
+    Split,
+    length_groups,
+    path_groups,
+    rows,
+)
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class CoreAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
+
+    # Bridge reads these marks to learn that the sinks are split like the heads.
+    tensor_model_parallel = True
+    partition_dim = 0
+
+    def __init__(
+        self,
+        config: Megatron,
+        layer_number: int,
+        attn_mask_type: Megatron,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Megatron = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group: dist.ProcessGroup = pg_collection.cp
+        # Scores stay below this number; None: they are not capped.
+        self.score_cap: float | None = getattr(config, "score_cap", None)
+        # Tokens before a query that it sees; None: all of them.
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0]
+        self.most_scores = MOST_SCORES
+        # Score of a place beside the tokens, for each head; None: there is no such place.
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = sinks.new_scores(config)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Megatron = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Megatron = None,
+    ) -> Tensor:
+        """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
+
+        With other `cu_seqlens_kv` than `cu_seqlens_q` a sequence has more keys than queries, and
+        its last keys belong to its queries. Under context parallelism packed tokens are this
+        rank's, and `cu_seqlens_q` gives the bounds of the whole sequences; the call is then
+        collective over the context parallel group.
+        """
+        if packed_seq_params is None:
+            assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
+            assert self.window is None, "only packed sequences have windows"
+            plain = [x.transpose(0, 1) for x in (query, key, value)]
+            return self._attend(*plain).transpose(0, 1).flatten(2)
+        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        size = self.cp_group.size()
+        if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
+            assert size == 1, "shared beginnings are not split over ranks"
+            assert self.window is None, "shared beginnings have no windows"
+            key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
+            return self._by_groups(
+                query, key, value, *path_groups(bounds, key_bounds, query.device)
+            )
+        if size > 1:
+            key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
+            value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
+        split = Split(self.cp_group.rank(), size)
+        has_kernel = self.score_cap is None
+        masks = Masks(self.window, has_kernel=has_kernel, most_scores=self.most_scores)
+        groups, order = length_groups(bounds, split, masks, query.device)
+        return self._by_groups(query, key, value, groups, order)
+
+    def _by_groups(
+        self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
+    ) -> Tensor:
+        """Attends group by group; returns [tokens, heads * dim]."""
+        parts = [
+            self._attend_group(query, key, value, group)
+            if group.band is None
+            # What the backward pass needs of all blocks would not fit: each is computed again.
+            else checkpoint(
+                self._attend_group,
+                *(query, key, value, group),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for group in groups
+        ]
+        return torch.cat(parts).index_select(0, order).flatten(1)
+
+    def _attend_group(
+        self, query: Tensor, key: Tensor, value: Tensor, group: LengthGroup
+    ) -> Tensor:
+        """Returns [tokens of the group, heads, dim]."""
+        mask = group.mask if group.band is None else group.band.mask(group)
+        own = rows(query, group.queries)
+        found = self._attend(own, rows(key, group.keys), rows(value, group.keys), mask)
+        return found[group.is_query]
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attends over dim 1 of [sequences, length, heads, dim]; trailing padding has no effect.
+
+        Without a mask, queries and keys belong to the same tokens and attention is causal.
+        """
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if self.score_cap is not None:
+            return self._attend_capped(query, key, value, mask).transpose(1, 2)
+        if self.softmax_offset is not None:
+            scores = self.softmax_offset
+            found = sinks.attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
+            return found.transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return attended.transpose(1, 2)
+
+    def _attend_capped(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Attends over dim 2 with capped scores; torch's kernel has no cap. Holds all scores."""
+        assert self.score_cap is not None
+        per_key = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * (self.softmax_scale / self.score_cap)
+        scores = self.score_cap * scores.tanh()
+        if mask is None:
+            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+        return weights.to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints: the sinks of all heads, if it has any."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
+
+
+class GatheredRows(torch.autograd.Function):
+    """Gathers the rows of all ranks in rank order; a row's gradients are summed on its rank.
+
+    Every rank holds the same number of rows: tokens, or rows of a matrix.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+        """Returns the rows of all ranks of `group`; collective."""
+        ctx.group = group
+        whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        """Returns the gradient of this rank's rows; collective."""
+        (grad,) = grads
+        own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None

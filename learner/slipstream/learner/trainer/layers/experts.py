@@ -1,0 +1,243 @@
+"""Mixtures of experts: our experts without TransformerEngine, and what all experts need.
+
+The classes inherit from Megatron's, so import this module only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import divide
+from slipstream.core.models.model_sizes import normalizes_experts
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+
+def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
+    """Returns values for Megatron's model provider from `sizes`, a model's config.json."""
+    return {
+        # The choice of experts must not depend on the rounding of bfloat16.
+        "moe_router_dtype": "fp32",
+        # A policy's loss is the objective alone; `learner.transformer` may set a coefficient.
+        "moe_aux_loss_coeff": 0.0,
+        # Bridge always lets the probabilities of the chosen experts add up to 1.
+        "moe_router_pre_softmax": not normalizes_experts(sizes),
+    }
+
+
+def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
+    """Marks the experts' parameters so that gradients and norms are summed over the right ranks.
+
+    Megatron marks them only when `ep` > 1. Without the mark it treats them as copies on the data
+    parallel ranks, which is wrong where `etp` differs from `tp`. TransformerEngine's experts also
+    lack the mark by which the norm counts those of all tensor parallel ranks. Biases of routers
+    stay float32. Call it before the chunks are wrapped for data parallelism.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False
+                parameter.tensor_model_parallel = True
+        for module in chunk.modules():
+            if getattr(module, "expert_bias", None) is not None:
+                _keep_bias(module)
+    return chunks
+
+
+def _keep_bias(router: Megatron) -> None:
+    """Makes the bias of experts stay float32 in a model that becomes bfloat16.
+
+    Megatron makes it float32 again, but rounded: tokens would go to other experts.
+    """
+    convert = router._apply
+
+    def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
+        bias = router.expert_bias.clone()
+        found = convert(function, recurse)
+        router.expert_bias = bias.to(router.expert_bias.device)
+        return found
+
+    router._apply = kept
+
+
+class GroupedLinear(MegatronModule):  # type: ignore[misc]
+    """One matrix for each expert of this rank, named as in TransformerEngine: weight0, weight1...
+
+    With biases each expert also has one: bias0, bias1...
+
+    Bridge loads and exports parameters of these names only. Each matrix is this rank's part, split
+    along `partition_dim` over the expert tensor parallel ranks.
+    """
+
+    # Bridge reads this mark to learn that a module is split.
+    tensor_model_parallel = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        shape: tuple[int, int],
+        *,
+        partition_dim: int,
+        config: Megatron,
+        groups: Megatron,
+        is_gated: bool = False,
+        has_bias: bool = False,
+    ) -> None:
+        """`is_gated`: each rank's rows are those of the gate and then as many of the others."""
+        super().__init__(config)
+        self.partition_dim, self.is_gated = partition_dim, is_gated
+        self.num_experts = num_experts
+        self.kinds = ("weight", "bias") if has_bias else ("weight",)
+        self.groups = groups
+        # Low-rank adapters of the matrices; None: there are none.
+        self.adapter: Megatron = None
+        device = torch.device("cpu") if config.use_cpu_initialization else None
+        for place in range(num_experts):
+            # Every weight is loaded later; NaN reveals a weight that was not.
+            weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)
+            self.register_parameter(f"weight{place}", torch.nn.Parameter(weight))
+            if has_bias:
+                bias = torch.full(shape[:1], torch.nan, dtype=config.params_dtype, device=device)
+                self.register_parameter(f"bias{place}", torch.nn.Parameter(bias))
+
+    def forward(self, inputs: Tensor, expert: int) -> Tensor:
+        """Maps [tokens, in] to [tokens, out] by the matrix of one expert, without its bias."""
+        outputs = F.linear(inputs, self.get_parameter(f"weight{expert}"))
+        if self.adapter is not None and self.adapter.is_enabled:
+            outputs = outputs + self.adapter(inputs, expert)
+        return outputs
+
+    def like(
+        self, shape: tuple[int, int], *, partition_dim: int, is_gated: bool = False
+    ) -> GroupedLinear:
+        """Makes matrices of another shape for the same experts, without biases."""
+        return GroupedLinear(
+            self.num_experts,
+            shape,
+            partition_dim=partition_dim,
+            config=self.config,
+            groups=self.groups,
+            is_gated=is_gated,
+        )
+
+    def bias(self, expert: int) -> Tensor:
+        """Returns the bias of one expert, [out]."""
+        bias: Tensor = self.get_parameter(f"bias{expert}")
+        return bias
+
+    def sharded_tensors(
+        self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
+    ) -> dict[str, Megatron]:
+        """Returns this rank's parts of `key`, the checkpoint's tensors of all experts."""
+        first = self.groups.ep.rank() * self.num_experts
+        total = self.groups.ep.size() * self.num_experts
+        found = {}
+        for place in range(self.num_experts):
+            of_expert = (*offsets, (len(offsets), first + place, total))
+            for kind in self.kinds:
+                sharded = make_sharded_tensors_for_checkpoint(
+                    {kind: self.get_parameter(f"{kind}{place}")},
+                    key,
+                    {"weight": self.partition_dim},
+                    of_expert,
+                    tp_group=self.groups.expt_tp,
+                    dp_cp_group=metadata["dp_cp_group"],
+                )[f"{key}{kind}"]
+                # Copies are on the expert data parallel ranks, fewer than the data parallel ranks.
+                sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
+                if self.is_gated:
+                    sharded = apply_swiglu_sharded_factory(sharded, of_expert)
+                found[f"{kind}{place}"] = sharded
+        return found
+
+
+class GroupedExperts(MegatronModule):  # type: ignore[misc]
+    """The gated MLPs of this rank's experts, computed one after the other."""
+
+    def __init__(
+        self, num_local_experts: int, config: Megatron, pg_collection: Megatron = None
+    ) -> None:
+        super().__init__(config)
+        assert config.gated_linear_unit
+        inner = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
+        self.linear_fc1 = GroupedLinear(
+            num_local_experts,
+            (2 * inner, config.hidden_size),
+            partition_dim=0,
+            config=config,
+            groups=pg_collection,
+            is_gated=True,
+            has_bias=config.add_bias_linear,
+        )
+        self.linear_fc2 = GroupedLinear(
+            num_local_experts,
+            (config.hidden_size, inner),
+            partition_dim=1,
+            config=config,
+            groups=pg_collection,
+            has_bias=config.add_bias_linear,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Returns [tokens, hidden] for tokens sorted by expert, each weighted by its `probs`.
+
+        Experts without tokens take part too, so that their gradient is 0 and not missing: a
+        reduction that overlaps the backward pass would wait for a missing one.
+        """
+        sizes = tokens_per_expert.tolist()
+        outputs = []
+        parts = zip(torch.split(hidden_states, sizes), torch.split(probs, sizes), strict=True)
+        for expert, (tokens, weights) in enumerate(parts):
+            weights = weights[:, None]
+            inner = self.linear_fc1(tokens, expert)
+            if self.config.add_bias_linear:
+                inner = inner + self.linear_fc1.bias(expert)
+            inner = self._activated(inner)
+            inner = (inner * weights).to(inner.dtype)
+            output = self.linear_fc2(inner, expert)
+            if self.config.add_bias_linear:
+                output = (output + self.linear_fc2.bias(expert) * weights).to(output.dtype)
+            outputs.append(output)
+        return torch.cat(outputs), None
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        """Returns the gated MLPs' activation of [tokens, gate and up]."""
+        gate, up = inner.chunk(2, dim=-1)
+        limit: float | None = self.config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        activated: Tensor = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
+        return activated
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints, formed like TransformerEngine's."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        found: dict[str, Megatron] = {}
+        for name in ("linear_fc1", "linear_fc2"):
+            matrices = {name: self.get_submodule(name)}
+            if matrices[name].adapter is not None:
+                for factor in ("first", "second"):
+                    path = f"{name}.adapter.{factor}"
+                    matrices[path] = self.get_submodule(path)
+            for path, module in matrices.items():
+                parts = module.sharded_tensors(
+                    f"{prefix}experts.{path}.", sharded_offsets, metadata
+                )
+                found |= {f"{prefix}{path}.{own}": part for own, part in parts.items()}
+        return found

@@ -1,0 +1,151 @@
+"""Attention and positions of micro batches in which sequences share their beginnings.
+
+Each layer computes queries, keys and values once for each token. Before its attention the keys and
+values are laid out by paths: all tokens that a segment sees, one after the other, its own last.
+Attention is then that of packed sequences with more keys than queries, aligned at the end, which
+every kernel for packed sequences knows. The gradient of a key is the sum over all paths with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from slipstream.core.settings.config import LearnerSection
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.prefix_tree import Saved
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+
+class MaskType(Enum):
+    """A mask that Megatron's own enumeration lacks; the name is TransformerEngine's."""
+
+    padding_causal_bottom_right = 1
+
+
+class PrefixSharing:
+    """Makes the chunks of a model take micro batches with paths."""
+
+    def __init__(self, chunks: list[Megatron], *, min_tokens: int) -> None:
+        """`min_tokens` is the length of the shortest beginning that is shared."""
+        from megatron.core.transformer.attention import SelfAttention
+
+        self.min_tokens = min_tokens
+        # What sharing has left out of the newest step, over all replicas.
+        self.saved = Saved()
+        self._positions: Tensor | None = None
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, SelfAttention):
+                    module.core_attention.register_forward_pre_hook(_by_paths, with_kwargs=True)
+                rotary = getattr(module, "rotary_pos_emb", None)
+                if isinstance(rotary, torch.nn.Module):
+                    rotary.register_forward_hook(self._by_positions)
+
+    def note(self, saved: Saved) -> None:
+        """Adds what the micro batches of one mini-batch save; sets `saved` to its sum."""
+        self.saved = Saved(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
+
+    @contextmanager
+    def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Gives the forward pass within the positions of `micro_batch`."""
+        if micro_batch.paths is not None:
+            self._positions = micro_batch.position_ids
+        try:
+            yield
+        finally:
+            self._positions = None
+
+    def _by_positions(self, _module: object, _arguments: object, angles: Tensor) -> Tensor | None:
+        """Returns the angles of each token in place of those of each position."""
+        if self._positions is None:
+            return None
+        return angles.index_select(0, self._positions)
+
+
+def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
+    """Returns the bounds of a micro batch with paths, as the layers take them."""
+    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+
+    num_tokens = len(micro_batch.token_ids)
+    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
+    if micro_batch.cu_seqlens.is_cuda:
+        whole = whole.pin_memory().to(micro_batch.cu_seqlens.device, non_blocking=True)
+    return SharedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        # Megatron takes them for the largest position.
+        max_seqlen_q=paths.max_seqlen,
+        max_seqlen_kv=paths.max_seqlen,
+        expert_ids=micro_batch.expert_ids,
+        bounds=micro_batch.cu_seqlens,
+        max_queries=micro_batch.max_seqlen,
+        paths=paths,
+    )
+
+
+def _by_paths(
+    _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Lays out keys and values by paths, and gives the attention its true bounds."""
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences, SharedSequences
+
+    shared = named["packed_seq_params"]
+    if not isinstance(shared, SharedSequences):
+        return None
+    assert shared.paths is not None
+    query, key, value, *others = arguments
+    by_path = RoutedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=shared.bounds,
+        cu_seqlens_kv=shared.paths.cu_seqlens,
+        max_seqlen_q=shared.max_queries,
+        max_seqlen_kv=shared.paths.max_seqlen,
+    )
+    mask_type = MaskType.padding_causal_bottom_right
+    changed = {"packed_seq_params": by_path, "attn_mask_type": mask_type}
+    copied: Callable[..., Tensor] = KeysByPath.apply
+    laid_out = (query, copied(key, shared.paths), copied(value, shared.paths), *others)
+    return laid_out, named | changed
+
+
+class KeysByPath(torch.autograd.Function):
+    """Copies keys or values [tokens, heads, dim] to their paths; sums gradients in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, paths: Paths) -> Tensor:  # noqa: ANN401
+        """Returns [keys of all paths, heads, dim]."""
+        ctx.paths = paths
+        return keys.index_select(0, paths.key_places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        """Returns the gradient of each token: the sum over its copies."""
+        (grad,) = grads
+        paths: Paths = ctx.paths
+        if grad.is_cuda:
+            from slipstream.learner.trainer.layers.path_sums import sum_copies
+
+            return sum_copies(grad, paths.copies, paths.copy_bounds), None
+        total = grad.new_zeros((len(paths.copy_bounds) - 1, *grad.shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, paths.key_places, grad.float()).to(grad.dtype), None
+
+
+def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool) -> str:
+    """Returns why a model of `config` cannot share beginnings in this layout; "" if it can."""
+    if learner.parallel.cp > 1:
+        return "context parallel ranks hold chunks of whole sequences"
+    if config.multi_latent_attention:
+        return "latent attention applies its positions elsewhere"
+    if config.window_size is not None:
+        return "attention windows are not tested with it"
+    if getattr(config, "layer_forms", None) is not None:
+        return "delta nets and Mamba layers read each sequence from its beginning"
+    if router_replay:
+        return "each sequence has routed experts of its own"
+    return ""

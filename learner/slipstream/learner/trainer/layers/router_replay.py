@@ -1,0 +1,229 @@
+"""Replay of routing: each token goes to the experts that the engine chose for it.
+
+An engine and a trainer with the same weights round differently. A token whose experts have almost
+equal scores may then go to other experts, and its log-probability differs by far more than
+rounding. Replaying the engine's choice removes this difference. The weights of the chosen experts
+still come from the trainer's router, so that the router is trained through them. Source: rollout
+routing replay (R3), arXiv:2510.11370.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.types import Trajectory
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+# Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).
+_Choice = Callable[..., tuple[Tensor, Tensor]]
+
+
+class LayerReplay:
+    """Replaces Megatron's `RouterReplay` in one layer; it has the one method that routers call.
+
+    Megatron's own cannot leave a token to the router, and pairs recomputed layers with micro
+    batches by their order.
+    """
+
+    def __init__(self, layer: Megatron) -> None:
+        """Makes the router of a transformer layer call this object."""
+        assert not layer.config.moe_router_fusion, "a fused router does not call RouterReplay"
+        self._place = layer.layer_number - 1
+        self._num_experts = layer.config.num_moe_experts
+        self._splits_tokens = layer.config.sequence_parallel
+        self._tp_group = layer.mlp.tp_group
+        # Experts of the micro batch that the layer works on; None: the router chooses.
+        self._expert_ids: Tensor | None = None
+        self._is_inside = self._has_gradient = False
+        # Experts of micro batches whose expert MLPs alone, without the rest of the layer, are
+        # recomputed in the backward pass; in the order of the forward pass.
+        self._again: deque[Tensor | None] = deque()
+        self._counts: Tensor | None = None
+        # The family's own choice, where it differs from Megatron's; see `GroupsByBest`.
+        self._family: GroupsByBest | None = layer.mlp.router.router_replay
+        layer.mlp.router.router_replay = self
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        layer.register_forward_hook(self._leave)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: _Choice | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns scores and ids of the chosen experts, both [tokens, top_k].
+
+        `scores` is [tokens, experts]. The router itself chooses for a token without `topk` known,
+        different experts.
+        """
+        assert default_compute_topk is not None
+        choose = default_compute_topk if self._family is None else self._family.get_replay_topk
+        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        expert_ids = self._now()
+        if expert_ids is None:
+            return values, own
+        given = self._rank_part(expert_ids[:, self._place], len(scores)).long()
+        is_known = _are_different(given) & (given < self._num_experts).all(-1)
+        # Each token is counted once: the first pass of a recomputed layer has no gradient.
+        if torch.is_grad_enabled():
+            self._count(own, given, is_known)
+        chosen = torch.where(is_known[:, None], given, own)
+        return scores.gather(1, chosen), chosen
+
+    def take_counts(self) -> Tensor | None:
+        """Returns int64 [2] since the last call: choices unlike the router's own, and all choices.
+
+        Call it only between micro batches.
+        """
+        # Remaining entries were not recomputed: layers below the first adapter have no gradient.
+        self._again.clear()
+        counts, self._counts = self._counts, None
+        return counts
+
+    def _now(self) -> Tensor | None:
+        """Returns the experts of the router's current micro batch."""
+        if not self._is_inside:
+            return self._again.popleft()
+        if self._has_gradient and not torch.is_grad_enabled():
+            self._again.append(self._expert_ids)
+        return self._expert_ids
+
+    def _count(self, own: Tensor, given: Tensor, is_known: Tensor) -> None:
+        is_other = ~(given[:, :, None] == own[:, None, :]).any(-1) & is_known[:, None]
+        found = torch.stack([is_other.sum(), is_known.sum() * given.shape[1]])
+        self._counts = found if self._counts is None else self._counts + found
+
+    def _rank_part(self, expert_ids: Tensor, num_tokens: int) -> Tensor:
+        """Returns this tensor parallel rank's part, if the ranks split the tokens."""
+        if not self._splits_tokens:
+            return expert_ids
+        return expert_ids[self._tp_group.rank() * num_tokens :][:num_tokens]
+
+    def _enter(self, _: Megatron, __: tuple[object, ...], named: dict[str, Any]) -> None:
+        self._expert_ids = named["packed_seq_params"].expert_ids
+        self._is_inside, self._has_gradient = True, torch.is_grad_enabled()
+
+    def _leave(self, *_: object) -> None:
+        self._expert_ids, self._is_inside = None, False
+
+
+def _are_different(ids: Tensor) -> Tensor:
+    ordered = ids.sort(dim=-1).values
+    return (ordered[:, 1:] != ordered[:, :-1]).all(-1)
+
+
+class GroupsByBest:
+    """Chooses groups of experts by their best expert; it has the one method that routers call."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: _Choice | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns scores and ids of the chosen experts, both [tokens, top_k]."""
+        assert num_groups is not None
+        assert group_topk is not None
+        by_group = scores.view(len(scores), num_groups, -1)
+        chosen = by_group.amax(-1).topk(group_topk, dim=-1).indices
+        is_chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device)
+        is_chosen = is_chosen.scatter(1, chosen, True)[:, :, None]
+        found = by_group.masked_fill(~is_chosen, -torch.inf).flatten(1).topk(topk, dim=-1)
+        return found.values, found.indices
+
+
+def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes a model's routers choose groups by their best expert."""
+    for chunk in chunks:
+        for layer in _sparse_layers(chunk):
+            layer.mlp.router.router_replay = GroupsByBest()
+    return chunks
+
+
+def _sparse_layers(chunk: Megatron) -> list[Megatron]:
+    """Returns the layers of `chunk` with experts: the first ones of some models are dense."""
+    return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes a model's routers replay; a router without given experts chooses itself."""
+    for chunk in chunks:
+        for layer in _sparse_layers(chunk):
+            LayerReplay(layer)
+    return chunks
+
+
+def _replays(chunks: Sequence[Megatron]) -> Iterator[LayerReplay]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            replay = vars(module).get("router_replay")
+            if isinstance(replay, LayerReplay):
+                yield replay
+
+
+def routing_metrics(
+    chunks: Sequence[Megatron], ranks: Ranks, trajectories: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Returns metrics of training since the last call; the same on every rank, collective.
+
+    Each token passes each layer's router on one rank. Raises RunFailed when there were experts to
+    replay and no router asked for them.
+    """
+    totals = torch.zeros(2, dtype=torch.int64)
+    for replay in _replays(chunks):
+        counts = replay.take_counts()
+        if counts is not None:
+            totals += counts.cpu()
+    differing, replayed = ranks.sum(totals).tolist()
+    unrecorded = unrecorded_fraction(trajectories)
+    if unrecorded < 1 and not replayed:
+        raise RunFailed("no router replayed the recorded experts")
+    return {
+        "routing_difference": differing / max(1, replayed),
+        "routing_unrecorded": unrecorded,
+    }
+
+
+def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
+    """Returns the share of tokens whose experts are not known.
+
+    The last token of each sequence is left out: nothing is predicted after it, so engines do not
+    compute it.
+    """
+    recorded, total = 0, 0
+    for trajectory in trajectories:
+        routed = trajectory.routed_experts
+        is_recorded = None if routed is None else routed.is_recorded
+        for part in trajectory.sequences():
+            total += max(0, part.tokens.stop - part.tokens.start - 1)
+            if is_recorded is not None:
+                recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))
+    return 1.0 - recorded / total if total else 1.0
+
+
+def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
+    """Raises UntrainableBatch when the recorded experts do not fit the model of `config`."""
+    expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
+    for trajectory in trajectories:
+        routed = trajectory.routed_experts
+        if routed is None:
+            continue
+        found = (*routed.expert_ids.shape[1:], routed.num_experts)
+        if found != expected:
+            raise UntrainableBatch(
+                f"{trajectory.trajectory_id} has experts of {found[0]} layers, {found[1]} of "
+                f"{found[2]} each, but the model has {expected[0]} layers, {expected[1]} of "
+                f"{expected[2]}",
+                [trajectory.trajectory_id],
+            )

@@ -1,0 +1,203 @@
+"""The layers of a model: Megatron's, with our parts where it has none.
+
+Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
+from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from slipstream.learner.trainer.layers.attention import CoreAttention
+from slipstream.learner.trainer.layers.delta_net import PackedDeltaNet, PlainNorm
+from slipstream.learner.trainer.layers.experts import GroupedExperts
+from slipstream.learner.trainer.layers.mamba import PackedMamba
+from slipstream.learner.trainer.layers.norms import (
+    NormedResidual,
+    RMSNorm,
+    WholeKeyNorm,
+    WholeQueryNorm,
+)
+from slipstream.learner.trainer.ranks import compat
+from slipstream.learner.trainer.untyped import Megatron
+
+
+def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
+    """Returns the transformer block of `config` with the layers of this pipeline stage."""
+    has_te = compat.has_transformer_engine()
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=has_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    norm: Megatron = RMSNorm
+    if has_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    # Layers of one kind share their spec.
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        if getattr(config, "score_cap", None) is not None or config.softmax_type != "vanilla":
+            # TransformerEngine's attention has no cap, and no sinks for packed sequences.
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        if not has_te:
+            _replace_parts(layer.submodules, config)
+        elif getattr(config, "has_adapted_experts", False):
+            # TransformerEngine's experts are one module, to which Bridge gives one adapter.
+            layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+        _place_norms(layer.submodules, config, norm)
+    forms = getattr(config, "layer_forms", None)
+    if forms is not None:
+        block.layer_specs = [
+            _FORMS[forms[place]](layer, norm)
+            for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True)
+        ]
+    block.layer_norm = norm
+    return block
+
+
+def _places(config: Megatron, vp_stage: int | None) -> list[int]:
+    """Returns the places of this stage's layers among all layers."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        found: list[int] = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        return found
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def _with_delta_net(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns a layer with a gated delta net in place of the attention of `layer`."""
+    linear_in, linear_out = _linears()
+    parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
+    attention = ModuleSpec(module=PackedDeltaNet, submodules=parts)
+    changed = replace(layer.submodules, self_attention=attention, input_layernorm=norm)
+    return replace(layer, submodules=changed)
+
+
+def _linears() -> tuple[Megatron, Megatron]:
+    """Returns the classes of matrices that are split by columns and by rows."""
+    if not compat.has_transformer_engine():
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TERowParallelLinear,
+    )
+
+    return TEColumnParallelLinear, TERowParallelLinear
+
+
+def _attention_alone(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns `layer` without its MLP."""
+    changed = replace(
+        layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+    )
+    return replace(layer, submodules=changed)
+
+
+def _mamba_alone(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns a layer with Mamba-2 in place of the attention of `layer`, without an MLP."""
+    linear_in, linear_out = _linears()
+    mamba = ModuleSpec(module=PackedMamba, params={"in_proj": linear_in, "out_proj": linear_out})
+    alone = _attention_alone(layer, norm)
+    changed = replace(alone.submodules, self_attention=mamba, input_layernorm=norm)
+    return replace(alone, submodules=changed)
+
+
+def _mlp_alone(layer: Megatron, norm: Megatron) -> Megatron:
+    """Returns `layer` without its attention."""
+    changed = replace(
+        layer.submodules,
+        input_layernorm=IdentityOp,
+        self_attention=IdentityOp,
+        self_attn_bda=IdentityFuncOp,
+    )
+    return replace(layer, submodules=changed)
+
+
+# What a recipe says in `layer_forms` of a layer -> the function that makes it of Megatron's.
+_FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
+    "whole": lambda layer, _: layer,
+    "delta net": _with_delta_net,
+    "mamba": _mamba_alone,
+    "attention": _attention_alone,
+    "mlp": _mlp_alone,
+}
+
+
+def _replace_parts(parts: Megatron, config: Megatron) -> None:
+    """Gives a layer without TransformerEngine the parts that Megatron's own cannot replace."""
+    if hasattr(parts.mlp.submodules, "experts"):
+        # Bridge cannot export Megatron's own experts, which are a list of modules.
+        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if not config.qk_layernorm:
+        return
+    attention.q_layernorm = RMSNorm
+    if isinstance(attention, MLASelfAttentionSubmodules):
+        attention.kv_layernorm = RMSNorm
+    else:
+        attention.k_layernorm = RMSNorm
+
+
+def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
+    """Gives a layer the norms of its family: see `FamilyBridge`."""
+    attention = parts.self_attention.submodules
+    if getattr(config, "has_whole_norms", False):
+        attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm
+    place = getattr(config, "norm_place", "before")
+    if place == "before":
+        return
+    parts.self_attn_bda = parts.mlp_bda = ModuleSpec(
+        module=NormedResidual, params={"config": config, "norm": norm}
+    )
+    if place == "after":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        if compat.has_transformer_engine():
+            # Megatron's layers have these norms inside the matrices.
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+            attention.linear_qkv = parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+
+
+@functools.cache
+def register_norm_names() -> None:
+    """Adds names of separate norms to Bridge's Qwen families, which know only fused norms."""
+    names = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    }
+    for family in (Qwen2Bridge, Qwen3Bridge, Qwen3MoEBridge):
+        original = family.mapping_registry
+
+        def registry(self: Megatron, original: Megatron = original) -> Megatron:
+            known = original(self).mappings
+            have = {mapping.megatron_param for mapping in known}
+            added = [
+                AutoMapping(
+                    megatron_param=f"decoder.layers.*.{ours}", hf_param=f"model.layers.*.{theirs}"
+                )
+                for ours, theirs in names.items()
+                if f"decoder.layers.*.{ours}" not in have
+            ]
+            return MegatronMappingRegistry(*known, *added)
+
+        family.mapping_registry = registry

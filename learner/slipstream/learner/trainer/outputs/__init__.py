@@ -1,0 +1,1 @@
+"""Log-probabilities from the output layer."""

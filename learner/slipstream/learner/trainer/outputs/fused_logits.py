@@ -1,0 +1,141 @@
+# ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
+"""Sums over the vocabulary and gradients of logits as Triton kernels: one pass each, on a GPU.
+
+The reference is `logits`, which uses torch's operations. These kernels take logits as they were
+projected and make no other tensor of [tokens, vocabulary], except a gradient of another type.
+Triton is installed only with torch's CUDA build, so import this module only there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from slipstream.learner.trainer.outputs.logits import PADDING_LOGIT, Columns, Sums
+from torch import Tensor
+
+_BLOCK = 8192
+_WARPS = 8
+
+
+def reduce(logits: Tensor, places: Tensor, columns: Columns, sums: Sums) -> None:
+    """Fills `sums` like `logits.reduce`, for logits as they were projected."""
+    _reduce_kernel[(len(logits),)](
+        logits,
+        logits.stride(0),
+        places,
+        *sums,
+        columns.num_tokens,
+        1.0 / columns.temperature,
+        PADDING=PADDING_LOGIT,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+def gradient(
+    logits: Tensor,
+    places: Tensor,
+    columns: Columns,
+    log_totals: Tensor,
+    slopes: Tensor,
+    bends: tuple[Tensor, Tensor] | None,
+    grad: Tensor,
+) -> None:
+    """Writes the gradient of `logits.gradient` into `grad`, for logits as they were projected.
+
+    `grad` may be `logits` itself, or a tensor of another type with the same strides.
+    """
+    bend, entropy = bends if bends is not None else (slopes, slopes)
+    width = logits.shape[1]
+    assert grad.stride() == logits.stride()
+    _gradient_kernel[(len(logits), triton.cdiv(width, _BLOCK))](
+        logits,
+        grad,
+        logits.stride(0),
+        places,
+        log_totals,
+        slopes,
+        bend,
+        entropy,
+        width,
+        columns.num_tokens,
+        1.0 / columns.temperature,
+        HAS_BENDS=bends is not None,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduce_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    places,
+    peaks,
+    totals,
+    expected,
+    wanted,
+    num_tokens,
+    scale,
+    PADDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Reduces one row of logits; running sums are relative to the largest logit so far."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    peak = tl.full((), PADDING, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    mean = tl.full((), 0.0, tl.float32)
+    for start in range(0, num_tokens, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        is_token = columns < num_tokens
+        values = tl.load(base + columns, mask=is_token, other=0.0).to(tl.float32) * scale
+        values = tl.where(is_token, values, PADDING)
+        top = tl.maximum(peak, tl.max(values, axis=0))
+        shift = peak - top
+        shrink = tl.exp(shift)
+        shifted = values - top
+        exps = tl.exp(shifted)
+        mean = (mean + shift * total) * shrink + tl.sum(exps * shifted, axis=0)
+        total = total * shrink + tl.sum(exps, axis=0)
+        peak = top
+    place = tl.load(places + row)
+    is_here = place >= 0
+    target = tl.load(base + tl.maximum(place, 0), mask=is_here, other=0.0).to(tl.float32) * scale
+    tl.store(peaks + row, peak)
+    tl.store(totals + row, total)
+    tl.store(expected + row, mean)
+    tl.store(wanted + row, target)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    grads,
+    stride,
+    places,
+    log_totals,
+    slopes,
+    bends,
+    entropies,
+    width,
+    num_tokens,
+    scale,
+    HAS_BENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the gradient of one block of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offsets = row * stride + columns
+    is_token = columns < num_tokens
+    slope = tl.load(slopes + row)
+    values = tl.load(logits + offsets, mask=is_token, other=0.0).to(tl.float32) * scale
+    logprobs = values - tl.load(log_totals + row)
+    factor = slope
+    if HAS_BENDS:
+        factor = slope + tl.load(bends + row) * (logprobs + tl.load(entropies + row))
+    grad = -tl.exp(logprobs) * factor
+    grad += tl.where(columns == tl.load(places + row), slope, 0.0)
+    grad = tl.where(is_token, grad, 0.0)
+    tl.store(grads + offsets, grad.to(grads.dtype.element_ty), mask=columns < width)

@@ -1,0 +1,312 @@
+"""Log-probabilities and entropies from hidden states, with one chunk of logits at a time.
+
+The logits of a micro batch are by far its largest tensor. They are projected, reduced and freed in
+chunks, and the backward pass projects each chunk again. If all logits fit into `kept_logits`, they
+are projected once. The vocabulary may be split over tensor-parallel ranks, and be padded at its end
+so that it splits evenly.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from slipstream.learner.trainer.outputs import logits
+from slipstream.learner.trainer.outputs.logits import Columns, Sums
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+# Logits in one chunk. A CPU's chunk takes 128 MiB in float32, and three such tensors are alive at a
+# time; a tiny model's micro batch is one chunk. A GPU holds one chunk in the model's precision, and
+# its matrix units need thousands of tokens.
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
+_FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The settings by which hidden states become log-probabilities."""
+
+    # Divisor of the logits.
+    temperature: float
+    # Entries of the vocabulary that are tokens; the rest of the weight's rows is padding.
+    vocab_size: int
+    # Ranks over which the vocabulary is split; None or a group of one rank: it is not split.
+    group: dist.ProcessGroup | None = None
+    # Whether the entropies carry a gradient.
+    entropy_gradient: bool = False
+    # Logits in one chunk, at least those of one token; None: the value of `CHUNK_LOGITS`.
+    chunk_logits: int | None = None
+    # A micro batch with at most this many logits keeps them for the backward pass; a micro batch
+    # of a single chunk always does.
+    kept_logits: int = 0
+    # Element type of the logits; None: the weight's. bfloat16 rounds a logit of 20 by up to 0.06.
+    logits_dtype: torch.dtype | None = None
+    # Logits stay below this number, before the division; None: they are not capped.
+    cap: float | None = None
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The group if it has several ranks, else None."""
+        return self.group if self.group is not None and self.group.size() > 1 else None
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, projection: Projection
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of `targets` and entropies, float32 [tokens], natural logarithm.
+
+    `targets` is [tokens], or [tokens, targets] with as many log-probabilities for each token.
+    `hidden` [tokens, hidden size] is the same on all ranks of the group; its gradient is this
+    rank's term of a sum. `weight` [padded vocabulary / size of group, hidden size] is this rank's
+    part. Only the positions `rows` are computed, the others are 0. Collective over the group.
+    """
+    is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection, is_trained
+    )
+    nothing = found.new_zeros(targets.shape)
+    no_entropy = entropy.new_zeros(len(targets))
+    return nothing.index_copy(0, rows, found), no_entropy.index_copy(0, rows, entropy)
+
+
+class _Logprobs(torch.autograd.Function):
+    """Computes logits in chunks; only these logits are changed in place, no saved tensor is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        projection: Projection,
+        is_trained: bool,
+    ) -> tuple[Tensor, Tensor]:
+        part = _Part(weight, projection, is_one=targets.dim() == 1)
+        places = part.places(targets)
+        sums = part.new_sums(targets.shape)
+
+        # This is a function so that a chunk is freed before the next one is made.
+        def reduce(chunk: slice) -> Tensor:
+            found = part.logits(hidden[chunk])
+            part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
+            return found
+
+        chunks = part.chunks(len(targets), is_trained=is_trained)
+        ctx.kept = reduce(chunks[0]) if is_trained and len(chunks) == 1 else None
+        if ctx.kept is None:
+            for chunk in chunks:
+                reduce(chunk)
+        log_total, mean = _merge(sums, projection.tp_group)
+        entropy = log_total - mean
+        ctx.save_for_backward(hidden, weight, places, log_total, entropy)
+        ctx.projection = projection
+        if not projection.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return sums.wanted - (log_total if targets.dim() == 1 else log_total[:, None]), entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        logprob_grad: Tensor,
+        entropy_grad: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, places, log_total, entropy = ctx.saved_tensors
+        projection: Projection = ctx.projection
+        part = _Part(weight, projection, is_one=places.dim() == 1)
+        slopes = logprob_grad / projection.temperature
+        bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        weight_grad = _WeightGrad(weight) if ctx.needs_input_grad[1] else None
+        # Kept logits are overwritten by their gradient; a second backward pass projects again.
+        kept, ctx.kept = ctx.kept, None
+
+        def logits_grad(chunk: slice) -> Tensor:
+            found = part.logits(hidden[chunk]) if kept is None else kept
+            bend = None if bends is None else (bends[chunk], entropy[chunk])
+            return part.gradient(found, places[chunk], log_total[chunk], slopes[chunk], bend)
+
+        chunks = part.chunks(len(hidden)) if kept is None else [slice(0, len(hidden))]
+        for chunk in chunks:
+            grad = logits_grad(chunk)
+            if hidden_grad is not None:
+                torch.mm(grad, weight, out=hidden_grad[chunk])
+            if weight_grad is not None:
+                weight_grad.add(grad, hidden[chunk])
+            del grad
+        total = weight_grad.total() if weight_grad is not None else None
+        return hidden_grad, total, None, None, None
+
+
+class _Part:
+    """This rank's rows of the projection to the vocabulary."""
+
+    def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
+        """`is_one`: each row has one target."""
+        self._weight = weight
+        self._projection = projection
+        group = projection.tp_group
+        self._width = len(weight)
+        self._first = self._width * (group.rank() if group is not None else 0)
+        num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
+        self._columns = Columns(num_tokens, projection.temperature, projection.cap)
+        self._dtype = projection.logits_dtype or weight.dtype
+        # The fused kernels know no cap, and one target.
+        is_plain = projection.cap is None and is_one
+        self._is_fused = is_plain and weight.is_cuda and weight.dtype in _FUSED_TYPES
+
+    def new_sums(self, shape: torch.Size) -> Sums:
+        """Returns uninitialised sums for targets of this shape, at least float32."""
+        dtype = torch.promote_types(self._weight.dtype, torch.float32)
+        shapes = [shape[:1]] * 3 + [shape]
+        return Sums(*(torch.empty(one, dtype=dtype, device=self._weight.device) for one in shapes))
+
+    def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
+        """Splits the positions 0..length into chunks; a length of 0 gives one empty chunk.
+
+        If `is_trained` and all logits may be kept, there is one chunk.
+        """
+        limit = self._projection.chunk_logits or CHUNK_LOGITS[self._weight.device.type]
+        step = max(1, limit // self._width)
+        if is_trained and length * self._width <= self._projection.kept_logits:
+            step = max(1, length)
+        starts = range(0, max(1, length), step)
+        return [slice(start, min(start + step, length)) for start in starts]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns a new tensor [len(hidden), width] in the form for `reduce` and `gradient`."""
+        if self._dtype == self._weight.dtype:
+            found = F.linear(hidden, self._weight)
+        elif self._weight.is_cuda:
+            # The GPU sums products in float32 anyway: this only avoids the final rounding.
+            found = torch.mm(hidden, self._weight.t(), out_dtype=self._dtype)
+        else:
+            found = F.linear(hidden.to(self._dtype), self._weight.to(self._dtype))
+        return found if self._is_fused else logits.prepared(found, self._columns)
+
+    def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
+        """Fills `sums` like `logits.reduce`."""
+        if self._is_fused:
+            from slipstream.learner.trainer.outputs import fused_logits
+
+            fused_logits.reduce(found, places, self._columns, sums)
+        else:
+            logits.reduce(found, places, sums)
+
+    def gradient(
+        self,
+        found: Tensor,
+        places: Tensor,
+        log_total: Tensor,
+        slopes: Tensor,
+        bends: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Returns the gradient of `logits.gradient` in the weight's type."""
+        if self._is_fused:
+            from slipstream.learner.trainer.outputs import fused_logits
+
+            # The gradient overwrites the logits if they have the weight's type.
+            grad = (
+                found
+                if self._dtype == self._weight.dtype
+                else torch.empty_like(found, dtype=self._weight.dtype)
+            )
+            fused_logits.gradient(found, places, self._columns, log_total, slopes, bends, grad)
+            return grad
+        capped = None if self._columns.cap is None else logits.cap_slopes(found, self._columns)
+        grad = logits.gradient(found, places, log_total, slopes, bends)
+        if capped is not None:
+            grad *= capped
+        return grad.to(self._weight.dtype)
+
+    def places(self, targets: Tensor) -> Tensor:
+        """Returns the local row of each target, -1 for targets of other ranks."""
+        is_here = (targets >= self._first) & (targets < self._first + self._width)
+        return torch.where(is_here, targets - self._first, -1)
+
+
+class _WeightGrad:
+    """A sum over chunks, in float32 if there are several: rounding each chunk would lose digits."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = None
+
+    def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
+        """Adds the contribution of one chunk."""
+        if self._sum is None:
+            self._sum = logits_grad.t() @ hidden
+            return
+        if (
+            self._sum.dtype
+            == self._weight.dtype
+            == torch.promote_types(self._weight.dtype, torch.float32)
+        ):
+            self._sum.addmm_(logits_grad.t(), hidden)
+            return
+        self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
+
+    def total(self) -> Tensor:
+        """Returns the sum in the weight's type."""
+        assert self._sum is not None
+        return self._sum.to(self._weight.dtype)
+
+
+def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Returns log(sum of exp(logit)) and the expected logit over all ranks' vocabularies.
+
+    Each rank's sums are relative to its own peak. `rows.wanted` becomes the targets' logits.
+    """
+    peaks, totals, expected, wanted = rows
+    if group is None:
+        return peaks + totals.log(), peaks + expected / totals
+    top = peaks.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shift = peaks - top
+    scale = shift.exp()
+    rows_of = wanted[None] if wanted.dim() == 1 else wanted.t()
+    sums = torch.stack([totals * scale, (expected + shift * totals) * scale, *rows_of])
+    dist.all_reduce(sums, group=group)
+    wanted.copy_(sums[2] if wanted.dim() == 1 else sums[2:].t())
+    return top + sums[0].log(), top + sums[1] / sums[0]
+
+
+def defer_projection(model: Megatron) -> None:
+    """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] instead of logits.
+
+    The output layer is still called, because hooks wait for its weight. It only brings the states
+    to all tensor-parallel ranks; the backward pass sums their gradients.
+    """
+    if model.post_process:
+        model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
+
+
+def output_weight(model: Megatron) -> Tensor:
+    """Returns this rank's rows of the projection; with tied weights those of the embedding."""
+    if model.share_embeddings_and_output_weights:
+        shared: Tensor = model.shared_embedding_or_output_weight()
+        return shared
+    own: Tensor = model.output_layer.weight
+    return own
+
+
+def _bring_to_all_ranks(
+    layer: Megatron,
+    hidden: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+) -> tuple[Tensor, None]:
+    from megatron.core import tensor_parallel
+
+    if layer.sequence_parallel:
+        whole = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+        )
+    else:
+        whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
+    return whole, None

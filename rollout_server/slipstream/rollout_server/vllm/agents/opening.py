@@ -1,0 +1,97 @@
+"""Opens what episodes need of vLLM's server when the first of them comes: most runs need nothing.
+
+Agents need its HTTP API, other environments the parsers of replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import RolloutServerSection
+from slipstream.rollout_server.agents.answering import Answering
+from slipstream.rollout_server.agents.recorder import AsMessages
+from slipstream.rollout_server.chat import TemplateInputs
+from slipstream.rollout_server.engine_interface import Engine
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
+
+
+@dataclass(frozen=True)
+class AgentApi:
+    """What agents' episodes need of vLLM."""
+
+    answering: Answering
+    as_messages: AsMessages
+
+
+class Agents:
+    """The API of agents and the reader of replies on one server; all episodes share them."""
+
+    def __init__(self, engine: Engine, settings: RolloutServerSection) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._opening: asyncio.Future[AgentApi] | None = None
+        self._reading: asyncio.Future[ReplyReader] | None = None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether calls of tools in replies can be read."""
+        return self._settings.tool_parser is not None
+
+    async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
+        """Returns the reader of replies to these inputs; None: there is nothing to read in them.
+
+        The first call opens it, in a thread. ConfigError: it does not start.
+        """
+        if not inputs.tools and self._settings.reasoning_parser is None:
+            return None
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._open_reader))
+        return await asyncio.shield(self._reading)
+
+    async def api(self) -> AgentApi:
+        """Returns the API; the first call opens it, in a thread. ConfigError: it does not start."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+        return await asyncio.shield(self._opening)
+
+    def _open(self) -> AgentApi:
+        # These import vLLM's server, which takes a second.
+        from slipstream.rollout_server.vllm.agents.application import MODEL, open_application
+        from slipstream.rollout_server.vllm.agents.prompting import CURRENT
+        from slipstream.rollout_server.vllm.agents.replies_as_messages import as_messages
+
+        parts = self._engine.vllm_parts
+        try:
+            application: Callable[..., Any] = open_application(parts, self._settings)
+        except Exception as error:
+            raise self._wrong("vLLM's application for agents", error) from error
+        answering = Answering(
+            application,
+            CURRENT,
+            model=MODEL,
+            has_tools=self.takes_tools,
+            has_drafts=parts.vllm_config.speculative_config is not None,
+        )
+        return AgentApi(answering, as_messages)
+
+    def _open_reader(self) -> ReplyReader:
+        from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
+
+        try:
+            return ReplyReader(self._engine.vllm_parts, self._settings)
+        except Exception as error:
+            raise self._wrong("vLLM's parser of replies", error) from error
+
+    def _wrong(self, what: str, error: Exception) -> ConfigError:
+        # The engine runs, so only the settings that it does not know can be wrong.
+        settings = self._settings
+        return ConfigError(
+            f"{what} does not start with rollout_server.tool_parser = {settings.tool_parser!r}, "
+            f"reasoning_parser = {settings.reasoning_parser!r}: {type(error).__name__}: {error}"
+        )

@@ -1,0 +1,180 @@
+"""Prompts of agents' requests: exact tokens where a request continues a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
+from slipstream.rollout_server.agents.conversations import Found
+from slipstream.rollout_server.agents.image_parts import MARK, text_of_an_image, without_images
+from slipstream.rollout_server.agents.messages import message_key
+from slipstream.rollout_server.agents.open_call import OpenCall
+from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
+from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import TokensInput, tokens_input
+from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
+
+# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
+CURRENT: ContextVar[tuple[Recorder, OpenCall] | None] = ContextVar("agent_call", default=None)
+
+_REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
+# Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
+_INLINE_CHARACTERS = 20_000
+_CACHED_TEXTS = 256
+_CACHED_CHARACTERS = 1000
+# Characters that a token may stand for even where no entry of the vocabulary is as long.
+_LONG_TOKEN = 128
+
+Message = Mapping[str, Any]
+
+
+class PromptRenderer:
+    """Stands in for vLLM's renderer where its API turns messages into a prompt.
+
+    The messages behind a known conversation are tokenized, the conversation itself is not.
+    """
+
+    def __init__(self, renderer: BaseRenderer, images: ImageTokens | None = None) -> None:
+        """`images` None: the model sees none."""
+        self._inner = renderer
+        self._images = images
+        # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
+        tokenizer: Any = copy.deepcopy(renderer.get_tokenizer())
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._tokenizer = tokenizer
+        self._image_text = "" if images is None else text_of_an_image(tokenizer)
+        self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
+        # Whether results of tools can follow a reply; None: no result has come yet.
+        self._has_place: bool | None = None
+        self._short = lru_cache(_CACHED_TEXTS)(self._encode)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is vLLM's
+        return getattr(self._inner, name)
+
+    async def render_chat_async(
+        self,
+        conversations: Sequence[list[Message]],
+        chat_params: ChatParams,
+        tok_params: TokenizeParams | None = None,
+        **options: Any,  # noqa: ANN401 - vLLM's own
+    ) -> tuple[list[list[Message]], list[TokensInput]]:
+        """See vLLM; the prompt of the current call is that of its recorder."""
+        current = CURRENT.get()
+        if current is None:
+            with _refusals():
+                for each in conversations:
+                    without_images(each, sees_images=False)
+            rendered: tuple[list[list[Message]], list[TokensInput]]
+            rendered = await self._inner.render_chat_async(
+                conversations, chat_params, tok_params, **options
+            )
+            return rendered
+        (messages,) = conversations
+        recorder, opened = current
+        try:
+            prompt = await self._prompt(recorder, opened, messages, chat_params)
+        except LimitReached as error:
+            raise VLLMValidationError(str(error)) from error
+        return [messages], [tokens_input(prompt)]
+
+    async def _prompt(
+        self, recorder: Recorder, opened: OpenCall, messages: list[Message], params: ChatParams
+    ) -> list[int]:
+        values = params.chat_template_kwargs
+        settings = json.dumps(values, sort_keys=True, default=str)
+        found = recorder.find(opened, settings, [message_key(each) for each in messages])
+        # A request that has the model continue a message of the client's is tokenized as a whole.
+        if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
+            found = None
+        length = sum(len(each.get("content") or "") for each in messages)
+        render = self._render if length <= _INLINE_CHARACTERS else self._render_in_thread
+        most = recorder.sampling.max_episode_tokens * self._longest_token
+        with _refusals():
+            marked, images = without_images(messages, sees_images=self._images is not None)
+        context = await render(marked, params, found, most)
+        if context is None:
+            found = None
+            context = await render(marked, params, None, most)
+        assert context is not None
+        placed: Sequence[PlacedImage] = ()
+        if self._images is not None:
+            new = images[found.num_messages if found else 0 :]
+            with _refusals():
+                context, placed = self._images.expanded(context, [i for one in new for i in one])
+        return await recorder.begin(opened, found.turn if found else None, context, placed)
+
+    async def _render_in_thread(self, *arguments: Any) -> list[int] | None:  # noqa: ANN401
+        return await asyncio.to_thread(self._render_now, *arguments)
+
+    async def _render(self, *arguments: Any) -> list[int] | None:  # noqa: ANN401
+        return self._render_now(*arguments)
+
+    def _render_now(
+        self, messages: list[Message], params: ChatParams, found: Found | None, most: int
+    ) -> list[int] | None:
+        """Returns the tokens behind `found`; None: the template cannot continue it."""
+        if found is None:
+            return self._tokens(self._text(messages, params), most)
+        known = found.num_messages
+        new = messages[known:]
+        if any(each.get("role") == "tool" for each in new) and not self._takes_results(params):
+            return None
+        try:
+            text = self._text([*messages[: known - 1], _REPLY, *new], params)
+        except (VLLMValidationError, ValueError, TypeError):
+            # A template may want what a plain reply lacks, calls before their results, for one.
+            return None
+        if text.count(PLACEHOLDER) != 1:
+            return None
+        tokens = self._tokens(text.partition(PLACEHOLDER)[2], most)
+        last = found.turn.branch.token_ids[found.turn.end - 1]
+        return tokens[1:] if tokens[:1] == [last] else tokens
+
+    def _takes_results(self, params: ChatParams) -> bool:
+        """Whether the template writes results of tools behind a reply, not into its calls."""
+        if self._has_place is None:
+            try:
+                text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)
+            except (VLLMValidationError, ValueError, TypeError):
+                text = ""
+            self._has_place = _RESULT["content"] in text.partition(PLACEHOLDER)[2]
+        return self._has_place
+
+    def _text(self, messages: list[Message], params: ChatParams) -> str:
+        _, prompt = self._inner.render_messages(messages, params)
+        if not isinstance(prompt.get("prompt"), str):
+            raise VLLMValidationError("this model's prompts are not text", parameter="model")
+        return str(prompt["prompt"])
+
+    def _tokens(self, text: str, most_characters: int) -> list[int]:
+        if len(text) > most_characters:
+            # Tokenizing it would only delay the answer that it is too long.
+            return [0] * (most_characters // self._longest_token + 1)
+        encode = self._short if len(text) <= _CACHED_CHARACTERS else self._encode
+        return list(encode(text.replace(MARK, self._image_text)))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # The template has written the special tokens already.
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises errors of messages as vLLM's errors, which reach the agent."""
+    try:
+        yield
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="messages") from error

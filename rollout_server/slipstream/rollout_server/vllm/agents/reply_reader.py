@@ -1,0 +1,112 @@
+"""Reasoning and calls of tools in replies, read by the parsers of vLLM that agents' calls use."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.settings.config import RolloutServerSection
+from slipstream.rollout_server.chat import ParsedReply, TemplateInputs, ToolCall
+from slipstream.rollout_server.engine_interface import GenerationFailed
+from slipstream.rollout_server.vllm.vllm_requests import VllmParts
+from slipstream.v1 import trajectory_pb2
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
+from vllm.parser.abstract_parser import Parser
+from vllm.renderers.chat_utils import make_tool_call_id
+
+_CACHED_REQUESTS = 128
+# A longer id, which some models write themselves, would not travel; it is replaced.
+_MAX_ID_BYTES = 1024
+
+
+class ReplyReader:
+    """Reads whole replies; it keeps nothing of them."""
+
+    def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
+        """Raises what vLLM raises for parsers that do not fit the tokenizer."""
+        model = parts.vllm_config.model_config
+        self._model = model
+        self._tokenizer: Any = parts.renderer.get_tokenizer()
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        self._settings = settings
+        kind = ParserManager.get_parser(
+            tool_parser_name=settings.tool_parser,
+            reasoning_parser_name=settings.reasoning_parser,
+            enable_auto_tools=settings.tool_parser is not None,
+            model_name=model.model,
+            is_harmony=model.hf_config.model_type == "gpt_oss",
+            tokenizer=self._tokenizer,
+        )
+        assert kind is not None, "a run without parsers has no reader"
+        self._kind = kind
+        self._request = lru_cache(_CACHED_REQUESTS)(self._make_request)
+        # A model that writes a call wrongly is no fault of the server.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+
+    def check(self, inputs: TemplateInputs) -> None:
+        """Raises EnvironmentFailed for tools that vLLM refuses."""
+        try:
+            self._request(inputs)
+        except Exception as error:
+            cause = f"vLLM refuses its tools: {type(error).__name__}: {error}"
+            raise EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause) from error
+
+    def read(
+        self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
+    ) -> ParsedReply:
+        """Returns what a sampled reply to `prompt` holds; GenerationFailed if the parser breaks."""
+        request = self._request(inputs)
+        # A special token at the end has ended the reply, and is no part of its text.
+        tokens = list(token_ids)
+        if tokens and tokens[-1] in self._special_ids:
+            tokens.pop()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=request.skip_special_tokens)
+        try:
+            parser = self._parser(request, inputs)
+            parser.set_prompt_token_ids(prompt)
+            reasoning, content, calls = parser.parse(
+                text,
+                request,
+                enable_auto_tools=self._settings.tool_parser is not None,
+                model_output_token_ids=tokens,
+            )
+        except Exception as error:
+            raise GenerationFailed(
+                f"rollout_server.tool_parser = {self._settings.tool_parser!r}, reasoning_parser = "
+                f"{self._settings.reasoning_parser!r} cannot read a reply: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return ParsedReply(
+            content or "",
+            reasoning or "",
+            tuple(ToolCall(_id(call.id), call.name, call.arguments) for call in calls or ()),
+        )
+
+    def _parser(self, request: ChatCompletionRequest, inputs: TemplateInputs) -> Parser:
+        values = dict(self._settings.chat_template_kwargs)
+        if inputs.values:
+            values |= json.loads(inputs.values)
+        return self._kind(
+            self._tokenizer, request.tools, chat_template_kwargs=values, model_config=self._model
+        )
+
+    def _make_request(self, inputs: TemplateInputs) -> ChatCompletionRequest:
+        """Returns the request for which vLLM would read a reply."""
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+        if inputs.tools:
+            asked["tools"] = json.loads(inputs.tools)
+        request = ChatCompletionRequest(**asked)
+        adjusted = self._parser(request, inputs).adjust_request(request)
+        assert isinstance(adjusted, ChatCompletionRequest)
+        return adjusted
+
+
+def _id(given: str | None) -> str:
+    if given and len(given.encode()) <= _MAX_ID_BYTES:
+        return given
+    return str(make_tool_call_id())

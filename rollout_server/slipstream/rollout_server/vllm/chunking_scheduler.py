@@ -1,0 +1,272 @@
+"""vLLM's scheduler, changed to hand out the tokens of a reply in chunks instead of one by one.
+
+vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled
+token's log-probability it holds three small arrays more, which costs a fifth to a third of the
+throughput of a small model. No caller here needs every token at once. The tokens and
+log-probabilities of a request are therefore kept together in the engine's process, and leave it as
+one object for every `CHUNK_TOKENS`. The values are those of the sampler, untouched.
+
+A chunk never holds tokens of two versions: a pause hands out all held tokens, before vLLM calls the
+pause complete. The held tokens of a cancelled request are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
+from slipstream.rollout_server.vllm.chunks import CHUNK_TOKENS, Chunk, check_outputs
+from slipstream.rollout_server.vllm.drafting_scheduler import DraftingScheduler
+from slipstream.rollout_server.vllm.steady_decoding import (
+    KnownSlots,
+    SteadyRequest,
+    decodes_plainly,
+    plans_ahead,
+)
+from slipstream.rollout_server.vllm.steady_planning import SteadyPlanner, takes_a_prompt
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+# Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
+CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
+
+
+def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Returns the number of blocks in the KV cache that requests can fill.
+
+    The number is twice that of all requests at full length; the second half is for prefixes. A
+    small model leaves room for millions of blocks, and vLLM creates an object for each.
+    """
+    longest = int(vllm_config.model_config.max_model_len)
+    groups = kv_cache_config.kv_cache_groups
+    of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
+    # Plus vLLM's null block.
+    return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
+
+
+class _Chunking(DraftingScheduler):
+    """Hands out requests in chunks, but as vLLM does those that ask for more log-probabilities.
+
+    `add_request` opens a chunk, `update_from_output` fills it and hands it out when it is full or
+    the request ends; a pause hands out all chunks. `finish_requests` drops it.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> None:
+        usable = usable_blocks(vllm_config, kv_cache_config)
+        if usable < kv_cache_config.num_blocks:
+            kv_cache_config = dataclasses.replace(kv_cache_config, num_blocks=usable)
+        super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
+        if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
+            self.aux_output_connector = AuxOutputSchedulerConnector()
+        self._chunks: dict[str, Chunk] = {}
+        # Requests without a chunk, whose log-probabilities vLLM itself must extract.
+        self._streamed: set[str] = set()
+        self._num_added = 0
+        self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
+        self._decodes_plainly, self._plans_ahead = decodes_plainly(self), plans_ahead(self)
+        if self._decodes_plainly:
+            manager = self.kv_cache_manager
+            manager.allocate_slots = KnownSlots(manager, self.hash_block_size)
+        plans = self._decodes_plainly and SteadyPlanner.fits(self)
+        self._planner = SteadyPlanner(self) if plans else None
+
+    def add_request(self, request: Request) -> None:
+        """See vLLM; opens the request's chunk."""
+        super().add_request(request)
+        parameters = request.sampling_params
+        if parameters is None:
+            return
+        wants_logprobs = parameters.num_logprobs is not None
+        # A reader of parts waits for a chunk; cumulative outputs are vLLM's, for comparisons.
+        if parameters.output_kind is RequestOutputKind.CUMULATIVE or parameters.num_logprobs:
+            if wants_logprobs:
+                self._streamed.add(request.request_id)
+            return
+        # The first chunks differ in length, so that requests of one batch do not all hand out in
+        # the same step.
+        self._num_added += 1
+        limit = 1 + self._num_added % CHUNK_TOKENS
+        steady = None
+        if self._decodes_plainly and SteadyRequest.fits(request, parameters):
+            steady = SteadyRequest(request, parameters, self.max_model_len)
+        chunk = Chunk(request.client_index, limit, wants_logprobs, steady)
+        self._chunks[request.request_id] = chunk
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """See vLLM; drops the held tokens: the canceller has built the last output already."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._forget(request.request_id)
+        return finished
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See vLLM; prompts wait for each other by the rule of `PromptGathering`.
+
+        When a step had no room for all gathered prompts, vLLM takes the rest in the next step.
+        """
+        along = takes_a_prompt(self.running, self.waiting)
+        num_ready = 0 if along else len(self.waiting)
+        holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
+        if self._planner and (not self.waiting or (holds and not self.prefill_capacity_bound)):
+            requests = self._planner.steady_requests(self._is_steady)
+            if requests:
+                return self._planner.plan(requests, super().schedule)
+        return super().schedule(throttle_prefills or holds)
+
+    def _is_steady(self, request_id: str) -> bool:
+        chunk = self._chunks.get(request_id)
+        return chunk is not None and chunk.steady is not None
+
+    def has_requests(self) -> bool:
+        """See vLLM; also true while a pause must still hand out held tokens."""
+        return bool(super().has_requests()) or (
+            self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
+        """See vLLM; returns None, since no program reads these messages of every step."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """See vLLM; leaves out the outputs of requests whose chunk is not full."""
+        logprobs = model_runner_output.logprobs
+        if logprobs is not None and not self._streamed:
+            model_runner_output.logprobs = None
+        values = None if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        starts = None if logprobs is None else logprobs.cu_num_generated_tokens
+        full: list[tuple[Chunk, EngineCoreOutput]] = []
+        if starts is None and not model_runner_output.num_nans_in_logits:
+            num_scheduled = scheduler_output.num_scheduled_tokens
+            others, full = self._decode(num_scheduled, model_runner_output, values)
+            # vLLM gets only the requests that `_decode` has not handled.
+            scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=others)
+        by_client = super().update_from_output(scheduler_output, model_runner_output)
+        rows = model_runner_output.req_id_to_index
+        for outputs in by_client.values():
+            outputs.outputs = self._join(outputs.outputs, rows, values, starts)
+        for chunk, output in full:
+            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
+            outputs.outputs.append(chunk.pour(output))
+        if self.pause_state is PauseState.PAUSED_ALL:
+            self._hand_out(by_client)
+        return self.with_draft_counts(
+            {
+                client: outputs
+                for client, outputs in by_client.items()
+                if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
+            }
+        )
+
+    def _decode(
+        self,
+        num_scheduled: dict[str, int],
+        model_runner_output: ModelRunnerOutput,
+        logprobs: list[float] | None,
+    ) -> tuple[dict[str, int], list[tuple[Chunk, EngineCoreOutput]]]:
+        """Adds the tokens of requests in the middle of a reply to their chunks.
+
+        Returns the number of scheduled tokens of all other requests, and the chunks that are full.
+        """
+        others: dict[str, int] = {}
+        full: list[tuple[Chunk, EngineCoreOutput]] = []
+        chunks, ahead = self._chunks, self._plans_ahead
+        manager, block_size = self.kv_cache_manager, self.hash_block_size
+        rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        # This runs once for each request and step, so it does as little as possible.
+        for request_id, num_tokens in num_scheduled.items():
+            chunk = chunks.get(request_id)
+            if (
+                chunk is None
+                or (steady := chunk.steady) is None
+                or num_tokens != 1
+                or not sampled
+                or (logprobs is None and chunk.with_logprobs)
+                or not steady.is_between(token_ids := sampled[row := rows[request_id]])
+            ):
+                others[request_id] = num_tokens
+                continue
+            if ahead:
+                steady.append_ahead(token_ids[0], manager, block_size)
+            else:
+                steady.append(token_ids[0])
+            chunk.token_ids.append(token_ids[0])
+            if logprobs is not None and chunk.with_logprobs:
+                chunk.logprobs.append(logprobs[row])
+            if len(chunk.token_ids) >= chunk.limit:
+                full.append((chunk, EngineCoreOutput(request_id, [])))
+        return others, full
+
+    def _join(
+        self,
+        outputs: list[EngineCoreOutput],
+        rows: dict[str, int],
+        logprobs: list[float] | None,
+        starts: list[int] | None,
+    ) -> list[EngineCoreOutput]:
+        """Puts outputs into their chunks; returns the outputs to hand out now."""
+        ready = []
+        for output in outputs:
+            request_id, token_ids = output.request_id, output.new_token_ids
+            chunk = self._chunks.get(request_id)
+            if chunk is None:
+                ready.append(output)
+                if output.finish_reason is not None:
+                    self._forget(request_id)
+                continue
+            if logprobs is not None and token_ids and chunk.with_logprobs:
+                row = rows[request_id]
+                start = row if starts is None else starts[row]
+                chunk.logprobs += logprobs[start : start + len(token_ids)]
+            chunk.token_ids += token_ids
+            chunk.keep(output)
+            if output.finish_reason is not None:
+                self._forget(request_id)
+            elif len(chunk.token_ids) < chunk.limit:
+                continue
+            ready.append(chunk.pour(output))
+        return ready
+
+    def _hand_out(self, by_client: dict[int, EngineCoreOutputs]) -> None:
+        for request_id, chunk in list(self._held()):
+            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs(outputs=[]))
+            outputs.outputs.append(chunk.pour(EngineCoreOutput(request_id, [])))
+
+    def _held(self) -> Iterator[tuple[str, Chunk]]:
+        return ((name, chunk) for name, chunk in self._chunks.items() if chunk.token_ids)
+
+    def _forget(self, request_id: str) -> None:
+        self._chunks.pop(request_id, None)
+        self._streamed.discard(request_id)
+
+
+class ChunkingScheduler(_Chunking):
+    """Chunks on top of vLLM's synchronous scheduler."""
+
+
+class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
+    """Chunks on top of vLLM's scheduler that plans a step while the step before it runs."""
+
+
+def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
+    """Returns the class for vLLM's `scheduler_cls`; ConfigError if it does not fit this vLLM."""
+    check_outputs(EngineCoreOutput.__struct_fields__)
+    return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

@@ -1,0 +1,22 @@
+"""vLLM's Qwen3.5, with or without torchvision.
+
+Its kernels ask for the GPU when they are imported, so only the engine's processes import this.
+"""
+
+from __future__ import annotations
+
+# Stands in for torchvision.
+from slipstream.rollout_server.vllm import vision_models  # noqa: F401
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+__all__ = [
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+]

@@ -1,0 +1,150 @@
+"""vLLM's scheduler with drafts of replies where they pay, and counts of how drafts fare.
+
+vLLM verifies a draft in one step: it samples the token behind each drafted one, and keeps the
+sampled tokens up to the first that differs. Whatever a draft says, replies and log-probabilities
+are those of the model. All tokens of a step are sampled by that step's weights, so that a draft
+made before an update is verified by the new ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES, RolloutServerSection
+from slipstream.rollout_server.inference.draft_rule import MOST_STEP_TOKENS, DraftRule
+from slipstream.rollout_server.vllm.pausing_scheduler import PausingScheduler
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+log = logging.getLogger(__name__)
+
+# Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
+_RUNS = (3, 8)
+# What drafts from the texts of all requests: in vLLM's worker for GPUs, and in that for CPUs.
+_WORKER = "slipstream.rollout_server.vllm.drafting_worker.DraftingWorker"
+_PROPOSER = "slipstream.rollout_server.vllm.cpu_drafts.SharedTextProposer"
+
+
+def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:
+    """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for.
+
+    Workers of GPUs make drafts where the tokens are, so that vLLM plans a step ahead.
+    """
+    if section.drafts == "off":
+        return {}
+    if section.max_episodes > MOST_DRAFTED_EPISODES:
+        log.warning(
+            "nothing is drafted: it would not pay for rollout_server.max_episodes > %d, got %d",
+            *(MOST_DRAFTED_EPISODES, section.max_episodes),
+        )
+        return {}
+    shortest, longest = _RUNS
+    method: dict[str, object] = {
+        "method": "ngram" if on_cpu else "ngram_gpu",
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": longest,
+    }
+    if on_cpu and section.drafts == "shared":
+        method = {"method": "custom_class", "model": _PROPOSER}
+    drafts = {**method, "num_speculative_tokens": section.draft_tokens}
+    values: dict[str, object] = {"speculative_config": drafts}
+    if not on_cpu:
+        lengths = draft_lengths(section.draft_tokens, section.max_episodes)
+        # vLLM captures graphs for the lengths in this table alone. Which one a step has is our
+        # rule's choice: 0 is in the table for steps while drafts rest.
+        drafts["num_speculative_tokens_per_batch_size"] = [
+            (1, 1, 0 if len(lengths) > 2 else lengths[1]),
+            *((size, size, length) for size, length in enumerate(lengths) if size > 1),
+        ]
+        if section.drafts == "shared":
+            values["worker_cls"] = _WORKER
+    return values
+
+
+def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
+    """Returns the lengths of drafts, in tokens, by the number of replies of a step."""
+    return [
+        max(0, min(draft_tokens, MOST_STEP_TOKENS // max(1, replies) - 1))
+        for replies in range(most_replies + 1)
+    ]
+
+
+class DraftingScheduler(PausingScheduler):
+    """Gives running requests drafts as `DraftRule` allows; without drafts in vLLM's settings: none.
+
+    Workers draft behind each step. Where vLLM plans ahead, the plan tells them how many tokens;
+    elsewhere this cuts their drafts.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        *args: Any,  # noqa: ANN401 - vLLM's own
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        drafts = vllm_config.speculative_config
+        self._rule = DraftRule(self.num_spec_tokens)
+        self._sampled = 0
+        self._draft_stats: SpecDecodingStats | None = None
+        self._lengths: list[int] | None = None
+        if drafts is None:
+            return
+        if self.scheduler_config.async_scheduling:
+            self._lengths = draft_lengths(self.num_spec_tokens, self.max_num_running_reqs)
+        # vLLM would draft tokens of -1 behind a prompt of which one token is left to compute. It
+        # does not if the length of drafts may change.
+        self.dynamic_sd_lookup = self._lengths or (
+            [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        )
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """See vLLM, which calls it where it does not plan ahead; cuts the drafts."""
+        length = self._next_length()
+        drafts = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
+        super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, drafts))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """See vLLM; also sets the length of the drafts that are planned next."""
+        self._sampled = sum(map(len, model_runner_output.sampled_token_ids))
+        by_client: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        if (lengths := self._lengths) is not None and scheduler_output.num_scheduled_tokens:
+            self.dynamic_sd_lookup = lengths if self._next_length() else [0] * len(lengths)
+        return by_client
+
+    def with_draft_counts(
+        self, by_client: dict[int, EngineCoreOutputs]
+    ) -> dict[int, EngineCoreOutputs]:
+        """Puts the counts of drafts since the last outputs into the first of these, if any."""
+        if by_client and self._draft_stats is not None:
+            next(iter(by_client.values())).scheduler_stats = SchedulerStats(
+                spec_decoding_stats=self._draft_stats
+            )
+            self._draft_stats = None
+        return by_client
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Mapping[str, int] | None,
+        request_id: str,
+    ) -> None:
+        """See vLLM; counts the drafted and accepted tokens of a request in a step."""
+        if self._draft_stats is None:
+            self._draft_stats = SpecDecodingStats.new(self.num_spec_tokens)
+        self._draft_stats.observe_draft(num_draft_tokens, num_accepted_tokens)
+
+    def _next_length(self) -> int:
+        return self._rule.next_length(num_replies=len(self.running), sampled=self._sampled)

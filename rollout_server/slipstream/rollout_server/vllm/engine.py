@@ -1,0 +1,297 @@
+"""vLLM's AsyncLLM, in this process and its children; never on a port of its own.
+
+Consumes: prompts as token ids. Produces: sampled tokens with log-probabilities and versions.
+Waits for: the engine process. Unblocked by: its answers, a cancelled request, or its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import os
+from collections.abc import AsyncGenerator, Sequence
+
+import psutil
+from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.weights_section import StageSetting
+from slipstream.core.types import LogprobArray, PolicyVersion
+from slipstream.rollout_server.engine_interface import (
+    EngineDied,
+    EngineUse,
+    Generation,
+    LoadedWeights,
+    Sampling,
+    TextOptions,
+    TextPart,
+)
+from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
+from slipstream.rollout_server.inference.reply_text import ReplyText
+from slipstream.rollout_server.vllm.engine_arguments import engine_config
+from slipstream.rollout_server.vllm.engine_pause import ANSWER_LIMIT_S, EnginePause
+from slipstream.rollout_server.vllm.engine_requests import EngineRequests
+from slipstream.rollout_server.vllm.token_counter import PROBE_PREFIX, TokenCounter
+from slipstream.rollout_server.vllm.vllm_requests import (
+    ReplyRecord,
+    VllmParts,
+    parameters,
+    scores_of,
+    scoring_parameters,
+)
+from slipstream.rollout_server.vllm.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
+from slipstream.rollout_server.vllm.weights.worker_calls import WorkerCalls
+from slipstream.rollout_server.weights.direct_line import DirectLine
+from slipstream.rollout_server.weights.weight_update import WeightUpdate
+from slipstream.v1 import weights_pb2
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+_HEALTH_PERIOD_S = 0.5
+_EXIT_LIMIT_S = 5.0
+
+
+class VllmEngine:
+    """See `Engine` for the methods.
+
+    vLLM forks, so call `start` before any gRPC channel is opened.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        processes: list[psutil.Process],
+        line: DirectLine,
+        *,
+        stage: StageSetting,
+        adapters: AdapterRequests = WITHOUT_ADAPTERS,
+        recompute_context: bool = True,
+        answer_limit_s: float = ANSWER_LIMIT_S,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+    ) -> None:
+        self._llm, self._processes, self._adapters = llm, processes, adapters
+        self._silence_limit_s = silence_limit_s
+        self._pauses = EnginePause(
+            llm, line, answer_limit_s=answer_limit_s, recompute_context=recompute_context
+        )
+        self._workers = workers = WorkerCalls(llm, line)
+        self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
+        self._requests = EngineRequests(llm, self._pauses)
+
+    @classmethod
+    async def start(cls, config: Config, *, seed: int) -> VllmEngine:
+        """Starts the engine processes and pauses the engine; blocks the event loop meanwhile."""
+        before = set(psutil.Process().children(recursive=True))
+        settings = engine_config(config, seed)
+        # On CPU the line above chose "spawn" for the sake of thread binding, which is off. Forked
+        # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        # Frozen objects are never collected in the forked processes: a finaliser there would wait
+        # for a thread that the fork did not copy.
+        gc.collect()
+        gc.freeze()
+        line = DirectLine(config.rollout_server.tensor_parallel_size)
+        llm = AsyncLLM.from_vllm_config(
+            settings, stat_loggers=[TokenCounter], disable_log_stats=True
+        )
+        if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "fork":
+            # vLLM has started a program that knows none of our classes and outlives the server.
+            llm.shutdown(timeout=_EXIT_LIMIT_S)
+            raise RuntimeError(
+                "vLLM forked no engine: CUDA was started in the server, or it runs in a Ray actor "
+                "or on WSL"
+            )
+        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        engine = cls(
+            llm,
+            started,
+            line,
+            stage=config.staging,
+            adapters=AdapterRequests(config.lora),
+            recompute_context=config.rollout_server.recompute_context,
+        )
+        line.listen()
+        await engine.pause()
+        # Objects that exist now stay: collections need not look through vLLM's modules again.
+        gc.collect()
+        gc.freeze()
+        return engine
+
+    @property
+    def num_workers(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.vllm_config.parallel_config.world_size)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """See `Engine`."""
+        return self._pauses.version
+
+    @property
+    def max_model_len(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def num_experts(self) -> int:
+        """See `Engine`."""
+        return int(self._llm.model_config.get_num_experts())
+
+    @property
+    def keeps_start(self) -> bool:
+        """See `Engine`."""
+        return self._adapters.are_apart
+
+    @property
+    def vllm_parts(self) -> VllmParts:
+        """See `Engine`."""
+        return VllmParts(self._llm.vllm_config, self._llm.renderer)
+
+    def use(self) -> EngineUse:
+        """See `Engine`."""
+        return self._requests.use()
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
+        """See `Engine`."""
+        requests = self._requests
+        asked = parameters(sampling, max_tokens, experts_from=experts_from)
+        async with requests.admitted(request_id) as is_wanted:
+            if not is_wanted:
+                return Generation.unbegun()
+            adapter = self._adapters.request(sampling.adapter)
+            collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
+            output = await requests.next(request_id, collector)
+        record = ReplyRecord()
+        record.take(output)
+        return requests.returned(record, output, asked)
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        options: TextOptions,
+        experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
+    ) -> AsyncGenerator[TextPart, None]:
+        """See `Engine`."""
+        assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
+        asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
+        record, requests = ReplyRecord(), self._requests
+        text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
+
+        def read(output: RequestOutput) -> list[TextPart]:
+            new = record.part(output, with_logprobs=options.num_logprobs is not None)
+            return [new] if asked.detokenize else text.parts(new, output.outputs[0].finish_reason)
+
+        async with requests.admitted(request_id) as is_wanted:
+            if is_wanted:
+                adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
+                collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
+                while not (output := await requests.next(request_id, collector)).finished:
+                    for part in read(output):
+                        yield part
+        if not is_wanted:
+            yield TextPart((), "", generation=Generation.unbegun())
+            return
+        *others, last = read(output)
+        for part in others:
+            yield part
+        end = requests.returned(record, output, asked, is_judged=options.by_start)
+        yield dataclasses.replace(last, generation=end)
+
+    async def cancel(self, request_id: str) -> None:
+        """See `Engine`."""
+        await self._requests.cancel(request_id)
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+        await self._pauses.pause()
+
+    async def rest(self, *, give_back: bool) -> None:
+        """See `Engine`."""
+        await self._pauses.rest(give_back=give_back)
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+        await self._pauses.resume(version)
+
+    async def prepare_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> None:
+        """See `Engine`."""
+        self._adapters.check(layout)
+        await self._pauses.wake_weights()
+        await self._updates.prepare(
+            order, layout, first_rank, is_busy=bool(self._requests.num_open)
+        )
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        """See `Engine`."""
+        if self._requests.num_open:
+            # The order to pause waits for late answers; the update must not overtake it.
+            await self._pauses.settle()
+            return await self._updates.receive(publish_id)
+        # Nothing runs, and requests are held until `resume`: the update needs no pause.
+        self._pauses.hold_requests()
+        return await self._updates.receive(publish_id, self._pauses.resume_idle)
+
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> LogprobArray:
+        """See `Engine`."""
+        # Sequences behind the last named adapter are scored without one.
+        names = [*adapters, *[""] * len(sequences)]
+        await self._pauses.let_in(PROBE_PREFIX)
+        outputs = await asyncio.gather(
+            *(
+                self._score(f"{PROBE_PREFIX}{n}", sequence, adapter)
+                for n, (sequence, adapter) in enumerate(zip(sequences, names, strict=False))
+            ),
+            return_exceptions=True,
+        )
+        return scores_of(outputs, sequences)
+
+    async def _score(
+        self, request_id: str, token_ids: Sequence[int], adapter: str
+    ) -> RequestOutput:
+        asked, chosen = scoring_parameters(), self._adapters.request(adapter)
+        collector = await self._requests.add(request_id, token_ids, asked, chosen)
+        return await self._requests.next(request_id, collector)
+
+    async def watch(self) -> None:
+        """See `Engine`."""
+        watchdog = EngineWatchdog(self._silence_limit_s)
+        while not self._llm.errored:
+            await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
+            self._pauses.check()
+            waiting = 0 if self._pauses.is_paused else self._requests.num_open
+            watchdog.check(heard_s=self._requests.counter.heard_s, num_requests=waiting)
+        raise EngineDied("vLLM's engine process is gone; its own message stands above")
+
+    async def aclose(self) -> None:
+        """See `Engine`."""
+        self._workers.close()
+        self._llm.shutdown(timeout=_EXIT_LIMIT_S)
+        _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
+        for process in alive:
+            process.kill()
+        # The finalisers of vLLM's client log errors when they run after those of vLLM's modules.
+        gc.unfreeze()
+        del self._llm
+        gc.collect()
+
+    async def refresh_kept_linears(self, *, enabled: bool) -> None:
+        """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
+        await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))

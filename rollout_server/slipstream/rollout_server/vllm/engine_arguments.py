@@ -1,0 +1,124 @@
+"""Builds vLLM's configuration from our own settings and from `rollout_server.engine`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.cpu_engines import cpu_engine_problems
+from slipstream.core.models.model_sizes import ModelSizes, read_model_table
+from slipstream.core.models.rope_fields import QWEN35, architecture_of
+from slipstream.core.settings.config import Config
+from slipstream.rollout_server.inference.cuda_graphs import graph_values
+from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
+from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
+from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
+from slipstream.rollout_server.vllm.passed_table import table_problems
+from slipstream.rollout_server.vllm.vision_values import register_language_models, tower_values
+from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
+from slipstream.rollout_server.vllm.weights.plan_recording import KEEPING_BACKEND
+from slipstream.rollout_server.vllm.weights.weight_receiver import BACKEND
+from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+_WORKER_EXTENSION = "slipstream.rollout_server.vllm.weights.worker_extension.WorkerExtension"
+
+
+def engine_config(config: Config, seed: int) -> VllmConfig:
+    """Builds vLLM's whole configuration, before a model is loaded; ConfigError if vLLM refuses."""
+    passed = passed_through(config.rollout_server.engine)
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        for problem in cpu_engine_problems(config):
+            raise ConfigError(problem)
+    else:
+        check_precision(config.rollout_server.quantization)
+    graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
+    values = own_values(config, seed) | graphs | passed
+    if config.algorithm.router_replay != "off":
+        # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
+        values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}
+    try:
+        # With vLLM's context for offline use, a step takes as many prompt tokens as suit the GPU.
+        settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"vLLM refuses its settings: {said}") from error
+    if config.lora.publishes_adapters:
+        check_adapted(settings)
+    if on_cpu and settings.speculative_config is not None:
+        from slipstream.rollout_server.vllm.cpu_drafts import repair_expansion
+
+        repair_expansion()
+    scheduling = settings.scheduler_config
+    scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
+    return settings
+
+
+def _memory_share(config: Config) -> float:
+    if current_platform.is_cpu():
+        return config.rollout_server.gpu_memory_utilization
+    # It asks the driver: a process with a CUDA context could not fork the engine.
+    return vllm_share(config, wire_bytes(config), current_platform.get_device_total_memory())
+
+
+def check_precision(quantization: str) -> None:
+    """Raises ConfigError when this machine's GPUs do not compute with `quantization`."""
+    if quantization != "off" and not current_platform.supports_fp8():
+        raise ConfigError(
+            f"rollout_server.quantization = {quantization!r} needs a GPU of compute capability 8.9 "
+            "or above; set 'off'"
+        )
+
+
+def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
+    """Returns the values of `rollout_server.engine`; ConfigError for one that vLLM refuses."""
+    for problem in table_problems(table):
+        raise ConfigError(problem)
+    return dict(table)
+
+
+def own_values(config: Config, seed: int) -> dict[str, object]:
+    """Returns the values of our own settings under vLLM's names."""
+    settings, sampling = config.rollout_server, config.sampling
+    table = read_model_table(config.model.path)
+    longest = table.get("max_position_embeddings", math.inf)
+    on_cpu = current_platform.is_cpu()
+    if architecture_of(table) in QWEN35:
+        register_language_models()
+    return {
+        "model": str(config.model.path),
+        "dtype": config.model.dtype,
+        "hf_overrides": {"head_dtype": config.model.head_dtype},
+        "seed": seed,
+        # One token more than an episode: a probe of full length samples one token.
+        "max_model_len": min(sampling.max_episode_tokens + 1, longest),
+        "max_num_seqs": settings.max_episodes,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        # A single worker runs in the engine's process: between processes vLLM waits by spinning.
+        "distributed_executor_backend": (
+            UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
+        ),
+        "gpu_memory_utilization": _memory_share(config),
+        "enforce_eager": settings.is_eager(on_cpu=on_cpu),
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "quantization": None if settings.quantization == "off" else settings.quantization,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": _WORKER_EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(
+            backend=BACKEND if config.weights.delta == "off" else KEEPING_BACKEND
+        ),
+        # On a CPU vLLM's workers keep their memory and only pause.
+        "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
+        **draft_values(settings, on_cpu=on_cpu),
+        **tower_values(table, sampling),
+        **lora_arguments(config.lora, on_cpu=on_cpu),
+        # vLLM would round the states of these layers to the model's type after each token.
+        **({"mamba_ssm_cache_dtype": "float32"} if ModelSizes.of(table).linear_heads else {}),
+    }

@@ -1,0 +1,209 @@
+"""The pauses of vLLM's engine, and the requests that are held meanwhile.
+
+Consumes: orders to pause and to resume. Waits for: the engine's answers or marks; held requests
+wait to be let in. Unblocked by: these, or the limit of an answer, after which the engine counts as
+hung. A held request is unblocked by `resume`, `pause` or `release`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any
+
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.weights.direct_line import DirectLine
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+# Seconds after which an engine that has not answered an order to pause or resume counts as hung. A
+# step or two, and the calls before the order, take less.
+ANSWER_LIMIT_S = 120.0
+
+
+class EnginePause:
+    """Pauses and resumes one engine; holds requests meanwhile.
+
+    An engine with requests: `pause_for_update`, the update, `resume(version)`. An idle one:
+    `hold_requests`, the update beside `resume_idle(version)`, `resume(version)`. Weights that may
+    not be used: `pause`, after which requests wait in the engine. The learner trains on its GPU:
+    `rest`, then `wake_weights` and an update, or `resume` with the version that it had.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        line: DirectLine,
+        *,
+        answer_limit_s: float,
+        recompute_context: bool = True,
+    ) -> None:
+        """`recompute_context`: see the setting of `rollout_server`."""
+        self._llm, self._line, self._answer_limit_s = llm, line, answer_limit_s
+        # Orders that the engine has marked as carried out, before vLLM's answers.
+        self._late: list[asyncio.Task[None]] = []
+        # The number of orders to resume; the engine's scheduler counts them too.
+        self._num_resumes = 0
+        self._recompute = recompute_context
+        # The version of the newest `resume`.
+        self.version: PolicyVersion | None = None
+        # True from the order to pause, or to hold requests, to the answer of `resume`.
+        self.is_paused = False
+        self._lets_in = True
+        # Requests that are held, in the order in which they came.
+        self._held: dict[str, asyncio.Future[None]] = {}
+        # The version of an engine that was resumed while its requests are held.
+        self._ahead: PolicyVersion | None = None
+        # Whether the engine has given memory back, of which `resume` takes the rest again.
+        self._gave_back = False
+
+    @property
+    def salt(self) -> str | None:
+        """The `cache_salt` of vLLM for new requests; None: they may use any cached prefix.
+
+        A request uses only prefixes that were cached under its own salt.
+        """
+        if self._recompute or self.version is None:
+            return None
+        return _stamp(self.version)
+
+    async def pause(self) -> None:
+        """See `Engine`; held requests are let in, and wait in the engine.
+
+        The engine forgets all cached prefixes: the weights that computed them may not be used.
+        """
+        await self._pause(0.0, clear_cache=True)
+        self._let_all_in()
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+        if self._ahead != version:
+            resuming = asyncio.gather(*self._resuming(version))
+            await self._sooner(f"resumed {self._num_resumes}", self._call(resuming))
+        self.version, self.is_paused, self._gave_back = version, False, False
+        self._let_all_in()
+
+    async def pause_for_update(self, update_limit_s: float, mark: str = "") -> None:
+        """Pauses all requests; forgets their context if the new weights are to compute it anew.
+
+        `update_limit_s`: the limit of an update that is ordered at the same time, since the engine
+        may carry that out first. The workers tell `mark` when the pause is complete; the engine may
+        still forget contexts then, but does so before it takes another order.
+        """
+        if not self._recompute:
+            # Later requests belong to the new weights and must not get the salt of the old ones.
+            self._lets_in = False
+        await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
+
+    def check(self) -> None:
+        """Raises what vLLM answered late to an order that was marked as carried out."""
+        for task in [task for task in self._late if task.done()]:
+            self._late.remove(task)
+            task.result()
+
+    async def _pause(self, update_limit_s: float, *, clear_cache: bool, mark: str = "") -> None:
+        await self.settle()
+        # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry
+        # the version that the engine process stamped on them.
+        self._ahead, self.is_paused = None, True
+        core = self._llm.engine_core
+        pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        await self._sooner(mark, self._call(pausing, update_limit_s))
+
+    async def rest(self, *, give_back: bool) -> None:
+        """See `Engine`; requests that come meanwhile wait in the engine."""
+        if not give_back:
+            await self._pause(0.0, clear_cache=False)
+            return
+        await self.settle()
+        self._ahead, self.is_paused, self._gave_back = None, True, True
+        await self._call(self._llm.engine_core.sleep_async(1, "keep"))
+
+    async def wake_weights(self) -> None:
+        """Takes the memory of the weights again, if it was given back; the engine stays paused."""
+        if self._gave_back:
+            await self._call(self._llm.engine_core.wake_up_async(["weights"]))
+
+    def hold_requests(self) -> None:
+        """Holds every new request; only for an engine in which nothing runs."""
+        self.is_paused = True
+        self._lets_in = False
+
+    async def resume_idle(self, version: PolicyVersion, update_limit_s: float) -> None:
+        """Gives an idle engine its new version at once; requests stay held until `resume`.
+
+        The engine need not be paused: a pause would wait for all work on the device, buckets too.
+        Its scheduler forgets cached prefixes. For `update_limit_s` see `pause_for_update`.
+        """
+        self._ahead = version
+        await self._call(asyncio.gather(*self._resuming(version)), update_limit_s)
+
+    async def let_in(self, request_id: str) -> None:
+        """Waits until a request may be handed to the engine, or is released."""
+        if self._lets_in:
+            return
+        held = self._held[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await held
+        finally:
+            del self._held[request_id]
+
+    def release(self, request_id: str) -> None:
+        """Ends the wait of a request, if it is held."""
+        held = self._held.get(request_id)
+        if held is not None and not held.done():
+            held.set_result(None)
+
+    def _let_all_in(self) -> None:
+        self._lets_in = True
+        for request_id in self._held:
+            self.release(request_id)
+
+    def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[object]]:
+        """Returns the two calls to resume, in the order in which the engine takes them.
+
+        Await both at once.
+        """
+        self._num_resumes += 1
+        stamping = self._llm.update_weight_version(_stamp(version))
+        if self._gave_back:
+            # Resumes as soon as all memory is there.
+            return stamping, self._llm.engine_core.wake_up_async(None)
+        return stamping, self._llm.resume_generation()
+
+    async def settle(self) -> None:
+        """Waits for answers that are late; the next order then reaches the engine at once."""
+        await asyncio.gather(*self._late)
+        self._late.clear()
+
+    async def _sooner(self, mark: str, answer: Coroutine[Any, Any, None]) -> None:
+        """Waits for vLLM's answer, or for the engine's mark, after which the answer may be late."""
+        # Tasks begin in turn, so the engine still gets an order to pause before the update.
+        task = asyncio.create_task(answer)
+        with self._line.marked(mark) as marked:
+            try:
+                await asyncio.wait((task, marked), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+        if task.done():
+            task.result()
+        else:
+            self._late.append(task)
+
+    async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
+        limit_s = self._answer_limit_s + update_limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await call
+        except TimeoutError:
+            raise EngineDied(
+                f"vLLM's engine neither paused nor resumed within {limit_s:g} s"
+            ) from None
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+
+
+def _stamp(version: PolicyVersion) -> str:
+    return f"{version.incarnation}:{version.step}"

@@ -1,0 +1,139 @@
+"""vLLM's models for images alone, with or without torchvision.
+
+vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
+requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the same bits.
+vLLM imports this module by name wherever it looks at a model: see `vision_values`. It must not
+start CUDA: the server forks the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.core.models.rope_fields import QWEN35_VISION
+from slipstream.core.models.vision.processors import load_processor
+from transformers import PretrainedConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+_PROCESSING = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+
+
+def _stand_in_for_torchvision() -> None:
+    """Puts transformers' PIL module in the place of the one that cannot be imported.
+
+    vLLM's models take a function of it that both have.
+    """
+    if importlib.util.find_spec("torchvision") is not None or _PROCESSING in sys.modules:
+        return
+    plain = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    module: Any = types.ModuleType(_PROCESSING)
+    module.smart_resize = plain.smart_resize
+    module.Qwen2VLImageProcessor = plain.Qwen2VLImageProcessorPil
+    sys.modules[_PROCESSING] = module
+
+
+_stand_in_for_torchvision()
+
+from vllm.model_executor.models import (  # noqa: E402
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
+
+
+class ImagesAlone:
+    """What vLLM asks about a model's images before it starts."""
+
+    ctx: Any
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Returns the kinds of inputs beside text; None: any number of them."""
+        return {"image": None}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Returns the tokens of the largest image."""
+        processor = load_processor(self.ctx.model_config.model)
+        return {"image": min(seq_len, processor.max_tokens)}
+
+
+class _Qwen25Info(ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+class _Qwen3Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+class _Qwen3MixtureInfo(ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # type: ignore[misc]
+    pass
+
+
+class _Qwen35Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
+    def get_hf_config(self) -> PretrainedConfig:
+        """Returns the model's configuration; Qwen3-VL's class would demand its own."""
+        return self.ctx.get_hf_config()
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen2_5_vl.Qwen2_5_VLMultiModalProcessor,
+    info=_Qwen25Info,
+    dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder,
+)
+class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
+    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration  # type: ignore[misc]
+):
+    """vLLM's Qwen2.5-VL."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen3Info,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3VLForConditionalGeneration(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's Qwen3-VL."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen3MixtureInfo,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
+    qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration  # type: ignore[misc]
+):
+    """vLLM's Qwen3-VL with experts."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen3_vl.Qwen3VLMultiModalProcessor,
+    info=_Qwen35Info,
+    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+)
+class Qwen35Images:
+    """What vLLM asks about a Qwen3.5's images, without its classes of `delta_models`."""
+
+
+@functools.cache
+def ask_images_of_qwen35() -> None:
+    """Makes vLLM ask `Qwen35Images`, so that the server does not import the model's own class.
+
+    That module starts CUDA when it is imported. vLLM would then start the engine as a new program,
+    which knows nothing of what was registered here and outlives a server that is killed.
+    """
+    of_model = MULTIMODAL_REGISTRY._get_model_cls
+
+    def of_images(model_config: Any) -> Any:  # noqa: ANN401 - vLLM's
+        is_qwen35 = model_config.architecture in QWEN35_VISION
+        return Qwen35Images if is_qwen35 else of_model(model_config)
+
+    MULTIMODAL_REGISTRY._get_model_cls = of_images

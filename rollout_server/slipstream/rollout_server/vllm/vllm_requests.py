@@ -1,0 +1,165 @@
+"""What vLLM is asked for, and its outputs as generations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
+from slipstream.rollout_server.engine_interface import (
+    EngineDied,
+    FinishReason,
+    Generation,
+    GenerationFailed,
+    Sampling,
+    TextOptions,
+    TextPart,
+)
+from slipstream.rollout_server.inference.reply_text import is_read_by_us
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import BaseRenderer
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+# Tokens of each large part of a streamed reply after its first one. vLLM's application takes 0.1 to
+# 0.2 ms for a part.
+LARGE_PART_TOKENS = 64
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+@dataclass(frozen=True)
+class VllmParts:
+    """The parts of a vLLM engine that its HTTP application needs beside an engine."""
+
+    vllm_config: VllmConfig
+    renderer: BaseRenderer
+
+
+def parameters(
+    sampling: Sampling, max_tokens: int, *, experts_from: int, options: TextOptions | None = None
+) -> SamplingParams:
+    """Returns vLLM's parameters of one request; `options` None: its text is not read."""
+    text = options or TextOptions(skip_special_tokens=False)
+    stop = [*sampling.stop, *text.stop]
+    is_streamed = text.is_streamed
+    return SamplingParams(
+        **sampling.distribution,
+        seed=text.seed,
+        max_tokens=max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        # The engine's process ends the reply at these, before it hands the tokens out.
+        stop_token_ids=list(sampling.stop_token_ids),
+        # vLLM looks for these in the text of each chunk, and drops the tokens behind.
+        stop=stop,
+        include_stop_str_in_output=text.with_stop,
+        detokenize=bool(stop) or (options is not None and not is_read_by_us(options)),
+        skip_special_tokens=text.skip_special_tokens,
+        spaces_between_special_tokens=text.spaces_between_special_tokens,
+        logprobs=text.num_logprobs or 0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+        stream_interval=LARGE_PART_TOKENS if is_streamed and text.parts == "large" else None,
+        skip_clone=True,
+        routed_experts_prompt_start=experts_from,
+    )
+
+
+def scoring_parameters() -> SamplingParams:
+    """Returns vLLM's parameters of a request for the log-probabilities of its prompt."""
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+class ReplyRecord:
+    """The reply to one request, gathered from its outputs; the last one completes it."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    def take(self, output: RequestOutput) -> CompletionOutput:
+        """Adds the tokens of an output, and returns the part of it that is new."""
+        (completion,) = output.outputs
+        self.token_ids += completion.token_ids
+        self._logprobs += _sampled_logprobs(completion.logprobs)
+        return completion
+
+    def part(self, output: RequestOutput, *, with_logprobs: bool) -> TextPart:
+        """Takes an output, and returns the part of the text that is new with it."""
+        new = self.take(output)
+        return TextPart(
+            token_ids=new.token_ids,
+            text=new.text,
+            top_logprobs=new.logprobs if with_logprobs else None,
+            stop_reason=new.stop_reason,
+        )
+
+    def generation(self, last: RequestOutput) -> Generation:
+        """Returns the whole reply after its last output; GenerationFailed if parts are missing."""
+        (completion,) = last.outputs
+        spans = []
+        for span in completion.weight_versions or ():
+            incarnation, _, step = span.version.partition(":")
+            version = PolicyVersion(int(incarnation), int(step))
+            spans.append(VersionSpan(span.end - span.start, version))
+        token_ids: TokenArray = np.asarray(self.token_ids, dtype=np.uint32)
+        logprobs: LogprobArray = np.asarray(self._logprobs, dtype=np.float32)
+        if not len(token_ids) == len(logprobs) == sum(span.length for span in spans):
+            raise GenerationFailed(
+                f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities, versions {spans}"
+            )
+        return Generation(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version_spans=tuple(spans),
+            finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
+            cached_tokens=last.num_cached_tokens or 0,
+            expert_ids=completion.routed_experts,
+        )
+
+
+@contextlib.contextmanager
+def as_ours() -> Iterator[None]:
+    """Raises vLLM's errors as ours."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(str(error)) from error
+    except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
+        raise GenerationFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
+    """Returns the log-probability of each sampled token, the first of its position."""
+    if flat is None:
+        return ()
+    values: list[float] = flat.logprobs
+    if len(values) == len(flat.start_indices):
+        return values
+    return [values[start] for start in flat.start_indices]
+
+
+def scores_of(
+    outputs: Sequence[RequestOutput | BaseException], sequences: Sequence[Sequence[int]]
+) -> LogprobArray:
+    """Returns the log-probability of every token but each sequence's first; raises a failure."""
+    values: list[float] = []
+    for output, sequence in zip(outputs, sequences, strict=True):
+        if isinstance(output, BaseException):
+            raise output
+        scores = output.prompt_logprobs
+        values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
+    return np.asarray(values, dtype=np.float32)

@@ -1,0 +1,1 @@
+"""Receives new weights inside the workers of vLLM."""

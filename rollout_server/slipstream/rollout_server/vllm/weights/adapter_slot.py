@@ -1,0 +1,173 @@
+"""The adapters of an engine: vLLM's arguments for them, their tensors and their activation.
+
+Their tensors are handed over between two steps of the engine; requests name them by their ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import torch
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.settings.lora_section import FUSED, LoraSection
+from slipstream.protocol.weights.buckets import Bucket
+from slipstream.rollout_server.engine_interface import GenerationFailed
+from slipstream.rollout_server.weights.copy_plan import cut
+from slipstream.v1 import weights_pb2
+from vllm.config import VllmConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.interfaces import supports_lora
+
+
+class AdapterRequests:
+    """The names by which vLLM's requests call the adapters of `lora`.
+
+    vLLM loads an adapter that it does not hold from `lora_path`. There is nothing at this path: the
+    request fails, and is never computed without the adapter.
+    """
+
+    def __init__(self, lora: LoraSection) -> None:
+        self._names = lora.adapters
+        self.are_apart = lora.publishes_adapters
+        self._requests: dict[str, LoRARequest | None] = {"": None}
+        if self.are_apart:
+            self._requests = {
+                name: LoRARequest(
+                    lora_name=name or "policy", lora_int_id=number, lora_path="/sent by the learner"
+                )
+                for number, name in enumerate(self._names or ("",), 1)
+            }
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def request(self, name: str, *, by_start: bool = False) -> LoRARequest | None:
+        """Returns vLLM's name of an adapter; None for the model as the run started.
+
+        GenerationFailed when the run has no such adapter.
+        """
+        if by_start:
+            return None
+        if name not in self._requests:
+            known = ", ".join(self._names) or "empty"
+            raise GenerationFailed(f"there is no adapter {name!r}, lora.adapters are {known}")
+        return self._requests[name]
+
+    def check(self, layout: weights_pb2.WeightLayout) -> None:
+        """Raises WeightSyncError when other adapters come than those that this server has."""
+        if layout.adapters and tuple(layout.adapter_names) != self._names:
+            came, here = ", ".join(layout.adapter_names), ", ".join(self._names)
+            raise WeightSyncError(
+                f"lora.adapters must be alike for learner and rollout servers, got {came or 'none'}"
+                f" and {here or 'none'}"
+            )
+
+
+WITHOUT_ADAPTERS = AdapterRequests(LoraSection())
+
+
+def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
+    """Returns vLLM's arguments for the adapters of `lora`; none unless servers get them apart.
+
+    vLLM's CPU kernels compute a request without an adapter with the last place for one (index -1),
+    so one more place stays empty there.
+    """
+    if not lora.publishes_adapters:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": len(AdapterRequests(lora)) + on_cpu,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
+        # Without this list the other layers would compute with an adapter of zeros.
+        "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],
+    }
+
+
+def check_adapted(settings: VllmConfig) -> None:
+    """Raises ConfigError when vLLM's model takes no adapters; vLLM says so only after loading."""
+    model = settings.model_config
+    found, name = model.registry.resolve_model_cls(model.architectures, model)
+    if not supports_lora(found):
+        raise ConfigError(f"lora.publish must be merged, vLLM's {name} takes no adapters")
+
+
+class Arriving:
+    """The adapters of one layout while they arrive: `keep` for each bucket, then `put_on`."""
+
+    def __init__(
+        self, buckets: tuple[Bucket, ...] = (), scale: float = 0.0, *, number: int = 1
+    ) -> None:
+        """`scale` multiplies what each adds; the `number` adapters share `buckets` equally.
+
+        Without `buckets` there are no adapters.
+        """
+        self.buckets, self._scale = buckets, scale
+        self._of_each = len(buckets) // number
+        self._tensors: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
+
+    def keep(self, place: int, buffer: torch.Tensor) -> None:
+        """Copies the tensors of bucket `place`; the memory of `buffer` may be used again."""
+        tensors = cut(buffer, self.buckets[place])
+        own = self._tensors[place // self._of_each]
+        own |= {name: tensor.clone() for name, tensor in tensors}
+
+    def put_on(self, model: torch.nn.Module) -> None:
+        """Replaces the engine's adapters by those that arrived; call it between two steps.
+
+        After a WeightSyncError the engine lacks an adapter.
+        """
+        arrived, self._tensors = self._tensors, [{} for _ in self._tensors]
+        for adapter_id, tensors in enumerate(arrived, 1):
+            _put_on(model, adapter_id, tensors, self._scale)
+
+
+def _put_on(
+    model: torch.nn.Module, adapter_id: int, tensors: Mapping[str, torch.Tensor], scale: float
+) -> None:
+    """Activates the adapter made of `tensors`, which have PEFT's names and are changed.
+
+    WeightSyncError when the engine has no room for adapters, or when the tensors do not belong to
+    exactly the layers that it computes with an adapter.
+    """
+    manager: LoRAModelManager | None = vars(model).get("lora_manager")
+    if manager is None:
+        raise WeightSyncError("the engine was started without room for adapters: set lora.publish")
+    manager.remove_adapter(adapter_id)
+    rank = next(iter(tensors.values())).shape[0]
+    if rank > manager.lora_config.max_lora_rank:
+        raise WeightSyncError(
+            f"adapters of rank {rank} arrived, the engine has room for "
+            f"{manager.lora_config.max_lora_rank}"
+        )
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        adapter_id,
+        dict(tensors),
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    # vLLM would compute the missing layers without an adapter.
+    expected = {
+        part for name in manager.modules for part in manager.packed_modules.get(name, [name])
+    }
+    whole = {
+        name
+        for name, layer in adapter.loras.items()
+        if layer.lora_a is not None and layer.lora_b is not None
+    }
+    if different := sorted(expected ^ whole):
+        raise WeightSyncError(
+            f"the adapters that arrived and {len(different)} layers do not fit, "
+            f"{different[0]} for one: set lora alike for learner and rollout servers"
+        )
+    for layer in adapter.loras.values():
+        layer.scaling = scale
+    manager.add_adapter(adapter)
+    manager.activate_adapter(adapter_id)

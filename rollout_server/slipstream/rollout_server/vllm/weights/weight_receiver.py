@@ -1,0 +1,332 @@
+"""The engine workers' side of a publish: a weight-transfer engine for vLLM's registry.
+
+Importing this module registers the engine. Consumes: buckets from the learner. Produces: a loaded
+model, one digest for each bucket. Waits for: the communicator (on a thread, while generation
+continues) and each bucket. Unblocked by: the bytes, or the deadline of that wait.
+
+The first update goes through vLLM's own loader and checks a copy plan; later updates replay the
+plan. A model that the plan does not cover goes through the loader every time. Low-rank adapters
+arrive behind the weights that they are put on, or alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from slipstream.core.errors import WeightSyncError
+from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
+from slipstream.rollout_server.vllm.weights import plan_recording, vllm_layers
+from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
+from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
+from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS, Joining
+from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
+from slipstream.rollout_server.weights.copying import Copying
+from slipstream.rollout_server.weights.live_base import LiveBase
+from slipstream.rollout_server.weights.staging import Staging, room
+from slipstream.rollout_server.weights.weight_update import LoadResult
+from slipstream.v1 import weights_pb2
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import reload
+
+BACKEND = "slipstream"
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Which communicator to join: a `PublishOrder`, and the rank of the engine's worker 0."""
+
+    order: bytes
+    first_rank: int
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """vLLM's argument of an update, which `prepare` announced; `abandon` clears a failed one."""
+
+    abandon: bool = False
+
+
+class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
+    """Receives the buckets of a publish; copies them by a plan, or has vLLM load them."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    # False only in the test that shows what goes wrong without it.
+    refresh_kept_linears = True
+
+    _joining: Joining | None = None
+    _receiver: BucketReceiver | None = None
+    _incoming: Incoming | None = None
+    _stages = False
+    _staging: Staging | None = None
+    _copying: Copying | None = None
+    # The update that vLLM's loader is given now.
+    _loading: LoaderUpdate | None = None
+    _plan: Fp8Plan | None = None
+    _replay: Fp8Replay | None = None
+    # The base of deltas; None where only whole updates can be received.
+    _live: LiveBase | None = None
+    # The same if the announced update is a delta.
+    _delta: LiveBase | None = None
+    # The layout of the last update: its buckets of weights, and its adapters.
+    _layout = b""
+    _weights: tuple[Bucket, ...] = ()
+    _adapters = Arriving()
+    # The buckets for which recording a plan was tried.
+    _buckets: tuple[Bucket, ...] = ()
+    # Whether the weights in the model are those of a whole update.
+    _is_whole = False
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Leaves the old communicator and begins to join a new one."""
+        self.shutdown()
+        # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
+        logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        order = weights_pb2.PublishOrder.FromString(init_info.order)
+        if order.communicator.transport not in TRANSPORTS:
+            raise WeightSyncError(f"transport {order.communicator.transport!r} is not known here")
+        seat = Seat(
+            communicator=order.communicator,
+            rank=init_info.first_rank + self.parallel_config.rank,
+            join_deadline_s=order.join_deadline_s,
+        )
+        self._joining = Joining(seat, self.device)
+
+    def learn(self, layout: bytes) -> None:
+        """Takes the `WeightLayout` of the updates that follow; records a plan for new weights.
+
+        Recording may take longer than a bucket's deadline: call this before joining, or the other
+        members would wait.
+        """
+        if layout == self._layout:
+            return
+        parsed = weights_pb2.WeightLayout.FromString(layout)
+        self._weights = tuple(weight_buckets(parsed))
+        buckets, number = tuple(adapter_buckets(parsed)), max(1, len(parsed.adapter_names))
+        self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
+        if self._weights and self._weights != self._buckets:
+            self._buckets = self._weights
+            self._plan = self._replay = self._live = None
+            self._plan = plan_recording.recorded_plan(
+                self.model, self._buckets, self.device, self.vllm_config
+            )
+        self._layout = layout
+
+    def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
+        """Takes the announcement of an update, whose layout is that of the last `learn`.
+
+        `stage`: receive it beside the live weights, if a plan can copy it.
+        """
+        if not self._weights and not self._is_whole:
+            raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
+        if self._joining is None or self._joining.communicator_id != _id_of(order):
+            raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
+        buckets = self._weights + self._adapters.buckets
+        self._delta = self._live if order.HasField("delta") and self._is_whole else None
+        if self._delta is not None:
+            buckets = self._delta.expect(order.delta.changed)
+        elif order.HasField("delta"):
+            raise WeightSyncError("changes came, but the weights before them did not arrive")
+        self._incoming = Incoming(
+            buckets=buckets,
+            bucket_deadline_s=order.bucket_deadline_s,
+            own_buffers=stage or not self.can_copy,
+            digested=self._delta is None,
+        )
+        self._stages, self._copying = stage and self.can_copy, None
+        if self._stages:
+            self._staging = self._staging or Staging(self.device)
+            self._staging.clear()
+
+    def is_ready(self) -> bool:
+        """Whether an update can be received now; WeightSyncError when it never will."""
+        if self._joining is None or self._incoming is None:
+            raise WeightSyncError("no update was announced")
+        if self._receiver is None:
+            self._receiver = self._joining.result()
+            if self._receiver is None:
+                return False
+        memory = self._receiver.prepare(self._incoming)
+        if self._stages:
+            assert self._staging is not None
+            if not self._staging.is_begun:
+                self._staging.begin(self._receiver, self._incoming)
+            if not self._staging.is_done():
+                return False
+            memory = self._staging.buffers
+        if self._delta is not None:
+            self._delta.prepare()
+        elif self._replay is not None:
+            for place, buffer in enumerate(memory[: len(self._weights)]):
+                self._replay.prepare(place, buffer)
+        return True
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether this update can be received without vLLM's loader."""
+        return self._replay is not None or not self._weights
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies began that have not ended."""
+        return self._copying is not None
+
+    def room(self) -> int:
+        """Returns the bytes that an update may take beside the live weights."""
+        held_bytes = 0 if self._staging is None else self._staging.held_bytes
+        return room(self.device, held_bytes, self.parallel_config.world_size)
+
+    def begin_copies(self) -> None:
+        """Begins to copy an update, without waiting; `copy_weights` does the rest."""
+        receiver, incoming = self._receiver, self._incoming
+        if receiver is None or incoming is None or not self.can_copy:
+            raise WeightSyncError("no update was announced")
+        staging = self._staging if self._stages else None
+        self._copying = Copying(self._take, receiver, incoming, staging, device=self.device)
+        with self._leaving_on_errors():
+            self._copying.begin()
+
+    def copy_weights(self) -> None:
+        """Receives an update and copies it by the plan; after an error it must be repeated."""
+        if self._copying is None:
+            self.begin_copies()
+        copying, receiver = self._copying, self._receiver
+        assert copying is not None
+        assert receiver is not None
+        with self._leaving_on_errors():
+            digests = copying.finish()
+            shares = [] if self._delta is None else self._delta.read()
+        self._settle()
+        self._copying = None
+        self.result = LoadResult(
+            digests=[digest.hex() for digest in digests],
+            shares=shares,
+            by_plan=True,
+            has_plan=self._replay is not None,
+            receive_s=copying.receive_s,
+            load_s=copying.seconds() - copying.receive_s,
+            wire_s=receiver.take_wire().seconds,
+            began_s=copying.began_s(),
+        )
+        if self._staging is not None:
+            self._staging.clear()
+
+    def start_weight_update(self) -> None:
+        """Prepares every layer for its new weights."""
+        self._is_whole = False
+        self._loading = LoaderUpdate(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receives and loads all buckets; after an error the model needs a whole new update."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            # The reload keeps what arrived: a second update would mix both.
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+            self.shutdown()
+            raise
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receives all buckets through vLLM's loader."""
+        if update_info.abandon:
+            raise WeightSyncError("the update was abandoned")
+        receiver, incoming = self._receiver, self._incoming
+        if receiver is None or incoming is None or not incoming.own_buffers:
+            raise WeightSyncError("no update was announced")
+        assert self._loading is not None
+        num_weights = len(self._weights)
+        self._loading.receive(
+            receiver, incoming, self._plan, num_weights=num_weights, keep_adapters=self._take
+        )
+
+    def finish_weight_update(self) -> None:
+        """Finalises the layers; later updates use the plan if it agrees with the result."""
+        # The check holds the memory of all buckets that it has not found in the model.
+        loading, self._loading = self._loading, None
+        assert loading is not None
+        loading.finish(on_cpu=self.device.type == "cpu")
+        if loading.check is not None:
+            self._conclude(loading.check, loading.parameters)
+        self._settle()
+        shares = [] if self._live is None else self._live.read_unchanged()
+        self.result = loading.result(shares, has_plan=self._replay is not None)
+
+    def put_adapters_on(self) -> None:
+        """Ends an update: hands the engine the adapters that arrived with it."""
+        if self._adapters.buckets:
+            started_s = time.perf_counter()
+            self._adapters.put_on(self.model)
+            self._wait_for_device()
+            seconds = self.result.load_s + time.perf_counter() - started_s
+            self.result = replace(self.result, load_s=seconds)
+        self._is_whole = True
+
+    def shutdown(self) -> None:
+        """Leaves the communicator."""
+        if self._replay is not None:
+            self._replay.forget_buffers()
+        if self._joining is not None:
+            self._joining.close()
+        if self._staging is not None:
+            self._staging.clear()
+        self._joining = self._receiver = self._incoming = self._copying = None
+
+    @contextlib.contextmanager
+    def _leaving_on_errors(self) -> Iterator[None]:
+        """Leaves the communicator on any error: a half-received update cannot be resumed."""
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _take(self, place: int, buffer: torch.Tensor) -> None:
+        """Copies a bucket into the parameters, or keeps its adapters."""
+        if place >= len(self._weights):
+            self._adapters.keep(place - len(self._weights), buffer)
+            return
+        assert self._replay is not None
+        self._is_whole = False
+        (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
+
+    def _conclude(self, check: Fp8Check, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keeps the plan for later updates if it does what the loader did."""
+        assert self._plan is not None
+        self._replay = plan_recording.proved_replay(self._plan, check, parameters, self.model)
+        if self._replay is None:
+            self._plan = None
+        else:
+            self._live = plan_recording.live_base(self._plan, self._replay, self.device)
+
+    def _settle(self) -> None:
+        """Completes the new weights, also where a layer keeps a second form of them."""
+        self._wait_for_device()
+        if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
+            vllm_layers.repack_kept_linears(self.model)
+
+    def _wait_for_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _id_of(order: weights_pb2.PublishOrder) -> str:
+    return order.communicator.communicator_id
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    for backend in (BACKEND, plan_recording.KEEPING_BACKEND):
+        WeightTransferEngineFactory.register_engine(backend, SlipstreamWeightTransfer)

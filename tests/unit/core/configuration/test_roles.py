@@ -1,0 +1,307 @@
+"""The tables of reference and critic: what they need, what they refuse, what they stand for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import JsonValue
+from slipstream.core.configuration.config_file import (
+    check_model,
+    dump_config,
+    load_config,
+    parse_config,
+)
+from slipstream.core.configuration.roles import critic_config, reference_config, reference_is_policy
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+from support.fakes.model_folders import write_loadable_files
+
+Table = dict[str, JsonValue]
+
+SMALLEST: Table = {
+    "run": {"name": "test", "steps": 10},
+    "model": {"path": "models/tiny", "dtype": "float32"},
+    "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+    "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+}
+LLAMA3_ROPE: Table = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GAE: Table = {"advantage": "gae"}
+KL: Table = {"kl": {"coefficient": 0.1}}
+
+
+def table_with(algorithm: Table, **tables: JsonValue) -> Table:
+    table = copy.deepcopy(SMALLEST) | tables
+    table["algorithm"] = copy.deepcopy(SMALLEST["algorithm"]) | algorithm  # type: ignore[operator]
+    return table
+
+
+def config_with(algorithm: Table, **tables: JsonValue) -> Config:
+    return parse_config(table_with(algorithm, **tables), source="test.toml")
+
+
+def refusal(algorithm: Table, **tables: JsonValue) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_with(algorithm, **tables)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix("test.toml: ")
+
+
+def test_gae_and_the_critic_need_each_other() -> None:
+    assert refusal(GAE) == "algorithm.advantage = 'gae' needs the table critic"
+    assert refusal({}, critic={"learning_rate": 1e-3}) == (
+        "the table critic has no effect with algorithm.advantage = 'grpo'"
+    )
+    config = config_with(GAE, critic={"learning_rate": 1e-3})
+    assert list(config.roles) == ["critic"]
+
+
+def test_a_reference_without_a_penalty_is_refused() -> None:
+    assert refusal({}, reference={}) == (
+        "the table reference has no effect with algorithm.kl.coefficient = 0"
+    )
+    assert reference_config(config_with({})) is None
+
+
+def test_a_penalty_brings_the_default_reference_the_start_folder_in_the_policys_layout() -> None:
+    learner: Table = {"world_size": 2, "parallel": {"tp": 2}}
+    config = config_with(KL, learner=learner)
+    settings = reference_config(config)
+    assert settings is not None
+    assert settings.model == config.model
+    assert settings.learner == config.learner
+
+
+def test_a_reference_has_its_own_folder_type_and_layout() -> None:
+    learner: Table = {"world_size": 2, "parallel": {"tp": 2}, "transformer": {"a": 1}}
+    reference: Table = {"path": "old", "dtype": "bfloat16", "parallel": {"pp": 2}}
+    config = config_with(KL, learner=learner, reference=reference)
+    settings = reference_config(config)
+    assert settings is not None
+    assert settings.model.path == Path("old")
+    assert settings.model.dtype == "bfloat16"
+    assert (settings.learner.parallel.pp, settings.learner.parallel.tp) == (2, 1)
+    assert settings.learner.transformer == {"a": 1}
+    assert config.model.path == Path("models/tiny")
+
+
+def test_a_critic_has_its_own_optimizer_settings() -> None:
+    learner: Table = {"world_size": 2, "weight_decay": 0.5, "optimizer": {"a": 1}, "ddp": {"b": 1}}
+    critic: Table = {"learning_rate": 0.25, "grad_clip": 3.0, "ddp": {}}
+    settings = critic_config(config_with(GAE, learner=learner, critic=critic))
+    assert settings is not None
+    assert settings.algorithm.learning_rate == 0.25
+    assert (settings.learner.grad_clip, settings.learner.weight_decay) == (3.0, 0.0)
+    assert settings.learner.optimizer == {"a": 1}
+    assert settings.learner.ddp == {}
+    assert critic_config(config_with({})) is None
+
+
+@pytest.mark.parametrize("name", ["reference", "critic"])
+def test_an_impossible_layout_names_the_role(name: str) -> None:
+    algorithm = GAE | KL
+    learner: Table = {"world_size": 2, "micro_batch_tokens": 64}
+    tables: Table = {"learner": learner, "critic": {"learning_rate": 1e-3}, "reference": {}}
+    tables[name] = tables[name] | {"parallel": {"tp": 3}}  # type: ignore[operator]
+    assert "3" in refusal(algorithm, **tables)
+    tables[name] = tables[name] | {"parallel": {"vpp": 2}}  # type: ignore[operator]
+    assert refusal(algorithm, **tables).startswith(f"{name}.parallel.vpp needs pp > 1")
+
+
+def test_an_episode_must_fit_the_micro_batches_of_every_role() -> None:
+    learner: Table = {"world_size": 2, "micro_batch_tokens": 32, "parallel": {"cp": 2}}
+    config_with(KL, learner=learner)
+    message = refusal(KL, learner=learner, reference={"parallel": {}})
+    assert message.startswith("an episode must fit one micro batch of the reference")
+    assert message.endswith("reference.parallel.cp = 32, got 64")
+
+
+def test_the_tables_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    config = config_with(
+        GAE | KL,
+        critic={"learning_rate": 1e-3, "parallel": {"pp": 1}},
+        reference={"refresh_every_steps": 5},
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+def model_folder(folder: Path, **changes: JsonValue) -> Path:
+    sizes: Table = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(sizes | changes))
+    write_loadable_files(folder)
+    return folder
+
+
+def folder_refusal(folder: Path, **tables: JsonValue) -> str:
+    model: Table = {"path": str(model_folder(folder / "policy"))}
+    with pytest.raises(ConfigError) as caught:
+        check_model(config_with(GAE | KL, **({"model": model} | tables)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["reference", "critic"])
+def test_the_folder_of_a_role_is_checked_under_its_own_name(name: str, tmp_path: Path) -> None:
+    def refused(changes: Table, **role: JsonValue) -> str:
+        path = str(model_folder(tmp_path / "other", **changes))
+        tables: Table = {
+            "learner": {"world_size": 3},
+            "reference": {},
+            "critic": {"learning_rate": 1e-3},
+        }
+        tables[name] = tables[name] | {"path": path} | role  # type: ignore[operator]
+        return folder_refusal(tmp_path, **tables)
+
+    parallel: Table = {"tp": 3}
+    assert refused({}, parallel=parallel) == (
+        f"{name}.parallel.tp must divide the model's 4 attention heads, got 3"
+    )
+    assert refused({"vocab_size": 99}).startswith(
+        f"{name}.path must have the policy's vocabulary of 100 tokens, got 99"
+    )
+    assert refused({"max_position_embeddings": 32}).startswith(
+        f"{name}.path must have room for sampling.max_episode_tokens = 64"
+    )
+    assert refused({}, path=str(tmp_path / "none")).startswith(
+        f"{name}.path must be a Hugging Face folder"
+    )
+
+
+def test_a_role_needs_the_weights_of_its_folder(tmp_path: Path) -> None:
+    other = model_folder(tmp_path / "other")
+    (other / "model.safetensors").unlink()
+    message = folder_refusal(tmp_path, critic={"learning_rate": 1e-3, "path": str(other)})
+    assert message == f"critic.path must hold safetensors weights, but {other} has none"
+
+
+def test_a_reference_that_is_refreshed_must_have_the_policys_sizes(tmp_path: Path) -> None:
+    critic: Table = {"learning_rate": 1e-3}
+    path = str(model_folder(tmp_path / "other", num_hidden_layers=4))
+    config = config_with(
+        GAE | KL,
+        model={"path": str(model_folder(tmp_path / "policy"))},
+        critic=critic,
+        reference={"path": path},
+    )
+    check_model(config)
+    message = folder_refusal(
+        tmp_path, critic=critic, reference={"path": path, "refresh_every_steps": 3}
+    )
+    assert message.startswith("reference.refresh_every_steps must be 0")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 0.1},
+        {"rope_theta": 500.0},
+        {"rope_scaling": LLAMA3_ROPE},
+        {"tie_word_embeddings": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(
+    changes: Table, tmp_path: Path
+) -> None:
+    path = str(model_folder(tmp_path / "other", **changes))
+    message = folder_refusal(
+        tmp_path,
+        critic={"learning_rate": 1e-3},
+        reference={"path": path, "refresh_every_steps": 3},
+    )
+    assert message.startswith("reference.refresh_every_steps must be 0")
+
+
+SERVER: Table = {"base_url": "http://127.0.0.1:9000/v1", "model": "teacher"}
+FORWARD: Table = {"kl": {"coefficient": 1.0, "estimator": "forward_top_k"}}
+
+
+def test_a_reference_behind_a_server_loads_no_model() -> None:
+    for table in ({"lora": {"rank": 8}}, {}):
+        config = config_with(KL, reference={"server": SERVER}, **table)
+        assert reference_config(config) is None
+        assert not reference_is_policy(config)
+        # The settings as a run writes them are read again.
+        again = parse_config(tomllib.loads(dump_config(config)), source="config.toml")
+        assert again == config
+
+
+def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
+    plain = config_with(KL).max_trajectory_bytes
+    sampled = config_with(KL, reference={"server": SERVER}).max_trajectory_bytes
+    likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).max_trajectory_bytes
+    assert (sampled - plain, likely - plain) == (64 * 4, 64 * 44)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reference", "cause"),
+    [
+        (
+            FORWARD,
+            None,
+            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
+        ),
+        (
+            FORWARD,
+            {"server": SERVER},
+            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
+        ),
+        (
+            KL,
+            {"server": SERVER, "top_k": 2},
+            "reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
+            "got 2",
+        ),
+        (
+            {"kl": FORWARD["kl"] | {"placement": "reward"}},
+            {"server": SERVER, "top_k": 2},
+            "algorithm: kl.estimator = 'forward_top_k' is no cost of a sampled token: "
+            "kl.placement must be 'loss', got 'reward'",
+        ),
+        (
+            KL,
+            {"server": SERVER, "refresh_every_steps": 2},
+            "reference: refresh_every_steps has no effect with the table server: the ranks load "
+            "no reference",
+        ),
+    ],
+)
+def test_servers_of_a_reference_that_cannot_work_are_refused(algorithm, reference, cause) -> None:
+    tables = {} if reference is None else {"reference": reference}
+    assert refusal(algorithm, **tables) == cause
+
+
+def test_a_server_answers_at_temperature_1_alone() -> None:
+    sampling = {**SMALLEST["sampling"], "temperature": 0.8}
+    assert refusal(KL, reference={"server": SERVER}, sampling=sampling) == (
+        "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
+        "prompts at temperature 1, got 0.8"
+    )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9000/v1", "http://127.0.0.1:9000", "http:///v1"])
+def test_the_address_of_a_reference_is_that_of_an_openai_api(address: str) -> None:
+    cause = refusal(KL, reference={"server": SERVER | {"base_url": address}})
+    assert cause.startswith("reference.server.base_url: ")
+    assert repr(address) in cause

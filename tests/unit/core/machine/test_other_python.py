@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.core.machine.other_python import NEEDS, worker_program
+from support.rigs.other_pythons import bare_python, furnished_python
+
+FAKES = str(Path(__file__).parents[2] / "support" / "fakes")
+LIMIT_S = 60.0
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a virtual environment with no package."""
+    return bare_python(tmp_path_factory.mktemp("bare") / "venv")
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of one that has this one's packages, but not Slipstream's own folders."""
+    return furnished_python(tmp_path_factory.mktemp("furnished") / "venv")
+
+
+def check(python: Path, reference: str) -> subprocess.CompletedProcess[str]:
+    command = [*worker_program(str(python)), "--check", reference, "--search-path", FAKES]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished: Path) -> None:
+    lacks = subprocess.run([furnished, "-c", "import slipstream"], capture_output=True, check=False)
+    assert lacks.returncode != 0
+    ended = check(furnished, "fake_workers:Good")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "environment fake_workers:Good is ready: 3 tasks\n"
+
+
+def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:
+    command = [*worker_program(""), "--check", "fake_workers:Good", "--search-path", FAKES]
+
+    def ended(python: Path) -> tuple[int, str]:
+        given = [*command, "--python", str(python)]
+        done = subprocess.run(given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert ended(furnished) == (0, "environment fake_workers:Good is ready: 3 tasks\n")
+    missing = tmp_path / "python"
+    assert ended(missing) == (
+        2,
+        f"--python must be an interpreter, got {missing}: No such file or directory\n",
+    )
+
+
+def test_the_worker_sees_the_variables_of_its_own_virtual_environment(
+    furnished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "telling.py").write_text(
+        "import os, sys\n"
+        "raise ValueError(os.environ['VIRTUAL_ENV'] + ' ' + os.environ['PATH'].split(':')[0])\n"
+    )
+    command = [*worker_program(str(furnished)), "--check", "telling:X"]
+    ended = subprocess.run(
+        [*command, "--search-path", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    prefix = str(furnished.parents[1])
+    assert f"ValueError: {prefix} {prefix}/bin (telling.py:2" in ended.stderr
+
+
+def test_an_interpreter_that_lacks_packages_is_one_line_with_the_command(bare: Path) -> None:
+    ended = check(bare, "fake_workers:Good")
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    wanted = " ".join(f"'{requirement}'" for requirement in NEEDS.values())
+    assert ended.stderr == f"{bare} lacks what a worker needs: {bare} -m pip install {wanted}\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_right"),
+    [("1.75.9", False), ("1.76.0", True), ("1.85.1rc1", True), ("2.0", False), ("2.0rc1", False)],
+)
+def test_another_version_of_a_package_is_refused(
+    bare: Path, tmp_path: Path, version: str, is_right: bool
+) -> None:
+    folder = tmp_path / "venv"
+    python = bare_python(folder)
+    (site,) = folder.glob("lib/*/site-packages")
+    for module, requirement in NEEDS.items():
+        name, _, bounds = requirement.partition(">=")
+        made = site.joinpath(*module.split("."))
+        made.mkdir(parents=True)
+        (made / "__init__.py").touch()
+        info = site / f"{name.replace('-', '_')}-1.dist-info"
+        info.mkdir()
+        given = version if name == "grpcio" else bounds.partition(",")[0]
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {given}\n")
+    ended = check(python, "fake_workers:Good")
+    said = "-m pip install 'grpcio>=1.76,<2'\n"
+    assert ended.stderr.endswith(said) is not is_right, ended.stderr
+
+
+def test_what_a_worker_needs_is_what_the_client_is_installed_with() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert set(NEEDS.values()) <= set(project["project"]["dependencies"])
+
+
+def test_this_interpreter_runs_the_worker_as_a_module() -> None:
+    assert worker_program("") == (sys.executable, "-m", "slipstream.client.worker")

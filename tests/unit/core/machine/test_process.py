@@ -1,0 +1,76 @@
+"""Requests of a process to the system and to its interpreter."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.core.machine.process import below_this, without_collections
+
+# Starts the command of its arguments, which waits for the end of this process, and ends.
+PARENT = """
+import os, subprocess, sys
+from slipstream.core.machine.process import below_this
+wait = 'while kill -0 "$0" 2>/dev/null; do sleep 0.01; done; exec "$@"'
+command = ["sh", "-c", wait, str(os.getpid()), *below_this(), *sys.argv[2:]]
+subprocess.Popen(command, pass_fds=[int(sys.argv[1])])
+os._exit(0)
+"""
+
+
+FLUSH = """
+import os, sys
+from slipstream.core.machine.process import flush_output
+print("written")
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+flush_output()
+"""
+
+
+@pytest.mark.process
+def test_what_a_full_disk_does_not_take_changes_no_exit_code(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.run(
+            [sys.executable, "-c", FLUSH], stdout=log, stderr=subprocess.PIPE, timeout=30
+        )
+    # Python itself would flush again, fail, and end with 120.
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_objects_made_without_collections_stay_and_the_collector_is_as_before() -> None:
+    frozen = gc.get_freeze_count()
+    with without_collections():
+        assert not gc.isenabled()
+        with without_collections():
+            kept = [[] for _ in range(1000)]
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_the_collector_is_on_again_after_an_import_that_fails() -> None:
+    with pytest.raises(ImportError), without_collections():
+        raise ImportError
+    assert gc.isenabled()
+
+
+@pytest.mark.process
+def test_a_program_begins_and_its_exit_code_is_that_of_the_command() -> None:
+    assert subprocess.run([*below_this(), "sh", "-c", "exit 7"]).returncode == 7
+
+
+@pytest.mark.process
+def test_a_program_whose_parent_ended_before_it_began_does_not_begin(tmp_path: Path) -> None:
+    """A run that is killed while it starts its processes leaves none of them."""
+    reader, writer = os.pipe()
+    words = [str(writer), "touch", str(tmp_path / "began")]
+    subprocess.run([sys.executable, "-c", PARENT, *words], pass_fds=[writer], check=True)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as ended:
+        # The end of the command closes its writing end.
+        assert ended.read() == b""
+    assert not (tmp_path / "began").exists()

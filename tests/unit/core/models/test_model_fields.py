@@ -1,0 +1,530 @@
+"""Fields of config.json with which learner, vLLM and transformers would not compute alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.core.configuration.config_file import check_model, model_warnings, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_fields import (
+    HARMLESS,
+    HONOURED,
+    ONE_VALUE,
+    ONE_VALUE_OF,
+    field_problems,
+    unknown_fields,
+)
+from slipstream.core.models.model_rules import ARCHITECTURES
+from slipstream.core.models.model_sizes import read_model_table
+from slipstream.core.models.rope_fields import ALTERNATING, DELTA_NETS
+from support.fakes.model_folders import write_loadable_files
+
+LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, _, _, OLMOE, *LATER = ARCHITECTURES
+GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT, NEMOTRON_H, *LATEST = LATER
+QWEN35, QWEN35_MOE, *SEEING = LATEST
+SIZES = {"hidden_size": 64, "num_attention_heads": 4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+# What a config.json of this class must have.
+GPT_OSS_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
+WRITTEN = {
+    DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    DEEPSEEK2: {"n_group": 1, "topk_group": 1},
+    GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
+    NEMOTRON_H: {
+        "hybrid_override_pattern": "M-*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+    },
+    SEEING[2]: {"norm_topk_prob": True},
+}
+# Positions of a Qwen3.5 with heads of 256 dimensions, a quarter of which is turned.
+AXES = {
+    "rope_type": "default",
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+LIMITED = {"topk_method": "group_limited_greedy"}
+LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def without(table: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key != name}
+
+
+# architecture, what config.json says, part of the message
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (LLAMA, {"attention_bias": True}, "attention_bias of a LlamaForCausalLM must be left out or f"),
+    (QWEN3, {"attention_bias": True}, "attention_bias of a Qwen3ForCausalLM must be"),
+    (QWEN3_MOE, {"attention_bias": True}, "got True"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+    (LLAMA, {"bias": True}, "bias of a"),
+    (LLAMA, {"qkv_bias": True}, "qkv_bias"),
+    (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias of a Qwen2MoeForCausalLM must be left out or true"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act of a LlamaForCausalLM must be 'silu', got 'gelu'"),
+    (QWEN3, {"hidden_act": "relu"}, "hidden_act"),
+    (LLAMA, {"logit_scale": 0.5}, "logit_scale of a LlamaForCausalLM must be left out or 1, got 0"),
+    (LLAMA, {"is_causal": False}, "is_causal"),
+    (QWEN2, {"qk_norm": True}, "qk_norm"),
+    (LLAMA, {"use_qk_norm": True}, "use_qk_norm"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1, got 0.5"),
+    (QWEN2, {"rotary_pct": 0.25}, "rotary_pct"),
+    (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+    (LLAMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    (LLAMA, {"num_local_experts": 4}, "num_local_experts"),
+    (QWEN3_MOE, {"num_experts": 8, "num_local_experts": 4}, "the same number, got 8 and 4"),
+    (QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+    (QWEN3_MOE, {"scoring_func": "sigmoid"}, "scoring_func"),
+    (QWEN3_MOE, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+    (QWEN3_MOE, {"n_group": 4}, "n_group"),
+    (QWEN3, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob of a MixtralForCausalLM must be"),
+    (MIXTRAL, {"sliding_window": 4096, "use_sliding_window": False}, "sliding_window"),
+    (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "got 'sliding_attention'"),
+    (QWEN2, {"head_dim": 32}, "must be hidden_size / num_attention_heads = 16, as rollout servers"),
+    (QWEN2_MOE, {"head_dim": 32}, "got 32"),
+    (LLAMA, {"rope_parameters": {"mrope_section": [1]}}, "mrope_section in rope_parameters is not"),
+    (QWEN2, {"rope_parameters": {"factor": 2.0}}, "factor in rope_parameters is not computed with"),
+    (QWEN3, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention in"),
+    (LLAMA, {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 2.0}}, "which differ"),
+    (LLAMA, {"rope_parameters": LLAMA3, "rope_theta": 1e4}, "rope_theta is 10000.0 in config.json"),
+    (LLAMA, {"rope_parameters": without(LLAMA3, "factor")}, "needs factor in rope_parameters"),
+    (LLAMA, {"rope_parameters": YARN | {"factor": None}}, "'yarn' needs factor"),
+    (
+        LLAMA,
+        {"rope_parameters": YARN, "max_position_embeddings": 1025},
+        "must be at most factor * original_max_position_embeddings = 1024, for which",
+    ),
+    (LLAMA, {"rope_parameters": YARN | {"mrope_section": [1]}}, "mrope_section in rope_parameters"),
+    (GLM, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (GLM, {"scoring_func": "softmax"}, "scoring_func"),
+    (GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must be default, got 'lin"),
+    (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+    (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "topk_method"),
+    (DEEPSEEK, {"scoring_func": None}, "scoring_func of a DeepseekV3ForCausalLM must be 'sigmoid'"),
+    (DEEPSEEK, {"rms_norm_eps": 0.01}, "rms_norm_eps"),
+    (DEEPSEEK, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "the same number without an atten"),
+    (
+        DEEPSEEK,
+        {"rope_scaling": LATENT_YARN | {"attention_factor": 1.0}},
+        "attention_factor, got 1",
+    ),
+    (DEEPSEEK2, {"n_group": None}, "n_group and topk_group of a DeepseekV2ForCausalLM must be nu"),
+    (
+        DEEPSEEK2,
+        {"n_group": 4, "topk_method": "greedy"},
+        "with topk_method greedy must be 1, since",
+    ),
+    (DEEPSEEK2, {"n_group": 4}, "since rollout servers would choose groups, got 4"),
+    (DEEPSEEK2, {"norm_topk_prob": True}, "norm_topk_prob of a DeepseekV2ForCausalLM must be"),
+    (DEEPSEEK2, {"topk_method": "noaux_tc"}, "must be 'greedy' or 'group_limited_greedy', got"),
+    (DEEPSEEK2, {"scoring_func": "sigmoid"}, "scoring_func"),
+    (DEEPSEEK2, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    (DEEPSEEK2, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "mscale_all_dim of latent attent"),
+    (GPT_OSS, {"swiglu_limit": 6.0}, "swiglu_limit of a GptOssForCausalLM must be left out or 7.0"),
+    (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+    (GPT_OSS, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    (GPT_OSS, {"attention_bias": False}, "attention_bias"),
+    (GPT_OSS, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (GPT_OSS, {"layer_types": ["full_attention"]}, "must alternate from sliding_attention on, as"),
+    (GPT_OSS, {"layer_types": ["sliding_attention"] * 2}, "got 'sliding_attention' for layer 1"),
+    (GPT_OSS, {"rope_parameters": {"rope_type": "default"}}, "one of yarn, got 'default'"),
+    (GPT_OSS, {"rope_parameters": YARN | {"beta_fast": 32.0}}, "needs beta_slow"),
+    (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"mscale": 1.0}}, "mscale in rope_parameters is"),
+    (QWEN3, {"linear_num_value_heads": 2}, "linear_num_value_heads"),
+    (QWEN3_NEXT, {"attention_bias": True}, "attention_bias"),
+    (QWEN3_NEXT, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
+    (QWEN3_NEXT, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
+    (NEMOTRON_H, {"hybrid_override_pattern": None}, "needs hybrid_override_pattern or layers_"),
+    (NEMOTRON_H, {"hybrid_override_pattern": "M-E"}, "got 'E': layers of experts are not trained"),
+    (NEMOTRON_H, {"layers_block_type": ["mlp"]}, "must say the same of each layer, got 'M-*' and"),
+    (
+        NEMOTRON_H,
+        {"n_groups": None},
+        "n_groups of a NemotronHForCausalLM must be a number, got None",
+    ),
+    (NEMOTRON_H, {"n_groups": 3}, "n_groups must divide the 4 mamba_num_heads, got 3"),
+    (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act of a NemotronHForCausalLM must be"),
+    (NEMOTRON_H, {"use_conv_bias": False}, "use_conv_bias"),
+    (NEMOTRON_H, {"use_bias": True}, "use_bias"),
+    (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (NEMOTRON_H, {"mamba_n_groups": 4}, "mamba_n_groups"),
+    (NEMOTRON_H, {"residual_in_fp32": True}, "residual_in_fp32"),
+    (QWEN3, {"mamba_num_heads": 4}, "mamba_num_heads"),
+    (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate of a Qwen3Next"),
+    (QWEN35, {"attn_output_gate": False}, "attn_output_gate of a Qwen3_5ForCausalLM must be left"),
+    (QWEN35, {"num_experts": 4}, "num_experts"),
+    (QWEN35, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
+    (QWEN35, {"layer_scale": True}, "layer_scale"),
+    (QWEN35, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
+    (QWEN35_MOE, {"norm_topk_prob": False}, "norm_topk_prob of a Qwen3_5MoeForCausalLM must be"),
+    (QWEN3, {"mtp_num_hidden_layers": 1}, "mtp_num_hidden_layers"),
+    *(
+        (one, {"rope_parameters": AXES | change}, message)
+        for one in SEEING[3:]
+        for change, message in (
+            ({"mrope_interleaved": False}, "mrope_interleaved of a Qwen3_5"),
+            ({"mrope_section": [24, 20, 20]}, "half of the turned part of a head, 32, got [24"),
+            ({"partial_rotary_factor": 0.5}, "half of the turned part of a head, 64, got [11"),
+            ({"mrope_section": [16, 16]}, "must be three numbers"),
+        )
+    ),
+    (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
+    (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob of a OlmoeForCausalLM must be left out or"),
+    (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    (OLMOE, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv"),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation"),
+    (GEMMA2, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    (GEMMA2, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (GEMMA2, {"rope_parameters": YARN}, "must be one of default, linear, got 'yarn'"),
+    (
+        GEMMA3,
+        {"rope_parameters": {"full_attention": {"factor": 2.0}, "sliding_attention": {}}},
+        "factor in rope_parameters",
+    ),
+    (
+        QWEN2,
+        {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
+        "the rope_type 'llama3' needs original_max_position_embeddings",
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "change", "message"), REFUSED)
+def test_fields_that_are_not_computed_alike_are_refused(
+    architecture: str, change: dict[str, Any], message: str
+) -> None:
+    values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
+    (found,) = field_problems(values)
+    assert message in found
+    assert unknown_fields(values) == []
+
+
+# What changes nothing, or is computed with everywhere.
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (one, {"rope_parameters": LLAMA3})
+        for one in ARCHITECTURES
+        if one not in (*ALTERNATING, GLM, DEEPSEEK2, DEEPSEEK, *DELTA_NETS, *SEEING)
+    ),
+    *(
+        (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
+        for one in SEEING[:3]
+        for kind, name in (("type", "mrope"), ("rope_type", "default"))
+    ),
+    (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    (GLM, {"partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}),
+    (GLM, {"n_routed_experts": 160, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}),
+    (GLM, {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1}),
+    (DEEPSEEK, {"rope_scaling": LATENT_YARN, "q_lora_rank": 1536, "kv_lora_rank": 512}),
+    (DEEPSEEK, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}),
+    (DEEPSEEK, {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True}),
+    (DEEPSEEK2, {"rope_scaling": LATENT_YARN, "n_group": 8, "topk_group": 3, **LIMITED}),
+    (DEEPSEEK2, {"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 16.0}),
+    (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"truncate": False}, "swiglu_limit": 7.0}),
+    (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
+    (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),
+    (QWEN3_NEXT, {"linear_num_value_heads": 32, "linear_num_key_heads": 16}),
+    *((one, {"rope_parameters": AXES, "head_dim": 256}) for one in (QWEN35, *SEEING[3:])),
+    # Fields with which Qwen3.5 was published.
+    *(
+        (one, {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"})
+        for one in (QWEN35, QWEN35_MOE)
+    ),
+    (QWEN35, {"mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),
+    (QWEN35, {"full_attention_interval": 4, "layer_types": ["linear_attention"]}),
+    (QWEN3_NEXT, {"full_attention_interval": 4, "partial_rotary_factor": 0.25}),
+    (QWEN3_NEXT, {"layer_types": ["linear_attention", "full_attention"]}),
+    (NEMOTRON_H, {"rms_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}),
+    (NEMOTRON_H, {"time_step_limit": [0.0, math.inf], "time_step_min": 0.001, "expand": 2}),
+    (NEMOTRON_H, {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    (NEMOTRON_H, {"n_routed_experts": 8, "n_group": 1, "moe_latent_size": None, "use_bias": False}),
+    (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    (MISTRAL, {"sliding_window": 4096}),
+    (GEMMA2, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    (GEMMA2, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+    (
+        GEMMA3,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ),
+    (GEMMA3, {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}),
+    *(
+        (one, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
+        for one in (LLAMA,)
+    ),
+    (LLAMA, {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "bias": None}),
+    # Fields with which SmolLM2 and a distilled Qwen2 were published.
+    (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
+    (QWEN2, {"use_mrope": False, "sliding_window": 4096, "use_sliding_window": False}),
+    (LLAMA, {"head_dim": 32, "rope_scaling": None, "rope_theta": 1e6, "pretraining_tp": 2}),
+    (QWEN2, {"attention_bias": True, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
+    (QWEN2, {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}),
+    (QWEN3_MOE, {"num_experts": 8, "num_local_experts": 8, "norm_topk_prob": False}),
+    (QWEN2_MOE, {"qkv_bias": True, "shared_expert_intermediate_size": 8}),
+    (MIXTRAL, {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02, "sliding_window": None}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "change"), ACCEPTED)
+def test_fields_that_are_computed_alike_are_accepted(
+    architecture: str, change: dict[str, Any]
+) -> None:
+    values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
+    assert list(field_problems(values)) == []
+    assert unknown_fields(values) == []
+
+
+@pytest.mark.parametrize("architecture", SEEING)
+def test_positions_with_three_axes_say_where_these_are(architecture: str) -> None:
+    values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {})}
+    (found,) = field_problems(values | {"rope_parameters": {"rope_type": "default"}})
+    assert "needs mrope_section" in found
+    rope = LLAMA3 | {"mrope_section": [4, 6, 6]}
+    assert "must be one of default" in next(field_problems(values | {"rope_parameters": rope}))
+
+
+def test_a_deepseek_says_how_its_router_scores() -> None:
+    """vLLM takes softmax if config.json does not say it; transformers 5 does not write it."""
+    found = list(field_problems({"architectures": [DEEPSEEK], **SIZES}))
+    assert [line.split()[1] for line in found] == ["scoring_func", "topk_method"]
+    assert all("got none: rollout servers take another value" in line for line in found)
+
+
+def test_no_field_is_of_two_kinds() -> None:
+    assert HONOURED.isdisjoint(HARMLESS)
+    assert ONE_VALUE.keys().isdisjoint(HONOURED | HARMLESS)
+    assert ONE_VALUE_OF.keys() == set(ARCHITECTURES)
+
+
+def test_every_field_with_one_value_is_refused_with_another() -> None:
+    for name, allowed in ONE_VALUE.items():
+        values = {"architectures": [QWEN3], name: "another"}
+        assert "another" not in allowed
+        assert name in next(field_problems(values))
+
+
+def folder_with(tmp_path: Path, **fields: object) -> Path:
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 64}
+    table = {"architectures": [LLAMA]} | SIZES | sizes | fields
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    write_loadable_files(tmp_path)
+    return tmp_path
+
+
+def settings_of(model: Path) -> dict[str, Any]:
+    return {
+        "run": {"name": "test", "steps": 1},
+        "model": {"path": str(model)},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
+    }
+
+
+def test_a_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = parse_config(settings_of(folder_with(tmp_path, mlp_bias=True)), source="test")
+    with pytest.raises(ConfigError, match=r"^model\.path: mlp_bias of a LlamaForCausalLM must be"):
+        check_model(config)
+
+
+def test_ministrals_sequences_stay_where_both_programs_scale_queries_alike(tmp_path: Path) -> None:
+    rope = YARN | {"original_max_position_embeddings": 15, "llama_4_scaling_beta": 0.1}
+    model = folder_with(tmp_path, architectures=["Ministral3ForCausalLM"], rope_parameters=rope)
+    with pytest.raises(ConfigError, match="original_max_position_embeddings, got 16 and 15"):
+        check_model(parse_config(settings_of(model), source="test"))
+
+
+TWO_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"lora": {"rank": 8, "publish": "adapters"}}, "lora.publish must be merged"),
+        ({"lora": {"rank": 8}, "learner": TWO_RANKS}, "learner.parallel.tp must be 1 for adapters"),
+        ({"learner": THREE_RANKS}, "q_lora_rank and kv_lora_rank"),
+    ],
+)
+def test_what_latent_attention_lacks_is_refused(
+    tmp_path: Path, section: dict[str, Any], message: str
+) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    fields = (
+        WRITTEN[DEEPSEEK]
+        | sizes
+        | experts
+        | latent
+        | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+    )
+    model = folder_with(tmp_path, architectures=[DEEPSEEK], **fields)
+    table = settings_of(model)
+    table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
+    with pytest.raises(ConfigError, match=message):
+        check_model(parse_config(table, source="test"))
+
+
+LATENT = {
+    "n_routed_experts": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "section", "message"),
+    [
+        (GPT_OSS, {}, {"learner": GPT_OSS_RANKS}, "etp .* must be 1: Megatron does not split exp"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            {},
+            "cannot be trained: write them anew with python -m slipstream.learner.trainer.dequant",
+        ),
+        (
+            DEEPSEEK2,
+            LATENT,
+            {"learner": {"transformer": {"moe_router_fusion": True}}},
+            "moe_router_fusion must be false for a Deepseek",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
+            "cp must be 1 for a Qwen3Next.*: delta nets read the tokens",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
+            "cp must be 1 for a NemotronH.*: Mamba layers read the tokens",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0, "n_groups": 1},
+            {"learner": GPT_OSS_RANKS},
+            "tp must divide the 1 heads or groups of Mamba layers, got 2",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"rollout_server": {"quantization": "fp8_per_channel"}},
+            'quantization must be "off" for a NemotronHForCausalLM',
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"rollout_server": {"tensor_parallel_size": 4}},
+            "tensor_parallel_size must divide the 2 groups and 4 heads of Mamba layers, got 4",
+        ),
+        (
+            NEMOTRON_H,
+            {"num_experts": 0},
+            {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
+            "must be 0 for a NemotronHForCausalLM: of layers without attention only the delta",
+        ),
+        (
+            QWEN35,
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_experts": None},
+            {"learner": GPT_OSS_RANKS},
+            "must divide the 1 heads or groups of delta nets, got 2",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 4},
+            {"learner": GPT_OSS_RANKS},
+            "must divide the 1 heads or groups of delta nets, got 2",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"lora": {"rank": 8, "target_modules": ["linear_proj"], "publish": "adapters"}},
+            "lora.publish must be merged for a model with delta nets",
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"rollout_server": {"drafts": "shared"}},
+            "rollout_server.drafts must be \"off\" for a model with delta nets.* got 'shared'",
+        ),
+    ],
+)
+def test_what_a_family_lacks_is_refused(
+    tmp_path: Path,
+    architecture: str,
+    fields: dict[str, Any],
+    section: dict[str, Any],
+    message: str,
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+    fields = WRITTEN.get(architecture, {}) | experts | fields
+    model = folder_with(tmp_path, architectures=[architecture], **fields)
+    table = settings_of(model)
+    table = {name: table.get(name, {}) | section.get(name, {}) for name in table | section}
+    with pytest.raises(ConfigError, match=message):
+        check_model(parse_config(table, source="test"))
+
+
+@pytest.mark.parametrize("tied", [(True, False), (False, True), (True, None), (None, True)])
+def test_a_qwen35_that_says_in_two_places_whether_embeddings_are_tied_is_refused(
+    tmp_path: Path, tied: tuple[bool | None, bool | None]
+) -> None:
+    outer, inner = ({} if one is None else {"tie_word_embeddings": one} for one in tied)
+    table = {"architectures": [SEEING[3]], "text_config": SIZES | inner, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings is \w+ in config.json and \w+ in"):
+        read_model_table(tmp_path)
+    table["text_config"] |= {"tie_word_embeddings": outer.get("tie_word_embeddings", False)}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    assert read_model_table(tmp_path)["hidden_size"] == SIZES["hidden_size"]
+
+
+def test_a_reference_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "other").mkdir()
+    table = settings_of(folder_with(tmp_path / "policy"))
+    table["reference"] = {"path": str(folder_with(tmp_path / "other", logit_scale=0.5))}
+    table["algorithm"]["kl"] = {"coefficient": 0.1}
+    with pytest.raises(ConfigError, match=r"^reference\.path: logit_scale of a Llama"):
+        check_model(parse_config(table, source="test"))
+
+
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    model = folder_with(tmp_path, attention_multiplier=0.5, torch_dtype="float32", auto_map={})
+    config = parse_config(settings_of(model), source="test")
+    check_model(config)
+    (warning,) = model_warnings(config)
+    assert "not known here: attention_multiplier, auto_map;" in warning

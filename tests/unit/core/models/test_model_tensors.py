@@ -1,0 +1,308 @@
+"""Tensors that are missing, or have another shape, are found in the headers of the files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.models import tied_outputs
+from slipstream.core.models.model_files import INDEX, read_header
+from slipstream.core.models.model_sizes import decoder_table
+from slipstream.core.models.model_tensors import needed_tensors, tensor_problems
+from support.fakes.model_folders import write_loadable_files, write_safetensors
+from support.fakes.small_configs import config_of
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    write_loadable_files(tmp_path)
+    return tmp_path
+
+
+def problems(folder: Path) -> list[str]:
+    return list(tensor_problems(folder, "model.path"))
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return needed_tensors(SIZES)
+
+
+def test_a_model_without_a_tensor_is_refused_before_it_is_loaded(folder: Path) -> None:
+    config = config_of(folder)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+    check_model(config)
+    path = folder / "model.safetensors"
+    write_safetensors(path, beside={k: v for k, v in shapes().items() if k != NORM})
+    with pytest.raises(ConfigError) as caught:
+        check_model(config)
+    assert str(caught.value) == (
+        f"model.path must hold every tensor of a LlamaForCausalLM: {path} has no {NORM} "
+        "of shape [8]"
+    )
+
+
+def test_a_tensor_of_another_shape_is_named_with_its_file(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    write_safetensors(path, beside=shapes() | {"model.embed_tokens.weight": (96, 8)})
+    assert problems(folder) == [
+        f"model.path must hold tensors that fit its config.json: {path} has "
+        "model.embed_tokens.weight of shape [96, 8], not [100, 8]"
+    ]
+
+
+def test_files_of_a_nemotron_h_have_names_and_parts_of_their_own(tmp_path: Path) -> None:
+    sizes = SIZES | {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": ["mlp", "linear_attention", "full_attention"],
+        "head_dim": 4,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 5,
+        "n_groups": 2,
+        "ssm_state_size": 7,
+        "conv_kernel": 3,
+    }
+    del sizes["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    write_loadable_files(tmp_path)
+    found = needed_tensors(sizes)
+    assert found["backbone.layers.0.mixer.up_proj.weight"] == (24, 8)
+    assert found["backbone.layers.1.mixer.in_proj.weight"] == (30 + 30 + 2 * 14 + 6, 8)
+    assert found["backbone.layers.1.mixer.conv1d.weight"] == (30 + 2 * 14, 1, 3)
+    assert found["backbone.layers.2.mixer.k_proj.weight"] == (8, 8)
+    assert problems(tmp_path) == []
+    renamed = {name.replace("backbone.", "model."): shape for name, shape in found.items()}
+    write_safetensors(tmp_path / "model.safetensors", beside=renamed)
+    assert "has no backbone.embeddings.weight" in problems(tmp_path)[0]
+
+
+def test_of_shards_those_count_to_which_the_index_leads(folder: Path) -> None:
+    whole = folder / "model.safetensors"
+    shard = folder / "model-1.safetensors"
+    shutil.copy(whole, shard)
+    index = folder / INDEX
+    files = dict.fromkeys(shapes(), shard.name)
+    index.write_text(json.dumps({"weight_map": files}))
+    assert problems(folder) == []
+    index.write_text(json.dumps({"weight_map": {k: v for k, v in files.items() if k != NORM}}))
+    (problem,) = problems(folder)
+    assert f"{index} has no {NORM}" in problem
+    index.write_text(json.dumps({"weight_map": files}))
+    write_safetensors(shard, beside={k: v for k, v in shapes().items() if k != NORM})
+    (problem,) = problems(folder)
+    assert f"has no {NORM}" in problem
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": is_tied}))
+    without = {k: v for k, v in shapes().items() if k != "lm_head.weight"}
+    write_safetensors(folder / "model.safetensors", beside=without)
+    assert len(problems(folder)) == (not is_tied)
+    # A critic needs no output layer: it has a head of its own.
+    assert not list(tensor_problems(folder, "critic.path", has_output=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [(None, False), ("last number", True), ("all", True), ("dtype", True), ("rows", True)],
+)
+def test_an_output_layer_beside_tied_embeddings_must_be_equal(
+    change: str | None, is_refused: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr(tied_outputs, "_BLOCK_BYTES", 96)
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
+    file = folder / "model.safetensors"
+    tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
+    embedding = torch.randn(100, 8)
+    output = embedding.clone()
+    if change == "last number":
+        output[99, 7] += 1
+    elif change == "all":
+        output += 1
+    elif change == "dtype":
+        output = output.bfloat16()
+    elif change == "rows":
+        output = output[:50].clone()
+    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    save_file(tensors | named, file)
+    expected = (
+        f"critic.path must hold no lm_head.weight that differs from model.embed_tokens.weight, as "
+        f"config.json ties them (tie_word_embeddings), {file} has one"
+    )
+    assert list(tensor_problems(folder, "critic.path")) == [expected] * is_refused
+    assert list(tensor_problems(folder, "critic.path", has_output=False)) == []
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": False}))
+    if change != "rows":
+        assert problems(folder) == []
+
+
+def test_tensors_beside_those_that_are_needed_do_not_matter(folder: Path) -> None:
+    assert "w" in read_header(folder / "model.safetensors")
+    assert problems(folder) == []
+
+
+def drop(folder: Path, part: str) -> None:
+    """Rewrites the weights of a folder without the tensors whose names hold `part`."""
+    file = folder / "model.safetensors"
+    kept = {name: each["shape"] for name, each in read_header(file).items() if part not in name}
+    write_safetensors(file, beside=kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "whole", family)
+    parts = ["visual.patch_embed.", "visual.blocks.1.", "visual.merger.", "visual.blocks.0.norm1."]
+    if family != "qwen2_5_vl":
+        parts.append("visual.pos_embed.")
+    if family.startswith("qwen3_vl"):
+        parts.append("visual.deepstack_merger_list.0.")
+    if family == "mistral3":
+        blocks = "vision_tower.transformer.layers"
+        parts = ["vision_tower.patch_conv.", f"{blocks}.1.", f"{blocks}.0.ffn_norm."]
+        parts += ["vision_tower.ln_pre.", "multi_modal_projector.linear_1."]
+    assert list(tensor_problems(tmp_path / "whole", "model.path", has_tower=True)) == []
+    for number, part in enumerate(parts):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        drop(folder, part)
+        problems = list(tensor_problems(folder, "critic.path", has_tower=True))
+        assert problems, part
+        assert problems[0].startswith("critic.path must hold every tensor of a ")
+        assert part in problems[0]
+        assert list(tensor_problems(folder, "critic.path", has_tower=False)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_of_other_sizes_is_refused_where_images_are_seen(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, family)
+    file = tmp_path / "model.safetensors"
+    held = {name: each["shape"] for name, each in read_header(file).items()}
+    name = next(name for name in held if ".1." in name and "vis" in name and len(held[name]) == 2)
+    rows, columns = held[name]
+    write_safetensors(file, beside=held | {name: (rows, columns + 1)})
+    assert list(tensor_problems(tmp_path, "critic.path", has_tower=False)) == []
+    assert list(tensor_problems(tmp_path, "critic.path", has_tower=True)) == [
+        f"critic.path must hold tensors that fit its config.json: {file} has {name} "
+        f"of shape [{rows}, {columns + 1}], not [{rows}, {columns}]"
+    ]
+
+
+def test_a_tower_under_other_names_is_missing_and_not_too_large(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_vl")
+    file = tmp_path / "model.safetensors"
+    held = {name: each["shape"] for name, each in read_header(file).items()}
+    named = {name.replace("model.visual.", "visual."): held[name] for name in held}
+    write_safetensors(file, beside=named)
+    problem = next(iter(tensor_problems(tmp_path, "model.path", has_tower=True)))
+    assert re.search("must hold every tensor of a Qwen3VL.* has no model.visual", problem)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_with_more_blocks_than_its_config_says_is_refused(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, family)
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    values = json.loads(path.read_text())
+    number = "num_hidden_layers" if family == "mistral3" else "depth"
+    assert values["vision_config"][number] == 2
+    values["vision_config"][number] = 1
+    path.write_text(json.dumps(values))
+    assert list(tensor_problems(tmp_path, "model.path", has_tower=False)) == []
+    (problem,) = tensor_problems(tmp_path, "model.path", has_tower=True)
+    rule = "model.path must hold no more of a vision tower than vision_config says"
+    assert re.match(rf"{rule}: {file} has \S+\.1\.\S+, which would be left out", problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out_hidden_size": 32}, "out_hidden_size in vision_config must be the .* 64, got 32"),
+        ({"patch_size": [14, 14]}, r"patch_size in vision_config must be a .*, got \[14, 14\]"),
+    ],
+)
+def test_a_tower_that_cannot_stand_before_its_decoder_is_refused(
+    changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, "qwen2_5_vl")
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["vision_config"] |= changes
+    path.write_text(json.dumps(values))
+    (problem,) = tensor_problems(tmp_path, "model.path", has_tower=True)
+    assert re.match(f"model.path: {words}", problem)
+
+
+@pytest.mark.parametrize("role", ["model", "reference", "critic"])
+def test_a_text_class_with_a_tower_in_its_files_is_refused(role: str, folder: Path) -> None:
+    file, name = folder / "model.safetensors", "visual.patch_embed.proj.weight"
+    write_safetensors(file, beside=shapes() | {name: (8, 3, 2, 14, 14)})
+    assert list(tensor_problems(folder, f"{role}.path")) == [
+        f"{role}.path must hold no vision tower for a LlamaForCausalLM, which sees no images: "
+        f"{file} has {name}, which would be left out"
+    ]
+
+
+def test_a_text_class_with_a_tower_in_its_config_is_refused() -> None:
+    for name in ("Qwen2ForCausalLM", "Ministral3ForCausalLM"):
+        values = {"architectures": [name], "vision_config": {"depth": 2}, "text_config": {}}
+        with pytest.raises(ConfigError, match=f"a {name} must have no vision_config"):
+            decoder_table(values)
+        assert decoder_table(values | {"vision_config": None})["architectures"] == [name]
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_every_folder_that_sees_images_has_its_tower(
+    role: str, images: int, tmp_path: Path
+) -> None:
+    for name in ("model", "reference"):
+        make_model(tmp_path / name, "mistral3")
+        make_tokenizer(tmp_path / name)
+    drop(tmp_path / role, "vision_tower.")
+    config = parse_config(
+        {
+            "run": {"name": "r", "steps": 2},
+            "model": {"path": str(tmp_path / "model")},
+            "algorithm": {
+                "group_size": 2,
+                "groups_per_step": 2,
+                "learning_rate": 1e-5,
+                "kl": {"coefficient": 0.1},
+            },
+            "reference": {"path": str(tmp_path / "reference")},
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 32, "max_images": images},
+        },
+        source="test",
+    )
+    if not images:
+        check_model(config)
+        return
+    with pytest.raises(ConfigError, match=f"{role}.path must hold .* Mistral3.* no vision_tower"):
+        check_model(config)

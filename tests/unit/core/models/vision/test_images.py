@@ -1,0 +1,162 @@
+"""Bytes of images, their pixels, and the tokens that stand for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_tiny_model import make_model as make_text_model
+from make_tiny_model import make_tokenizer as make_text_tokenizer
+from make_tiny_vision_model import make_model, make_tokenizer
+from PIL import Image
+from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.errors import ConfigError, ProtocolError
+from slipstream.core.models.vision.data_urls import data_of_url
+from slipstream.core.models.vision.pixels import MAX_PIXELS
+from slipstream.core.models.vision.placed import image_tokens
+from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.types import ImagePlace
+from slipstream.environments.colours import COLOURS, SIDE, square_png
+from slipstream.protocol.codec import decode_trajectory, encode_trajectory
+from support.fakes.fake_trajectories import make_trajectory
+
+RED = square_png(COLOURS["red"], 0, 0)
+IMAGE = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    make_tokenizer(folder)
+    make_model(folder, "qwen3_vl")
+    return folder
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (1, 2, 3)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_an_image_has_the_tokens_of_its_pixels(folder: Path) -> None:
+    processor = load_processor(folder)
+    for data in (RED, png(112, 56), png(30, 300), png(500, 400)):
+        pixels = processor.pixels(data)
+        assert len(pixels.values) == np.prod(pixels.grid) == 4 * processor.num_tokens(data)
+        assert processor.num_tokens(data) <= processor.max_tokens
+    assert processor.pixels(RED).grid == (1, SIDE // 14, SIDE // 14)
+
+
+def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
+    processor = load_processor(folder)
+    for data in (b"", b"no image", b"GIF89a"):
+        with pytest.raises(ValueError, match="an image cannot be read"):
+            processor.num_tokens(data)
+    with pytest.raises(ValueError, match="cannot be read"):
+        processor.pixels(RED[:-30])
+    with pytest.raises(ValueError, match=f"at most {MAX_PIXELS} pixels, got 5000 [*] 4000"):
+        processor.num_tokens(png(5000, 4000))
+
+
+def test_a_token_of_the_template_becomes_those_of_its_image(folder: Path) -> None:
+    tokens = image_tokens(folder, max_images=1)
+    assert tokens is not None
+    found, placed = tokens.expanded([1, IMAGE, 7, IMAGE, 2], [RED, png(112, 56)])
+    assert found == [1, *[IMAGE] * 4, 7, *[IMAGE] * 8, 2]
+    assert [place.offset for place in placed] == [1, 6]
+    with pytest.raises(ValueError, match="once for each of the 1 images, it wrote 2"):
+        tokens.expanded([IMAGE, IMAGE], [RED])
+
+
+def test_a_model_of_text_has_no_tokens_of_images(tmp_path: Path) -> None:
+    make_text_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert image_tokens(tmp_path, max_images=1) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1/x.png", "as nothing is fetched, got 'http://127"),
+        ("file:///etc/passwd", "as nothing is fetched"),
+        ("data:image/png,abc", "as nothing is fetched"),
+        ("data:image/png;base64,a*b", "is no base64"),
+    ],
+)
+def test_urls_that_hold_no_image_are_refused(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        data_of_url(url)
+
+
+def test_a_trajectory_carries_its_images() -> None:
+    plain = make_trajectory(12, 3)
+    seen = dataclasses.replace(
+        plain, images=(RED, b"other"), image_places=(ImagePlace(1, 1), ImagePlace(6, 0))
+    )
+    found = decode_trajectory(encode_trajectory(seen))
+    assert (found.images, found.image_places) == (seen.images, seen.image_places)
+    for places in ([(1, 2)], [(6, 0), (1, 1)], [(15, 0)]):
+        wrong = dataclasses.replace(seen, image_places=tuple(ImagePlace(*p) for p in places))
+        with pytest.raises(ProtocolError, match="image"):
+            decode_trajectory(encode_trajectory(wrong))
+
+
+def table(folder: Path, **sampling: object) -> dict:
+    return {
+        "run": {"name": "vision", "steps": 1},
+        "model": {"path": str(folder)},
+        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 32, **sampling},
+    }
+
+
+def test_images_reserve_their_bytes_in_the_queue(folder: Path) -> None:
+    without, with_images = (
+        parse_config(table(folder, max_images=number, max_image_bytes=1000), source="test")
+        for number in (0, 3)
+    )
+    assert with_images.max_trajectory_bytes - without.max_trajectory_bytes == 3000
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learner": {"world_size": 2, "parallel": {"cp": 2}}}, "cp must be 1 for a Qwen3VL"),
+        (
+            {
+                "learner": {
+                    "transformer": {
+                        "recompute_granularity": "full",
+                        "recompute_method": "uniform",
+                        "recompute_num_layers": 1,
+                    }
+                }
+            },
+            "recompute_granularity must be selective",
+        ),
+    ],
+)
+def test_what_a_model_with_vision_cannot_do_is_refused(
+    folder: Path, changes: dict, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_model(parse_config(table(folder, max_images=1) | changes, source="test"))
+
+
+def test_a_model_of_text_is_refused_images(tmp_path: Path) -> None:
+    make_text_tokenizer(tmp_path)
+    make_text_model(
+        tmp_path,
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        seed=0,
+    )
+    config = parse_config(table(tmp_path, max_images=1), source="test")
+    with pytest.raises(ConfigError, match="max_images must be 0 for a LlamaForCausalLM"):
+        check_model(config)

@@ -1,0 +1,617 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import JsonValue
+from slipstream.core.configuration.config_file import (
+    check_model,
+    dump_config,
+    largest_trajectory_bytes,
+    load_config,
+    parse_config,
+)
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config, address_parts
+from support.fakes.model_folders import write_loadable_files
+
+Table = dict[str, JsonValue]
+CONFIGS = sorted((Path(__file__).parents[4] / "deploy" / "configs").glob("*.toml"))
+
+SMALLEST: Table = {
+    "run": {"name": "test", "steps": 10},
+    "model": {"path": "models/tiny"},
+    "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+    "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+}
+
+
+def table_with(path: str, value: JsonValue) -> Table:
+    table = copy.deepcopy(SMALLEST)
+    place: object = table
+    *parents, last = path.split(".")
+    for parent in parents:
+        place = place.setdefault(parent, {})  # type: ignore[union-attr]
+    place[last] = value  # type: ignore[index]
+    return table
+
+
+def refusal(table: Table) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(table, source="test.toml")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix("test.toml: ")
+
+
+def model_folder(folder: Path, **sizes: JsonValue) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], **sizes})
+    )
+    write_loadable_files(folder)
+    return folder
+
+
+def config_with(*overrides: tuple[str, JsonValue]) -> Config:
+    table = copy.deepcopy(SMALLEST)
+    for path, value in overrides:
+        *parents, key = path.split(".")
+        place: object = table
+        for part in parents:
+            place = place.setdefault(part, {})  # type: ignore[union-attr]
+        place[key] = value  # type: ignore[index]
+    return parse_config(table, source="test.toml")
+
+
+def test_the_smallest_table_is_enough() -> None:
+    config = parse_config(SMALLEST, source="test.toml")
+    assert config.run_dir == Path("runs/test")
+    assert config.algorithm.max_staleness == 2
+    assert config.max_trajectory_bytes == 2048 + 24 * 64
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
+    path: Path, tmp_path: Path
+) -> None:
+    config = load_config(path)
+    copied = tmp_path / "dump.toml"
+    copied.write_text(dump_config(config))
+    assert load_config(copied) == config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("run.name", "a b", "run.name must be letters, digits and . _ - and begin with a letter"),
+        ("run.steps", 0, "run.steps: input should be greater than or equal to 1, got 0"),
+        ("run.seed", -1, "run.seed: input should be greater than or equal to 0, got -1"),
+        ("model.dtype", "int8", "model.dtype: input should be 'float32' or 'bfloat16', got 'int8'"),
+        ("algorithm.group_size", 0, "algorithm.group_size: input should be greater than or equal"),
+        ("algorithm.max_staleness", -1, "algorithm.max_staleness: input should be greater than"),
+        ("algorithm.learning_rate", 0, "algorithm.learning_rate: input should be greater than 0"),
+        ("algorithm.learning_rate", "fast", "algorithm.learning_rate: input should be a valid"),
+        (
+            "algorithm.clip_low",
+            2,
+            "algorithm.clip_low: input should be less than or equal to 1, got 2",
+        ),
+        ("sampling.top_p", 1.5, "sampling.top_p: input should be less than or equal to 1, got 1.5"),
+        ("controller.address", "nowhere", "controller.address: "),
+        ("controller.address", "host:70000", "controller.address: an address is host:port with"),
+        ("learner.master", "host:70000", "learner.master: an address is host:port with"),
+        ("queue.kind", "kafka", "queue.kind: input should be 'grpc' or 'redis', got 'kafka'"),
+        ("weights.transport", "mpi", "weights.transport: input should be "),
+        (
+            "environments",
+            [{"name": "a", "reference": "no-reference"}],
+            "environments.0.reference: a reference is package.module:Class",
+        ),
+        (
+            "environments",
+            [{"name": "a", "reference": "a:B", "weight": 0}],
+            "environments.0.weight: input should be greater than 0, got 0",
+        ),
+        (
+            "algorithm.decay_steps",
+            5,
+            "algorithm: decay_steps and decay_to have no effect with decay = 'none', got 5 and 0.0",
+        ),
+        (
+            "algorithm.mini_batches",
+            3,
+            "algorithm.groups_per_step must be a multiple of mini_batches, got 8 and 3",
+        ),
+        (
+            "algorithm.group_size",
+            65,
+            "a group runs on one server: algorithm.group_size must be at most "
+            "rollout_server.max_episodes, got 65 and 64",
+        ),
+        (
+            "rollout_server",
+            {"max_episodes": 64, "shared_max_episodes": 65},
+            "rollout_server.shared_max_episodes must be at most max_episodes, got 65 and 64",
+        ),
+        (
+            "rollout_server",
+            {"max_episodes": 64, "shared_max_episodes": 1},
+            "a group runs on one server: algorithm.group_size must be at most "
+            "rollout_server.shared_max_episodes, got 4 and 1",
+        ),
+        (
+            "sampling.max_reply_tokens",
+            64,
+            "sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, "
+            "got 64 and 64",
+        ),
+        ("lora.rank", -1, "lora.rank: input should be greater than or equal to 0, got -1"),
+        (
+            "learner.micro_batch_tokens",
+            63,
+            "an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
+            "learner.micro_batch_tokens * learner.parallel.cp, got 64, 63 and 1",
+        ),
+        (
+            "learner",
+            {"world_size": 2, "micro_batch_tokens": 33, "parallel": {"cp": 2}},
+            "learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
+            "sequence is cut into 2 * cp equal chunks, got 33",
+        ),
+        (
+            "queue.max_bytes",
+            114_687,
+            "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "
+            "3584 bytes, 114688 bytes, got 114687",
+        ),
+        (
+            "controller.heartbeat_s",
+            2.0,
+            "controller.heartbeat_timeout_s must be at least 3 * heartbeat_s, got 5.0 and 2.0",
+        ),
+        (
+            "controller.turns",
+            "sleep",
+            'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
+            "the learner gives its memory back to the engines",
+        ),
+        (
+            "learner.parallel",
+            {"tp": 2},
+            "learner.world_size must be a multiple of tp * pp * cp = 2, got 1",
+        ),
+        (
+            "learner",
+            {"world_size": 4, "parallel": {"ep": 4, "etp": 2}},
+            "learner.world_size must be a multiple of ep * etp * pp = 8, got 4",
+        ),
+        (
+            "learner.parallel.sequence_parallel",
+            True,
+            "learner.parallel.sequence_parallel needs tp > 1, got tp = 1",
+        ),
+        (
+            "learner.parallel.vpp",
+            2,
+            "learner.parallel.vpp needs pp > 1, got vpp = 2 and pp = 1",
+        ),
+        (
+            "learner",
+            {"world_size": 4, "ranks_per_node": 3},
+            "learner.world_size must be a multiple of ranks_per_node, got 4 and 3",
+        ),
+        (
+            "security.tls_key",
+            "key.pem",
+            "security: tls_certificate and tls_key go together, only one is set",
+        ),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_the_value_and_the_rule(
+    path: str, value: JsonValue, message: str
+) -> None:
+    assert refusal(table_with(path, value)).startswith(message)
+
+
+def test_episodes_too_long_to_send_are_refused() -> None:
+    table = table_with("sampling.max_episode_tokens", 2_000_000)
+    table["learner"] = {"micro_batch_tokens": 2_000_000}
+    assert refusal(table) == (
+        "sampling.max_episode_tokens of 2000000 makes trajectories too large to send"
+    )
+
+
+def test_branches_add_to_the_size_of_a_trajectory_and_have_a_limit_of_their_own() -> None:
+    config = config_with(("sampling.max_total_tokens", 256))
+    assert (config.sampling.total_tokens, config.sampling.max_branches) == (256, 16)
+    assert config.max_trajectory_bytes == 2048 + 24 * 256
+    many = config_with(("sampling.max_branches", 20))
+    assert many.sampling.total_tokens == 64
+    assert many.max_trajectory_bytes == 2048 + 4 * 96 + 24 * 64
+    assert refusal(table_with("sampling.max_total_tokens", 63)) == (
+        "sampling.max_total_tokens must be 0 or at least max_episode_tokens, got 63 and 64"
+    )
+    assert refusal(table_with("sampling.max_total_tokens", 2_000_000)) == (
+        "sampling.max_total_tokens of 2000000 makes trajectories too large to send"
+    )
+
+
+def test_two_environments_of_one_name_are_refused() -> None:
+    table = table_with("environments", [{"name": "a", "reference": "a:B"}])
+    table["evaluations"] = [{"name": "a", "reference": "a:C"}]
+    assert refusal(table) == "environments and evaluations need different names, got a, a"
+
+
+def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> None:
+    config = config_with(
+        ("learner.world_size", 2),
+        ("learner.micro_batch_tokens", 32),
+        ("learner.parallel", {"cp": 2}),
+    )
+    assert config.sampling.max_episode_tokens == 64
+
+
+def test_expert_parallel_sizes_do_not_depend_on_the_dense_ones() -> None:
+    parallel: Table = {"tp": 2, "ep": 8, "etp": 1, "cp": 2}
+    config = config_with(("learner.world_size", 32), ("learner.parallel", parallel))
+    assert config.learner.parallel.ep == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
+        ("trainer.lr", "unknown key 'trainer'; known are run, model, "),
+        ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
+        ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
+        ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message: str) -> None:
+    assert refusal(table_with(path, 1)).startswith(message)
+
+
+def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> None:
+    assert refusal(table_with("algorithm.groups", 1)) == (
+        "unknown key 'algorithm.groups'; did you mean 'group_size' or 'groups_per_step'?"
+    )
+    assert refusal(table_with("sampling.max_tokens", 1)) == (
+        "unknown key 'sampling.max_tokens'; "
+        "did you mean 'max_total_tokens', 'max_reply_tokens' or 'max_prompt_tokens'?"
+    )
+
+
+def test_an_unknown_key_of_an_environment_is_refused_with_the_nearest_right_one() -> None:
+    table = table_with("environments", [{"name": "a", "reference": "a:B", "wieght": 2}])
+    assert refusal(table) == "unknown key 'environments.0.wieght'; did you mean 'weight'?"
+
+
+def test_a_missing_key_is_named() -> None:
+    table = copy.deepcopy(SMALLEST)
+    del table["algorithm"]["learning_rate"]  # type: ignore[union-attr,index,arg-type]
+    assert refusal(table) == "algorithm.learning_rate is required"
+    del table["model"]
+    assert refusal(table) == "model is required"
+
+
+def test_settings_never_change() -> None:
+    config = parse_config(SMALLEST, source="test.toml")
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 3  # type: ignore[misc]
+
+
+def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    config = config_with(("environments", [{"name": "a", "reference": "a:B"}]))
+    file.write_text(dump_config(config))
+    changed = load_config(
+        file,
+        [
+            "algorithm.max_staleness=0",
+            "--run.name=other",
+            "environments.0.weight=2.5",
+            'environments.0.args={digits = 3, operations = ["+"]}',
+            "learner.parallel.sequence_parallel=false",
+            "queue.kind=redis",
+        ],
+    )
+    assert changed.algorithm.max_staleness == 0
+    assert changed.run.name == "other"
+    assert changed.environments[0].weight == 2.5
+    assert changed.environments[0].args == {"digits": 3, "operations": ["+"]}
+    assert changed.queue.kind == "redis"
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.max_staleness", "an override is section.key=value, got "),
+        ("run.steps=", "run.steps: input should be a valid integer"),
+        ("run.stepz=3", "unknown key 'run.stepz'; did you mean 'steps'?"),
+        ("run.name.x=3", "'run.name.x=3': run.name is no section"),
+        ("run.name.x.y=3", "'run.name.x.y=3': run.name.x is no section"),
+        ("environments.0.weight=3", "'environments.0.weight=3': there is no entry 0"),
+        ("environments=[]\nx=3", "an override has one value, got 'environments=[]\\nx=3'"),
+        ("environments.0=3", "'environments.0=3': there is no entry 0"),
+        ("learner.devices=0", "learner.devices: input should be a list, got 0"),
+        ("learner.devices=[0.5]", "learner.devices.0: input should be a valid integer, got a"),
+        ("learner.ddp={x={y=nan}}", "learner.ddp.x.y: input should be a finite number, got nan"),
+    ],
+)
+def test_an_override_that_cannot_work_is_refused(
+    override: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_config(parse_config(SMALLEST, source="x")))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.toml: no such file"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"broken.toml is no TOML: Expected ']'"):
+        load_config(tmp_path / "broken.toml")
+    (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin.toml: TOML is UTF-8, byte 5 \(0xe9\) is not"):
+        load_config(tmp_path / "latin.toml")
+    with pytest.raises(ConfigError, match="Is a directory$"):
+        load_config(tmp_path)
+
+
+def test_an_error_says_whether_to_look_at_the_file_or_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_config(parse_config(SMALLEST, source="x")))
+
+    def said(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, overrides)
+        return str(caught.value)
+
+    assert said("run.seed=1", "run.stepz=3").startswith("command line: unknown key 'run.stepz'")
+    assert said("algorithm.kl=0.1") == "command line: algorithm.kl is a table of settings, got 0.1"
+    # A rule between settings that names them in parts, or only their table.
+    for override in (
+        "algorithm.mini_batches=3",
+        "sampling.max_reply_tokens=64",
+        "critic.learning_rate=1e-4",
+        "reference.path=model",
+    ):
+        assert said(override).startswith(f"{file} and command line: ")
+    # A rule of a whole section is about all of its settings.
+    assert said("algorithm.group_size=1").startswith(f"{file} and command line: algorithm: ")
+    file.write_text(file.read_text().replace("[run]", "[run]\nstepz = 3", 1))
+    assert said("algorithm.group_size=4").startswith(f"{file}: unknown key 'run.stepz'")
+    wrong = dump_config(parse_config(SMALLEST, source="x")) + "\n[critic]\nlearning_rate = 1e-4\n"
+    file.write_text(wrong)
+    assert said("run.name=steps").startswith(f"{file}: the table critic has no effect")
+
+
+def test_a_table_in_place_of_a_list_of_tables_is_told_in_plain_words() -> None:
+    assert refusal(SMALLEST | {"environments": {"name": "echo", "reference": "a:B"}}) == (
+        "environments is a list of tables: write [[environments]] above each in place of "
+        "[environments]"
+    )
+
+
+@pytest.mark.parametrize("text", ["run:\n  name: x\n", '{"run": {"name": "x"}}'])
+def test_a_file_of_another_format_is_told_to_be_toml(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run.yaml is no TOML: .*\(at line 1, column \d+\)$"):
+        load_config(file)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    config = parse_config(SMALLEST, source="x")
+    file.write_text(dump_config(config), encoding="utf-8-sig")
+    assert load_config(file) == config
+
+
+def test_all_settings_come_back_from_a_dump(tmp_path: Path) -> None:
+    config = config_with(
+        ("environments", [{"name": "a", "reference": "a.b:C", "args": {"x": [1, {"y": "z"}]}}]),
+        ("evaluations", [{"name": "b", "reference": "a.b:C", "temperature": 0}]),
+        ("learner.world_size", 8),
+        ("learner.parallel", {"tp": 2, "pp": 2, "vpp": 2, "etp": 1}),
+        ("learner.ddp", {"overlap_grad_reduce": True}),
+        ("queue.redis_url", "redis://127.0.0.1:6379/0"),
+        ("security.token_file", "secrets/token"),
+    )
+    file = tmp_path / "dump.toml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [("localhost:1", ("localhost", 1)), ("[::1]:65535", ("::1", 65535)), ("a.b:0", ("a.b", 0))],
+)
+def test_an_address_has_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
+    assert address_parts(address) == parts
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:65536", "a b:1", "host:x"])
+def test_an_address_of_another_form_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="an address is host:port with a port up to 65535, got"):
+        address_parts(address)
+
+
+def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    config = config_with(("model.path", str(folder)))
+
+    def problem() -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_model(config)
+        return str(caught.value)
+
+    assert problem() == (
+        f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
+    )
+    folder.mkdir()
+    assert problem() == (
+        f"model.path must be a Hugging Face folder, but {folder} has no config.json"
+    )
+    (folder / "config.json").write_text("{")
+    assert problem().startswith(f"{folder}/config.json: Expecting property name")
+    (folder / "config.json").write_text("[]")
+    assert problem() == f"{folder}/config.json must hold a table, got a list"
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert problem() == f"model.path must hold safetensors weights, but {folder} has none"
+    model_folder(folder, num_attention_heads=2)
+    check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "message"),
+    [
+        (
+            {"learner.world_size": 2, "learner.parallel": {"tp": 2}},
+            {"num_attention_heads": 3},
+            "learner.parallel.tp must divide the model's 3 attention heads, got 2",
+        ),
+        (
+            {"learner.world_size": 2, "learner.parallel": {"tp": 2}},
+            {"num_attention_heads": 4, "num_key_value_heads": 1},
+            "learner.parallel.tp must divide the model's 1 key-value heads, got 2",
+        ),
+        (
+            {"learner.world_size": 2, "learner.parallel": {"pp": 2, "vpp": 2}},
+            {"num_hidden_layers": 6},
+            "learner.parallel.pp * vpp must divide the model's 6 layers, got 4",
+        ),
+        (
+            {},
+            {"max_position_embeddings": 32},
+            "sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
+            "got 64 and 32",
+        ),
+        (
+            {"rollout_server.tensor_parallel_size": 4},
+            {"num_attention_heads": 6},
+            "rollout_server.tensor_parallel_size must divide the model's 6 attention heads, got 4",
+        ),
+    ],
+)
+def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(
+    settings: Table, sizes: Table, message: str, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path, **sizes)
+    config = config_with(("model.path", str(folder)), *settings.items())
+    with pytest.raises(ConfigError) as caught:
+        check_model(config)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("token", "is_refused"), [(31, False), (32, True)])
+def test_a_stop_token_is_one_of_the_model(token: int, is_refused: bool, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, vocab_size=32)
+    config = config_with(("model.path", str(folder)), ("sampling.stop_token_ids", [2, token]))
+    with pytest.raises(ConfigError) if is_refused else contextlib.nullcontext() as caught:
+        check_model(config)
+    if is_refused:
+        assert str(caught.value) == (
+            "sampling.stop_token_ids must be token ids of the model, 0 to 31, got 32"
+        )
+
+
+@pytest.mark.parametrize(("top_k", "is_refused"), [(32, False), (33, True)])
+def test_a_reference_names_at_most_all_tokens_of_the_model(
+    top_k: int, is_refused: bool, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path, vocab_size=32)
+    config = config_with(
+        ("model.path", str(folder)),
+        ("algorithm.kl", {"coefficient": 1.0, "estimator": "forward_top_k"}),
+        ("reference", {"top_k": top_k}),
+    )
+    with pytest.raises(ConfigError) if is_refused else contextlib.nullcontext() as caught:
+        check_model(config)
+    if is_refused:
+        assert str(caught.value) == (
+            "reference.top_k must be at most the model's 32 tokens, got 33"
+        )
+
+
+def test_adapters_must_fit_the_layout_and_the_weights() -> None:
+    table = table_with("lora.rank", 6)
+    table["learner"] = {"world_size": 4, "parallel": {"tp": 4}}
+    assert refusal(table) == "lora.rank must be a multiple of learner.parallel.tp, got 6 and 4"
+    table["learner"]["parallel"] = {"tp": 2, "etp": 4, "ep": 1}
+    assert refusal(table) == "lora.rank must be a multiple of learner.parallel.etp, got 6 and 4"
+    table = table_with("lora.rank", 6)
+    table["checkpoint"] = {"load": "elsewhere"}
+    expected = "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6"
+    assert refusal(table) == expected
+
+
+def test_router_replay_needs_what_records_and_replays_the_experts(tmp_path: Path) -> None:
+    replay = ("algorithm.router_replay", "rollout")
+    assert config_with(replay).algorithm.router_replay == "rollout"
+    with pytest.raises(ConfigError, match=r"needs rollout_server\.enable_prefix_caching = true"):
+        config_with(replay, ("rollout_server.enable_prefix_caching", False))
+    with pytest.raises(ConfigError, match=r"needs sampling\.stop = \[\]: .*, got \['x'\]"):
+        config_with(replay, ("sampling.stop", ["x"]))
+    with pytest.raises(ConfigError, match=r'needs rollout_server\.drafts = "off": .*, got .shared'):
+        config_with(replay, ("rollout_server.drafts", "shared"))
+    for key, value in {
+        "moe_router_fusion": True,
+        "enable_cuda_graph": True,
+    }.items():
+        table = ("learner.transformer", {key: value})
+        config_with(table)
+        with pytest.raises(ConfigError, match=rf"learner\.transformer\.{key} .*router_replay"):
+            config_with(replay, table)
+
+
+def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(
+    tmp_path: Path,
+) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    dense = model_folder(tmp_path / "dense", num_hidden_layers=4, **heads)
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
+    names = {"architectures": ["Qwen3MoeForCausalLM"]}
+    mixture = model_folder(tmp_path / "mixture", num_hidden_layers=48, **heads, **experts, **names)
+    replay = ("algorithm.router_replay", "rollout")
+    check_model(config_with(replay, ("model.path", str(mixture))))
+    with pytest.raises(ConfigError, match=r"router_replay = 'rollout' needs a mixture of experts"):
+        check_model(config_with(replay, ("model.path", str(dense))))
+    # 8 * 4 trajectories of 2048 + 64 * (24 + 384) bytes
+    largest = 2048 + 64 * 408
+    room, needed = ("queue.max_bytes", 500_000), 32 * largest
+    check_model(config_with(("model.path", str(mixture)), room))
+    with pytest.raises(ConfigError, match=rf"{needed} bytes, got 500000; .* adds 384 bytes"):
+        check_model(config_with(replay, ("model.path", str(mixture)), room))
+    enough = config_with(replay, ("model.path", str(mixture)), ("queue.max_bytes", needed))
+    check_model(enough)
+    assert largest_trajectory_bytes(enough) == largest
+    assert largest_trajectory_bytes(config_with()) == 2048 + 64 * 24
+    long = [("sampling.max_episode_tokens", 100_000), ("learner.micro_batch_tokens", 100_000)]
+    with pytest.raises(ConfigError, match="too large to send"):
+        check_model(
+            config_with(replay, ("model.path", str(mixture)), *long, ("queue.max_bytes", 1 << 40))
+        )
+
+
+@pytest.mark.parametrize(
+    "curriculum",
+    [
+        {"rule": "skip", "every_rounds": 2},
+        {"rule": "sample", "floor": 0.1},
+        {"rule": "own", "chooser": "m:C", "args": {"a": [1]}},
+    ],
+)
+def test_a_curriculum_is_read_again_from_the_settings_that_a_run_writes(curriculum) -> None:
+    environment = {"name": "e", "reference": "m:E", "curriculum": curriculum}
+    config = parse_config(SMALLEST | {"environments": [environment]}, source="test")
+    assert parse_config(tomllib.loads(dump_config(config)), source="config.toml") == config

@@ -1,0 +1,144 @@
+"""Settings of the algorithm that one environment has in place of the run's."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import JsonValue
+from slipstream.core.configuration.config_file import dump_config, load_config, parse_config
+from slipstream.core.configuration.roles import reference_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+
+Table = dict[str, JsonValue]
+DEMONSTRATIONS: Table = {"advantage": "score", "loss": "reinforce", "loss_weight": 0.5}
+
+
+def config_with(own: Table, **algorithm: JsonValue) -> Config:
+    environment: Table = {"reference": "m:E"}
+    table: dict[str, JsonValue] = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny", "dtype": "float32"},
+        "environments": [
+            environment | {"name": "a"},
+            environment | {"name": "b", "algorithm": own},
+        ],
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3} | algorithm,
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+    }
+    if algorithm.get("advantage") == "gae":
+        table["critic"] = {"learning_rate": 1e-3}
+    return parse_config(table, source="test.toml")
+
+
+def refusal(own: Table, **algorithm: JsonValue) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_with(own, **algorithm)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_an_environment_has_its_own_settings_over_the_runs() -> None:
+    config = config_with(DEMONSTRATIONS, clip_high=0.28, entropy_coefficient=0.1)
+    algorithms = config.algorithms
+    assert [algorithms.place(name) for name in ("a", "b", "submitted later")] == [0, 1, 0]
+    own = config.algorithm_of("b")
+    assert (own.advantage, own.loss, own.entropy_coefficient) == ("score", "reinforce", 0.1)
+    # REINFORCE clips nothing: the run's range is none of its settings.
+    assert own.clip_high == 0.2
+    assert config.algorithm_of("a") == config.algorithm
+    assert [algorithms.loss_weight(name) for name in ("a", "b")] == [1.0, 0.5]
+
+
+def test_an_environment_with_a_weight_alone_has_the_runs_algorithm() -> None:
+    assert config_with({"loss_weight": 2.0}).algorithms.distinct == (config_with({}).algorithm,)
+
+
+def test_a_table_replaces_the_runs_whole_table() -> None:
+    config = config_with({"kl": {"coefficient": 0.1}}, kl={"coefficient": 1.0, "estimator": "k2"})
+    assert config.algorithm_of("b").kl.model_dump() == {
+        "coefficient": 0.1,
+        "placement": "loss",
+        "estimator": "k3",
+    }
+
+
+def test_a_divergence_of_one_environment_needs_the_reference() -> None:
+    assert reference_config(config_with({"kl": {"coefficient": 0.1}})) is not None
+    assert reference_config(config_with({})) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["group_size", "learning_rate", "aggregation", "mini_batches", "max_staleness", "gae"]
+)
+def test_settings_of_whole_steps_are_refused_by_name(name: str) -> None:
+    message = refusal({name: 1})
+    assert message == (
+        f"test.toml: environments.1.algorithm: {name} concerns whole steps, which hold episodes "
+        f"of all environments: set algorithm.{name} for the run"
+    )
+
+
+def test_the_limit_of_filtered_groups_is_the_runs() -> None:
+    message = refusal({"dynamic_sampling": {"enabled": True, "max_filtered_batches": 3}})
+    assert "set algorithm.dynamic_sampling.max_filtered_batches for the run" in message
+
+
+def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+    message = refusal({"clip_hihg": 0.3})
+    assert "unknown key 'environments.1.algorithm.clip_hihg'; did you mean" in message
+
+
+@pytest.mark.parametrize(
+    ("own", "run", "rule"),
+    [
+        ({"sapo_tau_positive": 2.0}, {}, "has no effect with loss = 'ppo'"),
+        ({"advantage": "none"}, {}, "it needs kl.coefficient > 0"),
+        ({"advantage": "gae"}, {}, "'gae' in all environments or in none"),
+        ({"advantage": "grpo"}, {"advantage": "gae"}, "'gae' in all environments or in none"),
+        (
+            {"advantage": "score"},
+            {"dynamic_sampling": {"enabled": True}},
+            "dynamic_sampling.enabled must be false",
+        ),
+        ({"overlong": {"penalty": 1.0, "cache_tokens": 17}}, {}, "got 17 and 16"),
+    ],
+)
+def test_rules_between_settings_hold_for_an_environment(own: Table, run: Table, rule: str) -> None:
+    assert rule in refusal(own, **run)
+
+
+def test_warnings_about_old_tokens_are_those_of_all_environments() -> None:
+    assert config_with({}).algorithms.staleness_warnings == []
+    (warning,) = config_with({"correction": {"weight": "none"}}).algorithms.staleness_warnings
+    assert "without a correction" in warning
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [
+        ({"rule": "skip", "floor": 0.1}, "floor has no effect with rule = 'skip'"),
+        ({"rule": "sample", "every_rounds": 2}, "every_rounds has no effect with rule = 'sample'"),
+        ({"rule": "skip", "failed_reward": 1.0}, "failed_reward must be below solved_reward"),
+        ({"rule": "skip", "window": 17}, "less than or equal to 16"),
+        ({}, "environments.0.curriculum.rule is required"),
+    ],
+)
+def test_a_curriculum_without_a_meaning_is_refused(table: Table, rule: str) -> None:
+    environment: Table = {"name": "a", "reference": "m:E", "curriculum": table}
+    whole: dict[str, JsonValue] = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "environments": [environment],
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
+    }
+    with pytest.raises(ConfigError, match=rule):
+        parse_config(whole, source="test.toml")
+
+
+def test_settings_of_an_environment_are_read_as_they_were_written(tmp_path) -> None:
+    config = config_with(DEMONSTRATIONS | {"kl": {"coefficient": 0.1}})
+    path = tmp_path / "config.toml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from slipstream.core.models.model_rules import layout_problems, model_problems
+from slipstream.core.models.model_sizes import ModelSizes
+from slipstream.core.settings.config import LearnerSection
+from slipstream.core.settings.parallel_rules import table_problems, world_problems
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+}
+MIXTURE = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def problems(learner: dict[str, Any], sizes: dict[str, Any]) -> list[str]:
+    section = LearnerSection.model_validate(learner)
+    model = ModelSizes.of(sizes)
+    return list(
+        itertools.chain(
+            world_problems(section),
+            table_problems(section),
+            model_problems(model),
+            layout_problems(model, section.parallel, section.transformer),
+        )
+    )
+
+
+# world size, parallel sizes, whether the model is a mixture
+POSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {}, DENSE),
+    (6, {"tp": 2}, DENSE),
+    (8, {"tp": 4, "sequence_parallel": True, "pp": 2, "vpp": 4}, DENSE),
+    (16, {"tp": 2, "cp": 4, "pp": 2}, DENSE),
+    (2, {"tp": 2, "etp": 2}, DENSE),
+    (1, {}, MIXTURE),
+    (8, {"ep": 8}, MIXTURE),
+    (8, {"tp": 2, "sequence_parallel": True, "ep": 4}, MIXTURE),
+    (8, {"tp": 2, "sequence_parallel": True, "ep": 8, "etp": 1}, MIXTURE),
+    (16, {"tp": 2, "sequence_parallel": True, "cp": 2, "pp": 2, "ep": 4}, MIXTURE),
+    # DP 4, TP 2, EP 8 on 32 ranks, in each of its readings.
+    (32, {"tp": 2, "sequence_parallel": True, "cp": 4, "ep": 8}, MIXTURE),
+    (32, {"tp": 2, "sequence_parallel": True, "ep": 8}, MIXTURE),
+    (32, {"tp": 2, "sequence_parallel": True, "ep": 8, "etp": 1}, MIXTURE),
+    (32, {"tp": 2, "sequence_parallel": True, "pp": 4, "ep": 8, "etp": 1}, MIXTURE),
+]
+
+
+@pytest.mark.parametrize(("world_size", "parallel", "sizes"), POSSIBLE)
+def test_possible_layout_has_no_problem(
+    world_size: int, parallel: dict[str, Any], sizes: dict[str, Any]
+) -> None:
+    assert problems({"world_size": world_size, "parallel": parallel}, sizes) == []
+
+
+IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
+    (6, {"tp": 4}, DENSE, "learner.world_size must be a multiple of tp * pp * cp = 4, got 6"),
+    (12, {"tp": 2, "cp": 2, "pp": 2}, DENSE, "a multiple of tp * pp * cp = 8, got 12"),
+    (4, {"ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 8, got 4"),
+    (
+        8,
+        {"tp": 2, "sequence_parallel": True, "ep": 8},
+        MIXTURE,
+        "a multiple of ep * etp * pp = 16, got 8",
+    ),
+    (8, {"pp": 2, "ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 16, got 8"),
+    (3, {"tp": 1, "etp": 2}, MIXTURE, "a multiple of ep * etp * pp = 2, got 3"),
+    (2, {"sequence_parallel": True}, DENSE, "sequence_parallel needs tp > 1, got tp = 1"),
+    (2, {"vpp": 2}, DENSE, "learner.parallel.vpp needs pp > 1, got vpp = 2 and pp = 1"),
+    (2, {"pp": 2, "vpp": 1}, DENSE, "learner.parallel.vpp must be 2 or more, or left out, got 1"),
+    (3, {"tp": 3}, DENSE, "learner.parallel.tp must divide the model's 8 attention heads, got 3"),
+    (8, {"tp": 8}, DENSE, "learner.parallel.tp must divide the model's 4 key-value heads, got 8"),
+    (
+        4,
+        {"tp": 4},
+        DENSE | {"intermediate_size": 98},
+        "learner.parallel.tp must divide the intermediate size of 98, got 4",
+    ),
+    (3, {"pp": 3}, DENSE, "learner.parallel.pp * vpp must divide the model's 8 layers, got 3"),
+    (4, {"pp": 4, "vpp": 4}, DENSE, "pp * vpp must divide the model's 8 layers, got 16"),
+    (2, {"ep": 2}, DENSE, "learner.parallel.ep must be 1: the model has no experts, got 2"),
+    (
+        2,
+        {"tp": 2, "etp": 1},
+        DENSE,
+        "learner.parallel.etp must be left out: the model has no experts, got 1 with tp 2",
+    ),
+    (3, {"ep": 3}, MIXTURE, "learner.parallel.ep must divide the model's 8 experts, got 3"),
+    (16, {"ep": 16}, MIXTURE, "learner.parallel.ep must divide the model's 8 experts, got 16"),
+    (
+        16,
+        {"etp": 16},
+        MIXTURE,
+        "learner.parallel.etp (None: tp) must divide the experts' intermediate size of 24, got 16",
+    ),
+    (
+        2,
+        {"tp": 2},
+        MIXTURE,
+        "learner.parallel.sequence_parallel must be true: Megatron trains mixtures of experts "
+        "with tp > 1 in no other way, got tp = 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "parallel", "sizes", "message"), IMPOSSIBLE)
+def test_impossible_layout_is_named_with_its_rule(
+    world_size: int, parallel: dict[str, Any], sizes: dict[str, Any], message: str
+) -> None:
+    found = problems({"world_size": world_size, "parallel": parallel}, sizes)
+    assert any(message in problem for problem in found), found
+
+
+def test_ranks_of_a_node_divide_the_world() -> None:
+    assert problems({"world_size": 6, "ranks_per_node": 4}, DENSE) == [
+        "learner.world_size must be a multiple of ranks_per_node, got 6 and 4"
+    ]
+
+
+def test_micro_batches_hold_pairs_of_chunks_under_context_parallelism() -> None:
+    assert problems({"world_size": 2, "micro_batch_tokens": 95, "parallel": {"cp": 2}}, DENSE) == [
+        "learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each sequence is "
+        "cut into 2 * cp equal chunks, got 95"
+    ]
+    assert problems({"micro_batch_tokens": 95}, DENSE) == []
+
+
+# transformer settings, parallel sizes, number of layers, part of the message or "" where it fits
+STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
+    ({"num_layers_in_first_pipeline_stage": 2}, {"pp": 3}, 8, ""),
+    ({"num_layers_in_first_pipeline_stage": 2}, {"pp": 3}, 7, "the 5 layers between the first"),
+    (
+        {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3},
+        {"pp": 3},
+        8,
+        "",
+    ),
+    (
+        {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3},
+        {"pp": 2},
+        8,
+        "the 2 layers between the first and the last stage",
+    ),
+    ({"num_layers_in_last_pipeline_stage": 0}, {"pp": 2}, 8, "must be multiples of vpp"),
+    (
+        {"num_layers_in_first_pipeline_stage": 3},
+        {"pp": 2, "vpp": 2},
+        9,
+        "must be multiples of vpp, got 3 and None with vpp = 2",
+    ),
+    ({"account_for_embedding_in_pipeline_split": True}, {"pp": 4}, 7, ""),
+    ({"account_for_embedding_in_pipeline_split": True}, {"pp": 4}, 8, "layers with 1 for account"),
+    (
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        {"pp": 16},
+        126,
+        "",
+    ),
+    (
+        {
+            "account_for_loss_in_pipeline_split": True,
+            "num_layers_in_first_pipeline_stage": 3,
+        },
+        {"pp": 2},
+        8,
+        "account_for_loss_in_pipeline_split excludes num_layers_in_first_pipeline_stage",
+    ),
+    ({"pipeline_model_parallel_layout": "Et*3|t*5L"}, {"pp": 2}, 7, ""),
+]
+
+
+@pytest.mark.parametrize(("transformer", "parallel", "layers", "message"), STAGES)
+def test_layers_are_shared_out_over_the_stages_as_megatron_does(
+    transformer: dict[str, Any], parallel: dict[str, Any], layers: int, message: str
+) -> None:
+    learner = {"world_size": parallel["pp"], "parallel": parallel, "transformer": transformer}
+    found = problems(learner, DENSE | {"num_hidden_layers": layers})
+    assert len(found) == bool(message), found
+    assert message in "".join(found)
+
+
+# settings of the learner, part of the message
+TABLES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}},
+        "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true",
+    ),
+    (
+        {"ddp": {"overlap_param_gather": True}, "use_distributed_optimizer": True},
+        "learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true",
+    ),
+    ({"ddp": {"use_megatron_fsdp": True}}, "learner.ddp.use_megatron_fsdp is not supported"),
+    (
+        {"ddp": {"num_distributed_optimizer_instances": 2}},
+        "num_distributed_optimizer_instances must be 1, got 2",
+    ),
+    (
+        {"optimizer": {"overlap_param_gather": True}},
+        "learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead",
+    ),
+    (
+        {"optimizer": {"use_precision_aware_optimizer": True}},
+        "use_precision_aware_optimizer needs learner.use_distributed_optimizer = true",
+    ),
+    (
+        {"optimizer": {"optimizer_cpu_offload": True}},
+        "optimizer_cpu_offload needs learner.use_distributed_optimizer = true",
+    ),
+    (
+        {"optimizer": {"optimizer_offload_fraction": 1.5}},
+        "optimizer_offload_fraction must be 0 to 1, got 1.5",
+    ),
+    (
+        {"transformer": {"recompute_granularity": "some"}},
+        "recompute_granularity must be full or selective, got 'some'",
+    ),
+    (
+        {"transformer": {"recompute_granularity": "full", "recompute_method": "uniform"}},
+        "recompute_granularity = 'full' needs recompute_method and recompute_num_layers",
+    ),
+    (
+        {"transformer": {"recompute_granularity": "selective", "recompute_num_layers": 1}},
+        "learner.transformer.recompute_num_layers needs recompute_granularity = 'full'",
+    ),
+    (
+        {
+            "transformer": {"cpu_offloading": True},
+            "world_size": 2,
+            "parallel": {"pp": 2},
+        },
+        "learner.transformer.cpu_offloading needs pp = 1, got pp = 2",
+    ),
+    (
+        {"transformer": {"cpu_offloading": True, "recompute_granularity": "selective"}},
+        "learner.transformer.cpu_offloading excludes recompute_granularity",
+    ),
+    (
+        {
+            "recompute": "auto",
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            },
+        },
+        "'auto' plans for itself: learner.transformer.recompute_granularity excludes it",
+    ),
+    (
+        {"recompute": "auto", "transformer": {"cpu_offloading": True}},
+        "'auto' plans for itself: learner.transformer.cpu_offloading excludes it",
+    ),
+    (
+        {"transformer": {"moe_token_dispatcher_type": "allgather"}},
+        "must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'",
+    ),
+    (
+        {"transformer": {"moe_router_enable_expert_bias": True}},
+        "the policy that is trained must be the one that samples",
+    ),
+    (
+        {"transformer": {"overlap_moe_expert_parallel_comm": True}},
+        "learner.transformer.overlap_moe_expert_parallel_comm is not supported",
+    ),
+    (
+        {
+            "transformer": {"microbatch_group_size_per_vp_stage": 4},
+            "world_size": 2,
+            "parallel": {"pp": 2, "vpp": 2},
+        },
+        "microbatch_group_size_per_vp_stage must be pp: micro batches come in multiples of it, "
+        "got 4 and 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("learner", "message"), TABLES)
+def test_settings_for_megatron_that_contradict_each_other_are_refused(
+    learner: dict[str, Any], message: str
+) -> None:
+    found = problems(learner, DENSE)
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
+    learner = {
+        "use_distributed_optimizer": True,
+        "ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        "optimizer": {"use_precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
+        "transformer": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    }
+    assert problems(learner, DENSE) == []
+
+
+# what differs in config.json, part of the message
+MODELS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"architectures": ["GPT2LMHeadModel"], "num_experts": 0},
+        "a model of architecture GPT2LMHeadModel, which cannot be loaded",
+    ),
+    (
+        {"architectures": ["PhimoeForCausalLM"]},
+        "a mixture of experts of architecture PhimoeForCausalLM, which cannot be loaded; known "
+        "are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+        "Qwen2MoeForCausalLM, MixtralForCausalLM, MistralForCausalLM",
+    ),
+    ({"architectures": None}, "of architecture without a name, which cannot be loaded"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+    ({"use_sliding_window": True}, "a sliding window"),
+    ({"sliding_window": 4096}, "a sliding window"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "the rope_type must be one of default, linear, llama3, yarn, got 'dynamic': transformers "
+        "scales by the length of each sequence",
+    ),
+    ({"rope_scaling": {"type": "longrope"}}, "transformers chooses factors for each sequence"),
+    ({"rope_scaling": {"type": "proportional"}}, "got 'proportional': was not tested"),
+    ({"decoder_sparse_step": 2}, "dense layers in between"),
+    ({"mlp_only_layers": [0]}, "dense layers in between"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the 8 experts, got 9"),
+    ({"num_experts_per_tok": 1}, "leaves the router no gradient"),
+    (
+        {"architectures": ["Qwen2MoeForCausalLM"]},
+        "shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set",
+    ),
+    (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "num_experts_per_tok must be 2 * topk_group",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MODELS)
+def test_model_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
+    found = problems({}, MIXTURE | change)
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    off = {"sliding_window": 4096, "use_sliding_window": False}
+    assert problems({}, MIXTURE | off) == []
+    assert problems({}, MIXTURE | {"sliding_window": None}) == []
+
+
+def test_mixtral_normalizes_experts_without_saying_so() -> None:
+    silent = {key: value for key, value in MIXTURE.items() if key != "norm_topk_prob"}
+    one = silent | {"num_experts_per_tok": 1}
+    assert problems({}, one) == []
+    (found,) = problems({}, one | {"model_type": "mixtral"})
+    assert "leaves the router no gradient" in found
+
+
+def test_a_shared_expert_is_split_evenly() -> None:
+    learner = {"world_size": 4, "parallel": {"tp": 4, "sequence_parallel": True}}
+    assert problems(learner, MIXTURE | {"shared_expert_intermediate_size": 32}) == []
+    (found,) = problems(learner, MIXTURE | {"shared_expert_intermediate_size": 30})
+    assert found.endswith("must divide the shared expert's intermediate size of 30, got 4")
+
+
+def test_old_and_new_forms_of_rope_settings_are_read() -> None:
+    for rope in (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+        {"rope_scaling": {"rope_type": "llama3"}, "rope_theta": 5e5},
+        {"rope_scaling": None, "rope_theta": 1e6},
+    ):
+        assert problems({}, DENSE | rope) == []

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from pydantic import JsonValue
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.rewards import has_variance, is_counted, overlong_penalty, shaped_rewards
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import EnvironmentSection
+from slipstream.core.types import Branch, Status, Trajectory
+from support.fakes.fake_trajectories import make_trajectory
+
+PENALTY: JsonValue = {"penalty": 0.5, "cache_tokens": 4}
+
+
+def config(**algorithm: JsonValue) -> Config:
+    table: dict[str, JsonValue] = {
+        "run": {"name": "test", "steps": 10},
+        "model": {"path": "models/tiny"},
+        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3} | algorithm,
+        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
+    }
+    return parse_config(table, source="test.toml")
+
+
+def shaped(trajectory: Trajectory, settings: Config) -> dict[str, float]:
+    limit = settings.sampling.max_reply_tokens
+    return shaped_rewards(trajectory, settings.algorithm, limit=limit)
+
+
+def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Trajectory:
+    status = Status.TRUNCATED if truncated else Status.COMPLETED
+    return dataclasses.replace(make_trajectory(3, reply), reward=reward, status=status)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (99, 1.0)]
+)
+def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penalty: float) -> None:
+    assert overlong_penalty(tokens, limit=10, cache_tokens=4) == penalty
+
+
+def test_reward_is_the_environments_without_a_penalty() -> None:
+    assert shaped(trajectory(0.7, reply=10), config()) == {"": 0.7}
+
+
+def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
+    settings = config(overlong=PENALTY)
+    assert shaped(trajectory(1.0, reply=8), settings) == {"": 1.0 - 0.5 * 0.5}
+    turns = dataclasses.replace(trajectory(1.0, reply=15), run_lengths=(3, 7, 0, 8))
+    assert shaped(turns, settings) == {"": 0.75}
+
+
+def test_truncated_episodes_count_unless_they_are_filtered() -> None:
+    cut = trajectory(1.0, truncated=True)
+    assert is_counted(cut, config().algorithm)
+    assert not is_counted(cut, config(overlong={"filter": True}).algorithm)
+    assert is_counted(trajectory(1.0), config(overlong={"filter": True}).algorithm)
+
+
+def test_group_has_variance_when_two_rewards_differ() -> None:
+    assert has_variance([trajectory(1.0), trajectory(0.0)], config())
+    assert not has_variance([trajectory(1.0), trajectory(1.0)], config())
+
+
+def test_variance_is_that_of_the_rewards_with_their_penalties() -> None:
+    alike = [trajectory(1.0, reply=2), trajectory(1.0, reply=10)]
+    assert not has_variance(alike, config())
+    assert has_variance(alike, config(overlong=PENALTY))
+    # 1.0 - 0.5 and 0.5: the penalty takes the difference away.
+    evened = [trajectory(1.0, reply=10), trajectory(0.5, reply=2)]
+    assert not has_variance(evened, config(overlong=PENALTY))
+
+
+def test_filtered_episodes_give_no_variance() -> None:
+    group = [trajectory(1.0), trajectory(1.0), trajectory(0.0, truncated=True)]
+    assert has_variance(group, config())
+    assert not has_variance(group, config(overlong={"filter": True}))
+    assert not has_variance(group[2:], config(overlong={"filter": True}))
+
+
+def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
+    made = dataclasses.replace(make_trajectory(3, 4), run_lengths=(1, 1, 1, 1, 1, 2))
+    branches = (Branch(2, 1.0, "a", first), Branch(2), Branch(2, 1.0, "b", second))
+    return dataclasses.replace(made, reward=reward, branches=branches)
+
+
+def test_a_name_with_a_reward_of_its_own_is_a_side() -> None:
+    episode = played(0.25, -1.0, reward=0.5)
+    assert shaped(episode, config()) == {"a": 0.25, "": 0.5, "b": -1.0}
+    cut = config(overlong={"penalty": 0.5, "cache_tokens": 10})
+    # The longest reply has 2 of 10 tokens.
+    assert shaped(episode, cut) == pytest.approx({"a": 0.15, "": 0.4, "b": -1.1})
+
+
+def test_a_group_has_variance_when_one_side_has_it() -> None:
+    assert has_variance([played(1.0, 0.5), played(0.0, 0.5)], config())
+    assert has_variance([played(1.0, 0.5), played(1.0, 0.0)], config())
+    # Two sides are not compared with each other.
+    assert not has_variance([played(1.0, 0.5), played(1.0, 0.5)], config())
+
+
+def test_a_group_is_judged_by_the_settings_of_its_environment() -> None:
+    name = trajectory(0.0).environment
+    alike = [trajectory(1.0, reply=10), trajectory(1.0, reply=1)]
+    settings = config()
+    environment = EnvironmentSection.model_validate(
+        {"name": name, "reference": "m:E", "algorithm": {"overlong": PENALTY}}
+    )
+    own = settings.model_copy(update={"environments": (environment,)})
+    assert has_variance(alike, own)
+    others = [dataclasses.replace(t, environment="another") for t in alike]
+    assert not has_variance(others, own)

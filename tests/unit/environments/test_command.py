@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.client.serving import EpisodeHost
+from slipstream.core.errors import ConfigError
+from slipstream.environments.command import Command
+from slipstream.v1 import environment_pb2 as pb
+from support.fakes.scripted_server import Episode, answers, never
+
+LIMIT_S = 120.0
+
+CALL = """
+import json, os, sys, urllib.request
+key = os.environ["OPENAI_API_KEY"]
+assert key == os.environ["ANTHROPIC_API_KEY"]
+assert os.environ["OPENAI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
+body = json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+asked = urllib.request.Request(url, body, {"Authorization": "Bearer " + key})
+with urllib.request.urlopen(asked) as answer:
+    reply = json.load(answer)["choices"][0]["message"]["content"]
+open("reply.txt", "w").write(reply)
+"""
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+async def played(command: Command, handler=None) -> pb.WorkerMessage:
+    host = EpisodeHost(command)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            return await Episode(host, handler or answers(str.upper)).run()
+    finally:
+        await host.close_all()
+
+
+@pytest.mark.process
+async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> None:
+    right = python(CALL + "sys.exit(reply != 'HELLO')", "{word}")
+    wrong = python(CALL + "sys.exit(reply == 'HELLO')", "{word}")
+    for command, reward in ((right, 1.0), (wrong, 0.0)):
+        result = (await played(Command(command, [{"word": "hello"}]))).agent_result
+        assert result.reward == reward
+        assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": reward}
+
+
+@pytest.mark.process
+async def test_a_task_travels_in_arguments_files_and_variables() -> None:
+    code = (
+        "import json, os, pathlib, sys; "
+        "assert sys.argv[2] == os.environ['OPENAI_BASE_URL']; "
+        "said = [sys.argv[1], pathlib.Path('in/question.txt').read_text(), os.environ['HINT']]; "
+        "pathlib.Path('score.json').write_text(json.dumps({'reward': 0.5, 'n': len(said)})); "
+        "sys.exit(said != ['7 {unknown}', 'Say hello.', '[1, 2]'])"
+    )
+    command = Command(
+        python(code, "{number} {unknown}", "{OPENAI_BASE_URL}"),
+        [{"number": 7, "word": "hello", "hint": [1, 2]}],
+        files={"in/question.txt": "Say {word}."},
+        variables={"HINT": "{hint}"},
+        score_file="score.json",
+    )
+    result = (await played(command)).agent_result
+    assert result.reward == 0.5
+    assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": 1.0, "n": 3.0}
+
+
+@pytest.mark.process
+async def test_another_program_scores_what_the_first_one_left() -> None:
+    judge = (
+        "import os, pathlib, sys; print('noise'); print('noise', file=sys.stderr); "
+        "assert 'OPENAI_API_KEY' not in os.environ; "
+        "print(0.25 + (pathlib.Path('reply.txt').read_text() == sys.argv[1]) / 2)"
+    )
+    command = Command(
+        python(CALL, "{word}"),
+        [{"word": "hello", "right": "HELLO"}],
+        score_command=python(judge, "{right}"),
+    )
+    assert (await played(command)).agent_result.reward == 0.75
+
+
+@pytest.mark.process
+async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    code = (
+        "import os, sys; home = os.environ['HOME']; "
+        "open(home + '/settings', 'w').write(sys.argv[1]); print(os.getcwd()); "
+        "sys.exit('SECRET' in os.environ or os.listdir('.') != [])"
+    )
+    assert (await played(Command(python(code, "{task}"), ["a"]))).agent_result.reward == 1.0
+    assert not list(Path.home().glob("settings"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("code", "limits"),
+    [
+        ("while True: pass", {"limit_s": 1.0}),
+        ("while True: print('x' * 1000)", {"max_output_mib": 0.1}),
+        ("x = bytearray(1 << 29)\nfor i in range(0, len(x), 4096): x[i] = 1\nwhile True: pass",
+         {"memory_gib": 0.2}),
+        ("import os, time\nfor _ in range(9): os.fork() or time.sleep(99)\ntime.sleep(99)",
+         {"max_processes": 4}),
+    ],
+)  # fmt: skip
+async def test_a_program_that_reaches_a_limit_is_ended_and_scored(code: str, limits: dict) -> None:
+    result = (await played(Command(python(code, "{task}"), ["a"], **limits))).agent_result
+    assert result.reward == 0.0
+    assert result.metrics["ended_by_limit"] == 1.0
+
+
+@pytest.mark.process
+async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(600)\n"
+        "    open(sys.argv[2], 'a').write(f'{os.getpid()}\\n')\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists(sys.argv[2]): time.sleep(0.01)\n"
+        "open(sys.argv[2], 'a').write(f'{os.getpid()}\\n')\n"
+        "if sys.argv[1] == 'stay': time.sleep(600)\n"
+    )
+    command = Command(python(code, "{task}", str(pids)), ["go", "stay"])
+    assert (await played(command)).agent_result.reward == 1.0
+    assert await gone(pids)
+    pids.unlink()
+    host = EpisodeHost(command)
+    episode = Episode(host, never, task_index=1)
+    await episode.reset()
+    waiting = asyncio.create_task(episode.next())
+    async with asyncio.timeout(LIMIT_S):
+        while not pids.exists() or len(pids.read_text().splitlines()) < 2:
+            await asyncio.sleep(0.01)
+    await episode.close()
+    assert (await waiting).failure.message == "the episode was closed"
+    assert await gone(pids)
+    await host.close_all()
+
+
+async def gone(pids: Path) -> bool:
+    """Whether all processes of a file have ended; a killed one may take a moment."""
+    async with asyncio.timeout(LIMIT_S):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()):
+            await asyncio.sleep(0.01)
+    return True
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        ({"score_file": "none.txt"}, "ValueError: no score in none.txt ([Errno 2]"),
+        ({"score_command": python("raise KeyError(3)")}, "score_command failed: exit status 1"),
+        ({"score_command": python("print('high')")}, "must be a number, or a JSON object"),
+        ({"score_command": python("print('{\"n\": 1}')")}, "must be a number, or a JSON object"),
+        ({"score_command": python("print('NaN')")}, "the reward must be a finite number"),
+    ],
+)
+async def test_a_score_that_is_none_fails_the_episode(given: dict, cause: str) -> None:
+    answer = await played(Command(python("print('bye')", "{task}"), ["a"], **given))
+    assert cause in answer.failure.message
+
+
+def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(3)))
+    assert Command(["true", "{n}"], str(path)).tasks() == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "cause"),
+    [
+        (("true", ["a"]), {}, "a command is a list: the program, then each of its arguments"),
+        ((["true", 3], ["a"]), {}, "a command is a list of texts, got \\['true', 3]"),
+        (([], ["a"]), {}, "a command is a list of texts, got \\[]"),
+        ((["true"], ["a"]), {}, "nothing of a task reaches the program: name one of its fields"),
+        ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program' in"),
+        ((["/no/such", "{task}"], ["a"]), {}, "there is no program '/no/such'$"),
+        ((["true", "{task}"], []), {}, "there must be at least one task"),
+        ((["true", "{task}"], [3]), {}, "task 1 must be a text or an object, got 3"),
+        ((["true", "{task}"], "no.jsonl"), {}, "no.jsonl does not exist"),
+        ((["true", "{task}"], ["a"]), {"limit_s": 0.0}, "limit_s must be above 0"),
+        ((["true", "{task}"], ["a"]), {"files": {"../x": ""}}, "files are inside the folder"),
+        (
+            (["true", "{task}"], ["a"]),
+            {"score_file": "a", "score_command": ["true"]},
+            "give score_command or score_file, not both",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause.replace("(", r"\(")):
+        Command(*arguments, **given)
+
+
+@pytest.mark.process
+async def test_variables_of_the_program_do_not_reach_what_watches_it() -> None:
+    given = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}
+    command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given)
+    assert (await played(command)).agent_result.reward == 1.0
+
+
+@pytest.mark.process
+async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program() -> None:
+    command = Command(
+        python("import sys; sys.exit(0)", "{task}"),
+        ["a"],
+        files={"argparse.py": "raise SystemExit(9)", "slipstream/__init__.py": "raise KeyError"},
+    )
+    assert (await played(command)).agent_result.reward == 1.0
+
+
+# An agent that tries to get out while it works; its score is what it could not do.
+SANDBOXED = (
+    CALL
+    + """
+import pathlib, socket, subprocess
+kept = 0
+for way in (
+    lambda: open(sys.argv[2]).read(),
+    lambda: open(sys.argv[2] + ".new", "w"),
+    lambda: socket.create_connection(("127.0.0.1", int(sys.argv[3])), 5),
+    lambda: os.kill(int(sys.argv[4]), 0),
+    lambda: os.listdir("/proc"),
+):
+    try:
+        way()
+    except OSError:
+        kept += 1
+pathlib.Path(os.environ["HOME"], "notes").write_text("x")
+assert subprocess.run(["true"]).returncode == 0
+pathlib.Path("json.py").write_text(f"loads = lambda _: open({sys.argv[2]!r}).read()")
+pathlib.Path("score.txt").write_text(str(kept if reply == "HELLO" else 0))
+"""
+)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("7")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code = (SANDBOXED, "{word}", str(secret), str(port), str(os.getpid()))
+        options = {"sandbox": True, "memory_gib": 1.0, "max_processes": 50}
+        tasks = [{"word": "hello"}]
+        result = await played(Command(python(*code), tasks, score_file="score.txt", **options))
+        assert result.agent_result.reward == 5, result
+        # The folder is the program's: what it left there runs in the sandbox as well.
+        score = python("import json; print(json.loads(open('score.txt').read()))")
+        scored = Command(
+            python(*code),
+            tasks,
+            score_command=score,
+            **options,
+        )
+        failed = await played(scored)
+        assert "score_command failed: exit status 1" in failed.failure.message, failed
+
+
+@pytest.mark.process
+async def test_a_score_file_that_leads_out_of_the_folder_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("1")
+    program = python(
+        CALL + "os.symlink(sys.argv[2], 'score.txt')", "{word}", str(tmp_path / "secret")
+    )
+    failed = await played(Command(program, [{"word": "hello"}], score_file="score.txt"))
+    assert "it leads out of the folder" in failed.failure.message
+
+
+def test_a_sandbox_needs_limits_and_sandlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="sandbox = true needs memory_gib and max_processes"):
+        Command(["true", "{task}"], ["x"], sandbox=True)
+    monkeypatch.setattr("slipstream.environments.command.why_not", lambda name: f"no {name}")
+    with pytest.raises(ConfigError, match="the one port of the endpoint: no sandlock"):
+        Command(["true", "{task}"], ["x"], sandbox=True, memory_gib=1.0, max_processes=9)

@@ -1,0 +1,258 @@
+"""Functions that models write, examined by tests which the code cannot reach."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.client import StepResult
+from slipstream.core.errors import ConfigError
+from slipstream.environments.functions import Functions, code_of
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux"),
+]
+
+# The columns of MBPP.
+MBPP = {
+    "text": "Write a function to add two numbers.",
+    "test_setup_code": "import math",
+    "test_list": [
+        "assert add(17, 25) == 42",
+        "assert add('a', 'b') == 'ab'",
+        "assert math.isclose(add(0.1, 0.2), 0.3)",
+        "assert [add(*pair) for pair in ((1, 2), (3, 4))] == [3, 7]",
+    ],
+}
+# The columns of HumanEval.
+HUMANEVAL = {
+    "prompt": "def half(x):\n    return x / 2\n\ndef twice(x):\n    '''Twice x.'''\n",
+    "entry_point": "twice",
+    "test": (
+        "def check(candidate):\n    assert candidate(2) == 4\n    assert half(candidate(3)) == 3"
+    ),
+}
+MBPP_COLUMNS = {"question": "text", "tests": "test_list", "setup": "test_setup_code"}
+HUMANEVAL_COLUMNS = {
+    "question": "prompt",
+    "tests": "test",
+    "setup": "prompt",
+    "function": "entry_point",
+}
+LIMIT_S = 20.0
+
+
+def functions(folder: Path, row: dict[str, object], **options: object) -> Functions:
+    path = folder / "tasks.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    return Functions(str(path), **{"limit_s": LIMIT_S, **options})
+
+
+async def judged(environment: Functions, reply: str) -> StepResult:
+    environment.reset(environment.tasks()[0])
+    return await environment.step(reply)
+
+
+def block(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+async def test_the_reward_is_the_share_of_tests_that_pass(tmp_path: Path) -> None:
+    mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS)
+    assert mbpp.reset(mbpp.tasks()[0])[0].content == "Write a function to add two numbers."
+    right = await judged(mbpp, block("def add(a, b):\n    return a + b"))
+    assert right.reward == 1
+    assert right.metrics == {"passed": 1, "all_passed": 1, "errors": 0, "timeouts": 0}
+    half = await judged(mbpp, block("def add(a, b):\n    return int(a) + int(b)"))
+    assert half.reward == 0.5
+    assert half.metrics == {"passed": 0.5, "all_passed": 0, "errors": 0.25, "timeouts": 0}
+
+
+async def test_the_reward_may_be_for_all_tests_or_none(tmp_path: Path) -> None:
+    mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, reward="all")
+    assert (await judged(mbpp, block("def add(a, b):\n    return a + b"))).reward == 1
+    half = await judged(mbpp, block("def add(a, b):\n    return int(a) + int(b)"))
+    assert (half.reward, half.metrics["passed"]) == (0, 0.5)
+
+
+async def test_a_check_is_called_with_the_function(tmp_path: Path) -> None:
+    tasks = functions(tmp_path, HUMANEVAL, **HUMANEVAL_COLUMNS)
+    assert (await judged(tasks, block("def twice(x):\n    return 4 * half(x)"))).reward == 1
+    assert (await judged(tasks, block("def twice(x):\n    return x"))).reward == 0
+
+
+async def test_code_that_hangs_counts_as_a_timeout_and_the_next_test_runs(tmp_path: Path) -> None:
+    mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, limit_s=3.0)
+    code = "def add(a, b):\n    while a == 17: pass\n    return a + b"
+    found = await judged(mbpp, block(code))
+    assert found.metrics == {"passed": 0.75, "all_passed": 0, "errors": 0, "timeouts": 0.25}
+
+
+async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
+    values = (
+        "None",
+        "True",
+        "-3",
+        "10**400",
+        "1.5",
+        "float('inf')",
+        "2j",
+        "'\\u00e4\\ud800'",
+        "b'\\x00'",
+        "[1, [2]]",
+        "(1, (2,))",
+        "{1, 2}",
+        "{1: (2, 3), (4,): [5]}",
+    )
+    tests = [f"assert same({value}) == {value}" for value in values]
+    tests += [f"assert type(same({value})) == type({value})" for value in values]
+    tests += [
+        "assert same(float('nan')) != same(float('nan'))",
+        "assert list(several(3)) == [0, 1, 2]",
+        "assert counted('aab') == {'a': 2, 'b': 1}",
+        "try:\n    wrong()\n    assert False, 'it did not raise'\nexcept KeyError: pass",
+        "try:\n    odd()\n    assert False, 'it did not raise'\nexcept ValueError: pass",
+        "assert same(x=1) == 1",
+    ]
+    code = (
+        "import collections\n"
+        "class Odd(ValueError): pass\n"
+        "def same(x): return x\n"
+        "def several(n): yield from range(n)\n"
+        "def counted(text): return collections.Counter(text)\n"
+        "def wrong(): raise KeyError('x')\n"
+        "def odd(): raise Odd('x')\n"
+    )
+    tasks = functions(tmp_path, {"question": "?", "tests": tests})
+    found = await judged(tasks, block(code))
+    assert found.reward == 1, found
+
+
+# Code that knows no answer and wants to pass. `SAY` writes a line to every open file.
+SAY = """
+import json, os
+def say(what):
+    for number in range(64):
+        try: os.write(number, (json.dumps(what) + "\\n").encode())
+        except OSError: pass
+"""
+FAKES = {
+    "exit_0": "import os\nos._exit(0)",
+    "exit_0_when_called": "def add(a, b):\n    import os\n    os._exit(0)",
+    "system_exit": "def add(a, b): raise SystemExit(0)",
+    "say_it_passed": SAY
+    + "for _ in range(99): say({'outcome': 'passed'})\ndef add(a, b): return 0",
+    "say_it_ended_well": SAY + "def add(a, b):\n    say({'ended': 'passed'})",
+    "say_it_before": (SAY + "for _ in range(9): say({'ended': 'passed'})\ndef add(a, b): return 0"),
+    "say_nonsense": SAY + "def add(a, b):\n    say([1]); say({}); say({'value': {'int': 1}})",
+    "say_what_is_no_json": (
+        "import os\ndef add(a, b):\n    for n in range(64):\n"
+        "        try: os.write(n, b'\\x00' * 100 + b'[' * 100000 + b'\\n')\n"
+        "        except OSError: pass"
+    ),
+    "equal_to_all": (
+        "class Equal:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+        "def add(a, b): return Equal()"
+    ),
+    "number_equal_to_all": (
+        "class Equal(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+        "def add(a, b): return Equal(0)"
+    ),
+    "raise_what_tests_expect": "def add(a, b): raise AssertionError",
+    "stop_iteration": "def add(a, b): raise StopIteration",
+    "keyboard_interrupt": "def add(a, b): raise KeyboardInterrupt",
+    "patch_the_machinery": (
+        "import builtins, json, runpy, sys\n"
+        "main = sys.modules['__main__']\n"
+        "main.encode = main.decode = lambda value: 42\n"
+        'json.dumps = lambda *_, **__: \'{"outcome": "passed"}\'\n'
+        "builtins.AssertionError = type('Never', (Exception,), {})\n"
+        "def add(a, b): return 0"
+    ),
+    "leave_at_the_end": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 0",
+    "too_long": "def add(a, b): return 'x' * (50 << 20)",
+    "too_deep": (
+        "def add(a, b):\n    deep = []\n    for _ in range(100000): deep = [deep]\n    return deep"
+    ),
+    "endless": "import itertools\ndef add(a, b): return itertools.count()",
+    "flood": "import sys\ndef add(a, b):\n    while True: print('x' * 1000, file=sys.stderr)",
+    "look_for_the_answers": (
+        "import gc, glob, inspect, os, re, sys\n"
+        "def add(a, b):\n"
+        "    seen = []\n"
+        "    frame = inspect.currentframe()\n"
+        "    while frame:\n"
+        "        seen.append(repr((frame.f_locals, frame.f_globals)))\n"
+        "        frame = frame.f_back\n"
+        "    seen += [repr(each)[:10000] for each in gc.get_objects()]\n"
+        "    folders = ['.', '..', '/tmp', os.environ.get('TMPDIR', '/tmp')]\n"
+        "    for folder in folders + glob.glob('/tmp/slipstream-sandbox-*') + ['/proc/self/fd']:\n"
+        "        for root, _, names in os.walk(folder):\n"
+        "            for name in names:\n"
+        "                place = os.path.join(root, name)\n"
+        "                try: seen.append(open(place, errors='replace').read(99999))\n"
+        "                except OSError: pass\n"
+        "    found = re.search(r'add\\(17, 25\\) == (\\d+)', ' '.join(seen))\n"
+        "    return int(found[1]) if found else 0"
+    ),
+}
+# These go on until each of the two tests has had its limit.
+ENDLESS = ("endless", "flood")
+
+
+@pytest.mark.parametrize("name", FAKES)
+async def test_code_cannot_fake_a_pass(
+    name: str, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.environments.sandbox.sandbox.first_backend", lambda: backend)
+    row = {"question": "?", "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"]}
+    tasks = functions(tmp_path, row, limit_s=2.0 if name in ENDLESS else 8.0)
+    found = await judged(tasks, block(FAKES[name]))
+    assert found.reward == 0, found
+    assert found.metrics["passed"] == 0
+
+
+async def test_the_code_is_the_last_block_of_the_reply() -> None:
+    one, two = "```python\na = 1\n```", "```\nb = 2\n```"
+    assert code_of(f"first\n{one}\nthen\n{two}\nend") == "b = 2\n"
+    assert code_of("a = 1") == "a = 1"
+    assert code_of("```py\na = 1") == "a = 1"
+    assert code_of("  ```python\n  a = 1\n  ```") == "a = 1\n"
+    assert code_of("`x` and ```inline``` alone") == "`x` and ```inline``` alone"
+    assert code_of("") == ""
+
+
+async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
+    row = {"question": "?", "tests": ["assert f() == 1"], "setup": "import no_such_module"}
+    tasks = functions(tmp_path, row, setup="setup")
+    with pytest.raises(ValueError, match="the tests do not run: .*no_such_module"):
+        await judged(tasks, block("def f(): return 1"))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "said"),
+    [
+        ({"tests": ["assert f()"]}, {}, "row 1: column 'question' must hold a text, got None; the"),
+        ({"question": "?"}, {}, "row 1: column 'tests' must hold a test or a list of tests"),
+        ({"question": "?", "tests": []}, {}, "must hold a test or a list of tests"),
+        ({"question": "?", "tests": [1]}, {}, "must hold a test or a list of tests"),
+        ({"question": "?", "tests": ["assert f("]}, {}, "row 1: a test is no Python"),
+        ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),
+        ({"question": "?", "tests": "def check(f):\n    f()"}, {}, "function = 'entry_point'"),
+        (MBPP, {"reward": "some"}, "reward must be one of share, all, got 'some'"),
+        (MBPP, {"limit_s": 0.0}, "limit_s must be above 0, got 0.0"),
+        (MBPP, {"instruction": "x"}, "instruction must contain {question}"),
+        (MBPP, {"max_running": -1}, "max_running must be at least 0, got -1"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    tmp_path: Path, row: dict[str, object], options: dict[str, object], said: str
+) -> None:
+    columns = MBPP_COLUMNS if row is MBPP else {}
+    with pytest.raises(ConfigError) as refused:
+        functions(tmp_path, row, **columns, **options)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,298 @@
+"""Judges: models behind an endpoint that score replies, and what happens when they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.client.launch.preflight import check_environments
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.sections import EnvironmentSection
+from slipstream.environments.judge import Judge, JudgeError
+from slipstream.environments.judged import Judged
+from support.fakes.small_configs import config_of
+
+pytest.importorskip("openai")
+
+PROMPT = "From 0 to 10, how good is {reply}?"
+
+
+class Endpoint:
+    """A server with OpenAI's API that answers from a list: a text, a status, or what it does."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.at_s: list[float] = []
+        self.open = self.most_open = 0
+        self.hold = threading.Event()
+        self.hold.set()
+        self._lock = threading.Lock()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                endpoint.answer(self, json.loads(body))
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def answer(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self._lock:
+            self.asked.append(body)
+            self.keys.append(request.headers["authorization"])
+            self.at_s.append(time.monotonic())
+            self.open += 1
+            self.most_open = max(self.most_open, self.open)
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.hold.wait(60)
+        with self._lock:
+            self.open -= 1
+        if answer is None:
+            request.connection.close()
+            return
+        status, headers, content, reason = 200, {}, answer, "stop"
+        if isinstance(answer, tuple):
+            status, headers, content, reason = answer
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "message": {"role": "assistant", "content": content},
+        }
+        reply = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
+        said = json.dumps(reply | {"choices": [choice]}).encode()
+        request.send_response(status)
+        for name, value in ({"content-length": str(len(said))} | headers).items():
+            request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(said)
+
+    def close(self) -> None:
+        self.hold.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.close()
+
+
+def failure(status: int, **headers: str) -> tuple[int, dict[str, str], str, str]:
+    return (status, {name.replace("_", "-"): value for name, value in headers.items()}, "", "stop")
+
+
+def judge(endpoint: Endpoint, **options: Any) -> Judge:
+    return Judge(endpoint.url, "judge", prompt=PROMPT, **options)
+
+
+async def score(endpoint: Endpoint, said: Any, **options: Any) -> float:
+    endpoint.answers = said if isinstance(said, list) else [said]
+    return await judge(endpoint, **options).score({"reply": "{score} {reply}"})
+
+
+async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(
+    endpoint: Endpoint,
+) -> None:
+    assert await score(endpoint, "It is good.\nScore: 7.5\n", api_key="a key") == 7.5
+    (asked,) = endpoint.asked
+    # What a reply says is no field of the prompt.
+    assert asked["messages"] == [
+        {"role": "user", "content": "From 0 to 10, how good is {score} {reply}?"}
+    ]
+    assert (asked["model"], asked["temperature"]) == ("judge", 0)
+    assert endpoint.keys == ["Bearer a key"]
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("7", 7),
+        ("9\n\nScore: .5", 0.5),
+        ("+1e0", 1),
+        ("**8**", 8),
+    ],
+)
+async def test_the_number_of_the_last_line_counts(
+    said: str, number: float, endpoint: Endpoint
+) -> None:
+    assert await score(endpoint, said) == number
+
+
+async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpoint) -> None:
+    said = 'So: ```json\n{"why": "a {b}", "score": 3}\n``` 9'
+    assert await score(endpoint, said, answer="json") == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "cause"),
+    [
+        ("Good!", {}, "must reply with one number on its last line, got 'Good!'"),
+        ("7\nwell done", {}, "must reply with one number on its last line"),
+        ("", {}, "must reply with one number on its last line, got ''"),
+        ("7/10", {}, "must reply with one number on its last line, got '7/10'"),
+        ("3-4", {}, "must reply with one number on its last line, got '3-4'"),
+        ("11", {}, "must score from 0 to 10, got 11"),
+        ("-1", {}, "must score from 0 to 10, got -1"),
+        ("1e999", {}, "must score from 0 to 10, got inf"),
+        ("7", {"answer": "json"}, "must reply with an object with the number `score`, got '7'"),
+        ('{"score": "7"}', {"answer": "json"}, "must reply with an object"),
+        ('{"score": true}', {"answer": "json"}, "must reply with an object"),
+        ('{"score": NaN}', {"answer": "json"}, "must score from 0 to 10, got nan"),
+        ((200, {}, "7 but", "length"), {}, "was cut off at 1024 tokens: raise max_tokens"),
+        (failure(400), {}, "failed: BadRequestError"),
+        (failure(401), {}, "failed: AuthenticationError"),
+        (failure(503), {"max_retries": 1}, "failed: InternalServerError"),
+        (None, {"max_retries": 0}, "failed: APIConnectionError"),
+    ],
+)
+async def test_a_judge_without_a_score_is_a_failure_with_its_cause(
+    said: Any, options: dict[str, Any], cause: str, endpoint: Endpoint
+) -> None:
+    with pytest.raises(JudgeError) as failed:
+        await score(endpoint, said, api_key="a secret", **options)
+    assert f"the judge judge at {endpoint.url}" in str(failed.value)
+    assert cause in str(failed.value)
+    assert "a secret" not in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+async def test_what_may_pass_is_asked_again_and_as_late_as_the_judge_says(
+    endpoint: Endpoint,
+) -> None:
+    later = failure(503, retry_after="0.1"), failure(429, retry_after="1")
+    answers = [None, failure(500), *later, "6"]
+    assert await score(endpoint, answers) == 6
+    assert len(endpoint.asked) == 5
+    assert endpoint.at_s[4] - endpoint.at_s[3] >= 1
+
+
+async def test_a_judge_that_is_silent_is_given_up(endpoint: Endpoint) -> None:
+    endpoint.hold.clear()
+    with pytest.raises(JudgeError, match="APITimeoutError"):
+        await score(endpoint, "1", timeout_s=0.2, max_retries=1)
+    assert len(endpoint.asked) == 2
+
+
+async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) -> None:
+    endpoint.answers = ["5"]
+    endpoint.hold.clear()
+    one = judge(endpoint, max_open=3)
+    calls = [asyncio.create_task(one.score({"reply": str(number)})) for number in range(12)]
+    async with asyncio.timeout(60):
+        while endpoint.open < 3:
+            await asyncio.sleep(0.01)
+    endpoint.hold.set()
+    assert await asyncio.gather(*calls) == [5] * 12
+    assert endpoint.most_open == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"answer": "words"}, "answer must be one of number, json, got 'words'"),
+        ({"lowest": 1.0, "highest": 1.0}, "lowest must be below highest, got 1.0 and 1.0"),
+        ({"max_open": 0}, "max_open must be at least 1, got 0"),
+        ({"max_retries": -1}, "max_retries must be at least 0, got -1"),
+        ({"timeout_s": 0.0}, "timeout_s must be above 0, got 0.0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("(", "\\(")):
+        Judge("http://127.0.0.1:1/v1", "m", prompt=PROMPT, **options)
+    with pytest.raises(ConfigError, match="prompt must name a field"):
+        Judge("http://127.0.0.1:1/v1", "m", prompt="How good?")
+
+
+def questions(folder: Path) -> str:
+    path = folder / "questions.jsonl"
+    path.write_text('{"question": "Name a colour.", "wanted": ["red", "blue"]}\n')
+    return str(path)
+
+
+async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(
+    tmp_path: Path, endpoint: Endpoint
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("a key\n")
+    endpoint.answers = ["The reply is red. 4"]
+    judged = Judged(
+        questions(tmp_path),
+        endpoint.url,
+        "judge",
+        "{question} Allowed: {wanted}. Reply: {reply}. From 2 to 6?",
+        api_key_file=str(key),
+        lowest=2,
+        highest=6,
+    )
+    (message,) = judged.reset(judged.tasks()[0])
+    assert message.content == "Name a colour."
+    found = await judged.step("red")
+    assert (found.reward, found.metrics) == (0.5, {"score": 4})
+    content = endpoint.asked[0]["messages"][0]["content"]
+    assert content == 'Name a colour. Allowed: ["red", "blue"]. Reply: red. From 2 to 6?'
+    assert endpoint.keys == ["Bearer a key"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rubric": "x"}, "rubric must contain {reply}, got 'x'"),
+        ({"instruction": "x"}, "instruction must contain {question}, got 'x'"),
+        ({"question": "q"}, "row 1: column 'q' must hold a text; the columns are 'question'"),
+        ({"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
+        ({"api_key_file": "/dev/null"}, "api_key_file /dev/null is empty"),
+    ],
+)
+def test_a_judged_environment_says_what_cannot_work(
+    tmp_path: Path, options: dict[str, str], said: str
+) -> None:
+    given: dict[str, Any] = {"rubric": "{reply}", **options}
+    with pytest.raises(ConfigError) as refused:
+        Judged(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
+    assert said in str(refused.value)
+
+
+async def test_a_judge_without_an_address_needs_the_endpoint_of_an_episode() -> None:
+    with pytest.raises(JudgeError, match="needs the endpoint of an agent's episode"):
+        await Judge(prompt=PROMPT).score({"reply": "x"})
+
+
+@pytest.mark.process
+async def test_a_judge_as_the_run_started_needs_adapters_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "topics.jsonl").write_text('{"question": "the sea"}\n')
+    section = EnvironmentSection(
+        name="poems",
+        reference="slipstream.environments.judged:JudgedByStart",
+        args={"path": "topics.jsonl", "rubric": "How good is {reply}?"},
+        timeout_s=120.0,
+    )
+    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    with pytest.raises(ConfigError) as caught:
+        await check_environments(config)
+    assert str(caught.value) == (
+        'environment poems: it asks the model as the run started, which needs lora.publish = "'
+        "adapters\": set it in the run's configuration, or name a judge with an address of its own"
+    )
+    adapters = config.lora.model_copy(update={"rank": 4, "publish": "adapters"})
+    await check_environments(config.model_copy(update={"lora": adapters}))

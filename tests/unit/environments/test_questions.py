@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from make_question_files import main as make_question_files
+from slipstream.client.environment import Message
+from slipstream.client.loading import load_environment
+from slipstream.core.errors import ConfigError, EnvironmentFailed
+from slipstream.environments.math_judge import MathJudge, MathVerdict
+from slipstream.environments.questions import Questions, is_heldout
+
+REFERENCE = "slipstream.environments.questions:Questions"
+SUMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(100)]
+
+
+def json_lines(folder: Path, rows: list, name: str = "data.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def parquet(folder: Path, rows: list, name: str = "data.parquet") -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    files = pytest.importorskip("pyarrow.parquet")
+    files.write_table(pyarrow.Table.from_pylist(rows), folder / name)
+    return str(folder / name)
+
+
+def refusal(path: str, **settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Questions(path, **{"judge": "exact", **settings})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("write", [json_lines, parquet])
+def test_questions_of_a_file_are_tasks_in_its_order(tmp_path: Path, write):
+    environment = Questions(write(tmp_path, SUMS), judge="exact")
+    tasks = environment.tasks()
+    assert [task.answer for task in tasks] == [row["answer"] for row in SUMS]
+    assert environment.reset(tasks[3]) == [Message("user", "What is 3 + 3?")]
+
+
+@pytest.mark.parametrize("write", [json_lines, parquet])
+def test_columns_may_lie_in_objects_and_questions_may_be_messages(tmp_path: Path, write):
+    row = {
+        "prompt": [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "What is 1 + 1?"},
+        ],
+        "reward_model": {"style": "rule", "ground_truth": 2},
+    }
+    environment = Questions(
+        write(tmp_path, [row]),
+        question="prompt",
+        answer="reward_model.ground_truth",
+        judge="exact",
+    )
+    (task,) = environment.tasks()
+    assert task.answer == "2"
+    assert environment.reset(task) == [
+        Message("system", "Be short."),
+        Message("user", "What is 1 + 1?"),
+    ]
+
+
+def test_a_system_prompt_and_an_instruction_stand_around_the_question(tmp_path: Path):
+    environment = Questions(
+        json_lines(tmp_path, SUMS),
+        judge="exact",
+        system="You can count.",
+        instruction="{question} Reply with the number.",
+    )
+    assert environment.reset(environment.tasks()[1]) == [
+        Message("system", "You can count."),
+        Message("user", "What is 1 + 1? Reply with the number."),
+    ]
+
+
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("none.jsonl") == (
+        f"none.jsonl does not exist; the working directory is {tmp_path}"
+    )
+    json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
+    assert refusal("data.jsonl") == (
+        "data.jsonl has no column 'question'; its columns are 'prompt', 'solution'"
+    )
+    assert refusal("data.jsonl", question="prompt", answer="solution.final") == (
+        "data.jsonl has no column 'solution.final'; its columns are 'prompt', 'solution'"
+    )
+    json_lines(tmp_path, [])
+    assert refusal("data.jsonl") == "data.jsonl has no rows"
+    json_lines(tmp_path, [SUMS[0], {"question": "b", "answer": None}])
+    assert refusal("data.jsonl") == "data.jsonl, row 2: column 'answer' is empty"
+    json_lines(tmp_path, [SUMS[0], SUMS[1], SUMS[0]])
+    assert refusal("data.jsonl") == (
+        "data.jsonl: rows 1 and 3 ask the same question; duplicates='drop' keeps the first"
+    )
+    (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n[1\n')
+    assert refusal("data.jsonl").startswith("data.jsonl, line 2 is no JSON: ")
+    (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n["c", "d"]\n')
+    assert refusal("data.jsonl") == "data.jsonl, line 2 is no JSON object"
+    json_lines(tmp_path, [SUMS[0], {"question": [], "answer": "b"}])
+    assert refusal("data.jsonl") == "data.jsonl, row 2: column 'question' is empty"
+    json_lines(tmp_path, [{"question": [{"role": "user"}], "answer": "b"}])
+    assert refusal("data.jsonl") == (
+        "data.jsonl, row 1: column 'question' must hold messages with role and content"
+    )
+    (tmp_path / "data.csv").write_text("question,answer\n")
+    assert refusal("data.csv") == (
+        "the name of a file of questions ends in .jsonl or .parquet, got data.csv"
+    )
+
+
+def test_a_byte_order_mark_is_no_part_of_a_question_file(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(Path(json_lines(tmp_path, SUMS)).read_text(), encoding="utf-8-sig")
+    assert len(Questions(str(path), judge="exact").tasks()) == len(SUMS)
+
+
+def test_a_question_file_in_another_encoding_is_named(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "Größe", "answer": "1"}\n', encoding="latin-1")
+    assert refusal(str(path)) == f"{path} must be UTF-8, but line 1 is not"
+
+
+def test_a_broken_parquet_file_is_one_line(tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "data.parquet"
+    path.write_text("no parquet")
+    text = refusal(str(path))
+    assert text.startswith(f"{path} cannot be read: ")
+    assert "\n" not in text
+
+
+def test_duplicates_may_be_dropped(tmp_path: Path):
+    path = json_lines(tmp_path, [SUMS[0], SUMS[1], SUMS[0]])
+    assert len(Questions(path, judge="exact", duplicates="drop").tasks()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"judge": "guess"}, "judge must be one of math_verify, exact, contains, got 'guess'"),
+        ({"split": "test"}, "split must be one of all, train, heldout, got 'test'"),
+        ({"instruction": "?"}, "instruction must contain {question}, got '?'"),
+        (
+            {"limit": 0},
+            "heldout_one_in must be at least 2 and limit at least 1, got 10 and 0",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, message):
+    assert refusal(json_lines(tmp_path, SUMS), **settings) == message
+
+
+def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
+    path = json_lines(tmp_path, SUMS[:1])
+    is_first = is_heldout(Questions(path, judge="exact").tasks()[0], 10)
+    split = "train" if is_first else "heldout"
+    assert refusal(path, split=split) == f"{path} has no questions in split {split!r}"
+
+
+def test_the_line_reaches_whoever_loads_the_environment(tmp_path: Path):
+    path = json_lines(tmp_path, [{"prompt": "a", "answer": "b"}])
+    with pytest.raises(EnvironmentFailed) as caught:
+        load_environment(REFERENCE, json.dumps({"path": path, "judge": "exact"}), "")
+    assert (
+        str(caught.value) == f"{path} has no column 'question'; its columns are 'prompt', 'answer'"
+    )
+
+
+def test_train_and_heldout_questions_are_apart_whatever_the_order(tmp_path: Path):
+    forward = json_lines(tmp_path, SUMS, "forward.jsonl")
+    backward = json_lines(tmp_path, SUMS[::-1], "backward.jsonl")
+    train = set(Questions(forward, judge="exact", split="train").tasks())
+    heldout = set(Questions(backward, judge="exact", split="heldout", shuffle_seed=1).tasks())
+    assert train.isdisjoint(heldout)
+    assert len(train | heldout) == 100
+    assert 3 <= len(heldout) <= 20
+
+
+def test_a_seed_shuffles_before_the_limit_and_always_in_the_same_way(tmp_path: Path):
+    path = json_lines(tmp_path, SUMS)
+    first = Questions(path, judge="exact", shuffle_seed=3, limit=10).tasks()
+    assert first == Questions(path, judge="exact", shuffle_seed=3, limit=10).tasks()
+    assert first != Questions(path, judge="exact", shuffle_seed=4, limit=10).tasks()
+    assert first != Questions(path, judge="exact", limit=10).tasks()
+    assert len(first) == 10
+
+
+@pytest.mark.parametrize(
+    ("judge", "reply", "right"),
+    [
+        ("exact", "Paris", True),
+        ("exact", " Paris\n", True),
+        ("exact", "It is Paris", False),
+        ("exact", "I think.\nAnswer: Paris", True),
+        ("contains", "it is paris!", True),
+        ("contains", "it is London", False),
+    ],
+)
+async def test_texts_are_compared(tmp_path: Path, judge, reply, right):
+    row = {"question": "The capital of France?", "answer": "Paris"}
+    environment = Questions(json_lines(tmp_path, [row]), judge=judge, answer_after="Answer:")
+    environment.reset(environment.tasks()[0])
+    result = await environment.step(reply)
+    assert result.reward == float(right)
+    assert result.metrics == {"right": right}
+
+
+@pytest.mark.process
+async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
+    pytest.importorskip("math_verify")
+    row = {"question": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
+    environment = Questions(json_lines(tmp_path, [row]), answer_after="####")
+    environment.reset(environment.tasks()[0])
+    for reply, right in (("3 + 4 is 8 #### 7.0", True), ("7 #### 8", False)):
+        result = await environment.step(reply)
+        assert result.reward == float(right)
+        assert result.metrics == {"right": right, "readable": True, "judge_timeout": False}
+
+
+@pytest.mark.process
+async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_other():
+    pytest.importorskip("math_verify")
+    judge = MathJudge(timeout_s=60.0)
+    right = MathVerdict(right=True, readable=True)
+    assert await judge.compare("1/2", "It is $0.5$.") == right
+    assert await judge.compare(r"\frac{1}{2}", r"so \boxed{\frac{2}{4}}") == right
+    assert await judge.compare("x^2 + 1", "$1 + x^2$") == right
+    assert await judge.compare("1,234", "The answer is 1234") == right
+    assert await judge.compare("(1, 2)", "$(1,2)$") == right
+    assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
+    assert await judge.compare("3", "no idea") == MathVerdict(right=False, readable=False)
+    given_up = MathVerdict(right=False, readable=False, timed_out=True)
+    judge._timeout_s = 1.0
+    assert await judge.compare("7", "$9^{9^{9^{9}}}$") == given_up
+    judge._timeout_s = 60.0
+    assert await judge.compare("7", "7") == right
+
+
+@pytest.mark.process
+async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no_other_one():
+    pytest.importorskip("math_verify")
+    judge = MathJudge(timeout_s=20.0)
+    first = asyncio.create_task(judge.compare("1", "1"))
+    while judge._process is None:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
+
+
+def test_a_data_set_becomes_two_files_that_share_no_question(tmp_path: Path, capsys):
+    rows = [
+        {"question": row["question"], "answer": f"thinking #### {row['answer']}"} for row in SUMS
+    ]
+    source = json_lines(tmp_path, [*rows, rows[0]])
+    arguments = [source, "--answer-after", "####", "--test-fraction", "0.2", "--format", "jsonl"]
+    for target in ("first", "second"):
+        assert make_question_files([*arguments, "--seed", "5", str(tmp_path / target)]) == 0
+    assert capsys.readouterr().out.count("train.jsonl: 80 questions") == 2
+    first, second = tmp_path / "first", tmp_path / "second"
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (first / name).read_text() == (second / name).read_text()
+    train = set(Questions(str(first / "train.jsonl"), judge="exact").tasks())
+    test = set(Questions(str(first / "test.jsonl"), judge="exact").tasks())
+    assert train.isdisjoint(test)
+    assert {q.answer for q in train | test} == {row["answer"] for row in SUMS}
+
+
+def test_the_files_are_parquet_and_the_environment_reads_them(tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    source = json_lines(tmp_path, SUMS)
+    assert make_question_files([source, str(tmp_path / "data")]) == 0
+    assert len(Questions(str(tmp_path / "data" / "train.parquet"), judge="exact").tasks()) == 90
+    assert len(Questions(str(tmp_path / "data" / "test.parquet"), judge="exact").tasks()) == 10
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--question", "prompt"], "has no column 'prompt'; its columns are 'question', 'answer'"),
+        (["--test-fraction", "0"], "--test-fraction must leave questions on both sides, got 0.0"),
+        (["--answer-after", "####"], "an answer has no '####': '0'"),
+    ],
+)
+def test_a_data_set_that_cannot_be_split_is_one_line(tmp_path: Path, capsys, extra, message):
+    source = json_lines(tmp_path, SUMS)
+    assert make_question_files([source, str(tmp_path / "data"), *extra]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,73 @@
+"""Which keys a query sees, in groups of short sequences and in blocks of long ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.learner.trainer.layers.length_groups import LengthGroup, Masks, Split, length_groups
+
+CPU = torch.device("cpu")
+# Packed sequences of several lengths; the first two have a length class of their own.
+BOUNDS = (0, 48, 92, 100, 104)
+
+
+def seen(groups: list[LengthGroup], bounds: tuple[int, ...], split: Split) -> dict[int, set[int]]:
+    """The places of the keys that each token of a rank sees, all in the whole micro batch."""
+    own = zigzag(bounds, split.rank, split.size).tolist()
+    gathered = torch.cat([zigzag(bounds, rank, split.size) for rank in range(split.size)]).tolist()
+    found: dict[int, set[int]] = {}
+    for group in groups:
+        mask = group.mask if group.band is None else group.band.mask(group)
+        shape = (*group.queries.shape, group.keys.shape[1])
+        if mask is None:
+            mask = torch.ones(shape[1:], dtype=torch.bool).tril()
+        mask = mask.expand(shape[0], 1, *shape[1:])[:, 0]
+        for row, column in group.is_query.nonzero().tolist():
+            keys = group.keys[row][mask[row, column]].tolist()
+            place = own[int(group.queries[row, column])]
+            assert place not in found
+            found[place] = {gathered[key] for key in keys}
+    return found
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("window", [None, 0, 5, 30])
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(
+    size: int, window: int | None, has_kernel: bool
+) -> None:
+    wanted = {
+        place: set(range(max(start, place - (end if window is None else window)), place + 1))
+        for start, end in itertools.pairwise(BOUNDS)
+        for place in range(start, end)
+    }
+    for most in (1 << 20, 600, 40):
+        masks = Masks(window, has_kernel=has_kernel, most_scores=most)
+        found: dict[int, set[int]] = {}
+        for rank in range(size):
+            split = Split(rank, size)
+            groups, order = length_groups(BOUNDS, split, masks, CPU)
+            assert order.sort()[0].tolist() == list(range(BOUNDS[-1] // size))
+            found |= seen(groups, BOUNDS, split)
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("split", "masks"),
+    [
+        (Split(0, 2), Masks()),
+        (Split(1, 2), Masks(1024)),
+        (Split(0, 1), Masks(1024)),
+        (Split(0, 1), Masks(has_kernel=False)),
+    ],
+)
+def test_a_long_sequence_holds_places_and_no_masks(split: Split, masks: Masks) -> None:
+    groups, order = length_groups((0, 32768), split, masks, CPU)
+    tensors = [order, *(t for g in groups for t in vars(g).values() if torch.is_tensor(t))]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(storages.values()) < 2 << 20
+    queries = {group.queries.shape[1] * group.keys.shape[1] for group in groups}
+    assert max(queries) <= masks.most_scores

@@ -1,0 +1,45 @@
+"""Keys by paths and their gradients; what cannot share beginnings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from slipstream.core.settings.config import LearnerSection
+from slipstream.learner.trainer.batches.micro_batch import Paths
+from slipstream.learner.trainer.layers.prefix_sharing import KeysByPath, refusal
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) -> None:
+    paths = Paths.of([np.arange(3), np.array([0, 1, 2, 3]), np.array([0, 1, 2, 4, 5])], 6)
+    key = torch.randn(6, 2, 4, dtype=dtype, requires_grad=True)
+    copies = KeysByPath.apply(key, paths)
+    assert torch.equal(copies, key[paths.key_places])
+    weight = torch.randn(12, 2, 4, dtype=dtype)
+    (grad,) = torch.autograd.grad((copies * weight).sum(), key)
+    expected = torch.stack([weight[paths.key_places == n].float().sum(0) for n in range(6)])
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad, expected.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("learner", "model", "replay", "cause"),
+    [
+        ({}, {}, False, ""),
+        ({}, {"layer_forms": ["mamba", "mlp"]}, False, "Mamba layers read"),
+        ({"world_size": 2, "parallel": {"cp": 2}}, {}, False, "context parallel"),
+        ({}, {"multi_latent_attention": True}, False, "latent"),
+        ({}, {"window_size": (128, 0)}, False, "windows"),
+        ({}, {}, True, "experts"),
+    ],
+)
+def test_what_cannot_share_says_why(
+    learner: dict[str, object], model: dict[str, object], replay: bool, cause: str
+) -> None:
+    known = SimpleNamespace(**({"multi_latent_attention": False, "window_size": None} | model))
+    found = refusal(known, LearnerSection.model_validate(learner), router_replay=replay)
+    assert cause in found
+    assert bool(found) == bool(cause)

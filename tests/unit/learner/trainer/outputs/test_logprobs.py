@@ -1,0 +1,391 @@
+"""Log-probabilities in chunks against a dense softmax, the vocabulary split over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from slipstream.learner.trainer.outputs import logprobs
+from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
+from torch import Tensor
+
+Found = TypeVar("Found")
+TOKENS, HIDDEN, VOCAB = 9, 5, 11
+
+
+def on_ranks(size: int, work: Callable[[dist.ProcessGroup], Found]) -> list[Found]:
+    """`work` on `size` ranks, each a thread, with their group; what each returned."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Found:
+        return work(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def make_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=dtype)
+    # The first and the last entry, and one at the edge of each split, are targets.
+    targets = torch.tensor([0, 10, 5, 6, 2, 3, 8, 9, 1])
+    return hidden, weight, targets, torch.tensor([0, 1, 2, 3, 4, 6, 7])
+
+
+def dense(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The same by torch's own functions, from all logits at one time."""
+    logs = (hidden @ weight.T / temperature).log_softmax(-1)
+    is_row = torch.zeros(len(targets), dtype=torch.bool).index_fill(0, rows, True)
+    found = logs.gather(1, targets[:, None])[:, 0]
+    entropy = -(logs.exp() * logs).sum(-1)
+    return torch.where(is_row, found, 0), torch.where(is_row, entropy, 0)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_logits", [1, 2 * VOCAB, 1000])
+def test_gradients_are_those_of_finite_differences(
+    chunk_logits: int, entropy_gradient: bool
+) -> None:
+    hidden, weight, targets, rows = make_case()
+    projection = Projection(
+        0.7, VOCAB, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits
+    )
+
+    def found(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        both = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+        return both if entropy_gradient else both[:1]
+
+    assert torch.autograd.gradcheck(found, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_logits", [2 * VOCAB, 1000])
+def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(
+    chunk_logits: int, entropy_gradient: bool
+) -> None:
+    hidden, weight, targets, rows = make_case()
+    cap, temperature = 1.5, 0.7
+    padded = torch.cat([weight, torch.zeros(5, HIDDEN, dtype=weight.dtype)])
+    outer, bend = torch.randn(2, TOKENS, dtype=torch.float64)
+    projection = Projection(
+        temperature,
+        VOCAB,
+        entropy_gradient=entropy_gradient,
+        chunk_logits=chunk_logits,
+        cap=cap,
+    )
+
+    def gradients(found: Tensor, entropy: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        loss = (found * outer).sum()
+        if entropy_gradient:
+            loss = loss + (entropy * bend).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    states, part = hidden.requires_grad_(), padded.requires_grad_()
+    found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
+    logs = (cap * torch.tanh(states @ part[:VOCAB].T / cap) / temperature).log_softmax(-1)
+    is_row = torch.zeros(TOKENS, dtype=torch.bool).index_fill(0, rows, True)
+    expected = torch.where(is_row, logs.gather(1, targets[:, None])[:, 0], 0)
+    expected_entropy = torch.where(is_row, -(logs.exp() * logs).sum(-1), 0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    torch.testing.assert_close(
+        gradients(found, entropy, states, part),
+        gradients(expected, expected_entropy, states, part),
+    )
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_logits", [1, 2 * VOCAB, 1000])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softmax(
+    size: int, chunk_logits: int, entropy_gradient: bool
+) -> None:
+    hidden, weight, targets, rows = make_case()
+    share = 8  # With 4 ranks the vocabulary of 11 leaves two with padding alone.
+    padded = torch.zeros(share * size, HIDDEN, dtype=weight.dtype)
+    if size == 1:
+        padded = torch.zeros(16, HIDDEN, dtype=weight.dtype)
+    padded[:VOCAB] = weight
+    outer, bend = torch.randn(2, TOKENS, dtype=torch.float64)
+
+    def work(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        states = hidden.clone().requires_grad_()
+        part = padded.chunk(size)[group.rank()].clone().requires_grad_()
+        before = states.detach().clone(), part.detach().clone()
+        projection = Projection(0.7, VOCAB, group, entropy_gradient, chunk_logits)
+        found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
+        loss = (found * outer).sum()
+        if entropy_gradient:
+            loss = loss + (entropy * bend).sum()
+        loss.backward()
+        assert torch.equal(states.detach(), before[0])
+        assert torch.equal(part.detach(), before[1])
+        assert states.grad is not None
+        assert part.grad is not None
+        return found.detach(), entropy.detach(), states.grad, part.grad
+
+    results = on_ranks(size, work)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    expected, expected_entropy = dense(hidden, weight, targets, rows, 0.7)
+    loss = (expected * outer).sum()
+    if entropy_gradient:
+        loss = loss + (expected_entropy * bend).sum()
+    loss.backward()
+    for found, entropy, _, _ in results:
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(entropy, expected_entropy)
+    torch.testing.assert_close(sum(states for _, _, states, _ in results), hidden.grad)
+    weight_grad = torch.cat([part for _, _, _, part in results])
+    torch.testing.assert_close(weight_grad[:VOCAB], weight.grad)
+    assert not weight_grad[VOCAB:].any()
+
+
+def test_memory_is_that_of_a_chunk_and_not_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, vocab, hidden_size = 512, 1000, 16
+    largest, saved = [0], []
+    make = logprobs._Part.logits
+
+    def watched(self: logprobs._Part, hidden: Tensor) -> Tensor:
+        logits = make(self, hidden)
+        largest[0] = max(largest[0], logits.numel())
+        return logits
+
+    monkeypatch.setattr(logprobs._Part, "logits", watched)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    projection = Projection(1.0, vocab, chunk_logits=32 * vocab)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found, _ = vocab_parallel_logprobs(
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), projection
+        )
+        found.sum().backward()
+    assert largest[0] == 32 * vocab
+    assert max(saved) == vocab * hidden_size
+    assert sum(saved) < 32 * vocab + 10 * tokens
+    with torch.profiler.profile(profile_memory=True) as profile:
+        found, _ = vocab_parallel_logprobs(
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), projection
+        )
+        found.sum().backward()
+    # All logits are 16 chunks.
+    chunk_bytes, others = 4 * 32 * vocab, 4 * (vocab + tokens) * hidden_size
+    assert chunk_bytes < peak_bytes(profile) < 3 * chunk_bytes + 2 * others
+
+
+@pytest.mark.parametrize(
+    ("kept_logits", "is_trained", "projected"),
+    [
+        (TOKENS * VOCAB, True, [TOKENS]),
+        (TOKENS * VOCAB - 1, True, [4, 4, 1] * 2),
+        (TOKENS * VOCAB, False, [4, 4, 1]),
+    ],
+)
+def test_logits_that_may_be_kept_are_projected_once(
+    kept_logits: int, is_trained: bool, projected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, targets, _ = make_case()
+    rows = torch.arange(TOKENS)
+    make, lengths = logprobs._Part.logits, []
+
+    def watched(self: logprobs._Part, hidden: Tensor) -> Tensor:
+        lengths.append(len(hidden))
+        return make(self, hidden)
+
+    monkeypatch.setattr(logprobs._Part, "logits", watched)
+    projection = Projection(0.7, VOCAB, chunk_logits=4 * VOCAB, kept_logits=kept_logits)
+    hidden.requires_grad_(is_trained)
+    found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+    torch.testing.assert_close(found, dense(hidden, weight, targets, rows, 0.7)[0])
+    if is_trained:
+        (expected,) = torch.autograd.grad(
+            dense(hidden, weight, targets, rows, 0.7)[0].sum(), hidden
+        )
+        (first,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+        torch.testing.assert_close(first, expected)
+        assert lengths == projected
+        # What was kept is used up; a second way back is right all the same.
+        (second,) = torch.autograd.grad(found.sum(), hidden)
+        torch.testing.assert_close(second, expected)
+    else:
+        assert lengths == projected
+
+
+def peak_bytes(profile: torch.profiler.profile) -> int:
+    """Most that was allocated at one time, over what was before."""
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    used = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        used += event.nbytes()
+        most = max(most, used)
+    assert most > 0
+    return most
+
+
+def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them() -> None:
+    hidden, weight, targets, _ = make_case()
+    nothing = torch.tensor([], dtype=torch.int64)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found, entropy = vocab_parallel_logprobs(
+        hidden, weight, targets, nothing, Projection(1.0, VOCAB)
+    )
+    found.sum().backward()
+    assert not found.any()
+    assert not entropy.any()
+    # Zeros rather than nothing: the hooks that wait for gradients must run.
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_frozen_projection_gets_no_gradient() -> None:
+    hidden, weight, targets, rows = make_case()
+    found, _ = vocab_parallel_logprobs(
+        hidden.requires_grad_(), weight, targets, rows, Projection(1.0, VOCAB)
+    )
+    found.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_chunks_in_bfloat16_add_up_their_weight_gradient_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(4096, 8, dtype=torch.bfloat16)
+    weight = torch.randn(16, 8, dtype=torch.bfloat16)
+    targets = torch.zeros(4096, dtype=torch.int64)
+    gradients = []
+    for chunk_logits in (1 << 20, 16 * 16):
+        part = weight.clone().requires_grad_()
+        found, _ = vocab_parallel_logprobs(
+            hidden,
+            part,
+            targets,
+            torch.arange(4096),
+            Projection(1.0, 16, chunk_logits=chunk_logits),
+        )
+        found.sum().backward()
+        assert part.grad is not None
+        assert part.grad.dtype == torch.bfloat16
+        gradients.append(part.grad.float())
+    difference = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert difference < 5e-3
+
+
+def test_entropy_of_equal_logits_is_the_logarithm_of_their_number() -> None:
+    _, entropy = vocab_parallel_logprobs(
+        torch.ones(2, 1),
+        torch.full((8, 1), 3.0),
+        torch.tensor([0, 7]),
+        torch.tensor([0, 1]),
+        Projection(2.0, 8),
+    )
+    assert entropy.tolist() == pytest.approx([math.log(8)] * 2)
+
+
+def test_huge_logits_give_finite_logprobs() -> None:
+    found, entropy = vocab_parallel_logprobs(
+        torch.ones(1, 1),
+        torch.tensor([[1e4], [-1e4], [0.0]]),
+        torch.tensor([1]),
+        torch.tensor([0]),
+        Projection(1.0, 3),
+    )
+    assert found.tolist() == [-2e4]
+    assert entropy.tolist() == [0.0]
+
+
+def test_logits_in_float32_are_not_rounded_to_the_weights_type() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 128).bfloat16(), torch.randn(200, 128).bfloat16()
+    targets, rows = torch.randint(200, (64,)), torch.arange(64)
+    logs = (hidden.double() @ weight.double().T).log_softmax(-1)
+    wanted = logs.gather(1, targets[:, None])[:, 0]
+
+    def error(logits_dtype: torch.dtype | None) -> float:
+        projection = Projection(1.0, 200, logits_dtype=logits_dtype)
+        found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+        return float((found.double() - wanted).abs().max())
+
+    assert error(torch.float32) < 1e-4
+    assert error(None) > 1e-2
+
+
+def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(32, 64).bfloat16(), (torch.randn(50, 64) * 0.2).bfloat16()
+    targets, rows, outer = torch.randint(50, (32,)), torch.arange(32), torch.randn(32)
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    logs = (exact[0] @ exact[1].T).log_softmax(-1)
+    (logs.gather(1, targets[:, None])[:, 0] * outer).sum().backward()
+    ours = [tensor.requires_grad_() for tensor in (hidden, weight)]
+    projection = Projection(1.0, 50, chunk_logits=500, logits_dtype=torch.float32)
+    found, _ = vocab_parallel_logprobs(*ours, targets, rows, projection)
+    (found * outer).sum().backward()
+    for tensor, reference in zip(ours, exact, strict=True):
+        assert tensor.grad is not None
+        assert reference.grad is not None
+        assert tensor.grad.dtype == torch.bfloat16
+        difference = tensor.grad.double() - reference.grad
+        assert difference.norm() < 1e-2 * reference.grad.norm()
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_logits", [1, 2 * VOCAB, 1000])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_several_targets_of_a_token_have_values_and_gradients_of_a_dense_softmax(
+    size: int, chunk_logits: int, entropy_gradient: bool
+) -> None:
+    hidden, weight, first, rows = make_case()
+    padded = torch.zeros(8 * size if size > 1 else 16, HIDDEN, dtype=weight.dtype)
+    padded[:VOCAB] = weight
+    # The first target is among the others at some tokens, and not at others.
+    others = torch.rand(TOKENS, VOCAB, dtype=torch.float64).argsort(-1)[:, :4]
+    targets = torch.cat([first[:, None], others], dim=1)
+    is_both = (others == first[:, None]).any(-1)
+    assert is_both[rows].any()
+    assert not is_both[rows].all()
+    outer = torch.randn(targets.shape, dtype=torch.float64)
+    bend = torch.randn(TOKENS, dtype=torch.float64)
+
+    def loss(found: Tensor, entropy: Tensor) -> Tensor:
+        total = (found * outer).sum()
+        return total + (entropy * bend).sum() if entropy_gradient else total
+
+    def work(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        states = hidden.clone().requires_grad_()
+        part = padded.chunk(size)[group.rank()].clone().requires_grad_()
+        projection = Projection(0.7, VOCAB, group, entropy_gradient, chunk_logits)
+        found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
+        states_grad, part_grad = torch.autograd.grad(loss(found, entropy), (states, part))
+        return found.detach(), entropy.detach(), states_grad, part_grad
+
+    results = on_ranks(size, work)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    columns = [dense(hidden, weight, one, rows, 0.7) for one in targets.unbind(1)]
+    expected, expected_entropy = torch.stack([one for one, _ in columns], 1), columns[0][1]
+    wanted = torch.autograd.grad(loss(expected, expected_entropy), (hidden, weight))
+    for found, entropy, _, _ in results:
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(entropy, expected_entropy)
+    torch.testing.assert_close(sum(states for _, _, states, _ in results), wanted[0])
+    weight_grad = torch.cat([part for _, _, _, part in results])
+    torch.testing.assert_close(weight_grad[:VOCAB], wanted[1])
+    assert not weight_grad[VOCAB:].any()

@@ -1,0 +1,79 @@
+"""What a worker's receiver keeps of an update that went through vLLM's loader."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan
+from slipstream.rollout_server.vllm.weights.weight_receiver import (
+    SlipstreamWeightTransfer,
+    UpdateInfo,
+)
+from slipstream.rollout_server.weights.bucket_receiver import Incoming
+from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, View
+from vllm.model_executor.model_loader import reload
+
+NUM_ELEMENTS = 8
+BUCKETS = plan_buckets([TensorSpec("weight", "bfloat16", (1, NUM_ELEMENTS))], 1 << 10)
+
+
+class Negating(torch.nn.Linear):
+    """A model whose loader does more than a copy."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_ELEMENTS, 1, bias=False, dtype=torch.bfloat16)
+        self.weight.weight_loader = _load_negative
+        reload.record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads the negative of each tensor."""
+        for _, tensor in weights:
+            self.weight.weight_loader(self.weight, tensor)
+        return {"weight"}
+
+
+def _load_negative(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(-loaded_weight)
+
+
+class OneBucket:
+    """A transport that sends one bucket of ones; `sent` tells whether its memory is still held."""
+
+    sent: weakref.ref[torch.Tensor]
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        """See `BucketReceiver`."""
+        buffer = torch.ones(BUCKETS[0].num_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
+        self.sent = weakref.ref(buffer)
+        yield buffer
+
+    def digests(self) -> Sequence[bytes]:
+        """See `BucketReceiver`."""
+        return [b"digest"]
+
+    def take_wire(self) -> Wire:
+        """See `BucketReceiver`."""
+        return Wire()
+
+
+def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
+    model, sender = Negating(), OneBucket()
+    place = View.of(model.weight)
+    copies = (Copy(0, torch.bfloat16, place, "weight", place),)
+    receiver = object.__new__(SlipstreamWeightTransfer)
+    receiver.model, receiver.model_config = model, None
+    receiver.device = torch.device("cpu")
+    receiver.refresh_kept_linears = False
+    receiver._weights, receiver._receiver = tuple(BUCKETS), sender
+    receiver._incoming = Incoming(buckets=tuple(BUCKETS), bucket_deadline_s=1.0, own_buffers=True)
+    receiver._plan = Fp8Plan.of(CopyPlan(tuple(BUCKETS), (copies,)), {})
+    receiver.start_weight_update()
+    receiver.receive_weights(UpdateInfo())
+    receiver.finish_weight_update()
+    assert torch.equal(model.weight, torch.full_like(model.weight, -1))
+    assert not receiver.result.has_plan
+    assert sender.sent() is None
