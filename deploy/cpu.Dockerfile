@@ -5,12 +5,12 @@
 # Debian with Python 3.11 or 3.12 as `python`. A host without Docker Hub names an image of its own.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
-# An index that serves torch's CPU build under the name `torch`.
+# An index that serves torch's CPU build.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH
-RUN pip install --index-url ${TORCH_INDEX} torch==2.13.0
+RUN pip install --index-url ${TORCH_INDEX} torch==2.13.0+cpu
 COPY requirements/cpu.txt /build/requirements/cpu.txt
 RUN pip install --no-deps --requirement /build/requirements/cpu.txt
 COPY pyproject.toml README.md LICENSE /build/

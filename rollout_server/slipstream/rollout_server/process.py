@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from slipstream.protocol.descendants import kernel_oom_kills
+from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.exit_codes import NOT_STARTED
 from slipstream.protocol.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.protocol.machine.process import die_with_parent, flush_output, open_variables
@@ -68,6 +70,19 @@ def engine_sockets() -> Iterator[None]:
         if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder.path)
         yield
+
+
+def check_companions() -> None:
+    """Raises ConfigError where vLLM would fail at a package that it imports if it is installed."""
+    for name in ("torchvision", "torchaudio"):
+        try:
+            importlib.import_module(name)
+        except (AttributeError, ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == name:
+                continue
+            raise ConfigError(
+                f"{name} cannot be imported, so neither can vLLM ({error}): pip uninstall {name}"
+            ) from error
 
 
 def is_cpu_build() -> bool:
