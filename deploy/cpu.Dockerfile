@@ -23,7 +23,7 @@ RUN pip install --no-deps /build
 FROM ${PYTHON_IMAGE}
 # vLLM's kernels are linked with libnuma.
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/slipstream /opt/slipstream
 RUN useradd --uid 1000 --create-home slipstream \
     && install --directory --mode 1777 /cache \
