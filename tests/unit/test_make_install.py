@@ -33,11 +33,11 @@ case "$*" in *"$BROKEN"*) echo "ERROR: no route to host" >&2; exit 1;; esac
 """
 # Makes a real environment, whose pip installs torch alone.
 REAL_PYTHON = """#!/bin/sh
-"$REAL" "$@" || exit 1
-if [ "$2" = venv ]; then cp "$PIP" "$3/bin/pip"; fi
+test "$2" = venv || exec "$REAL" "$@"
+"$REAL" -m venv --without-pip "$3" && cp "$PIP" "$3/bin/pip"
 """
 ONLY_TORCH = """#!/bin/sh
-case "$*" in *torch==*) exec "${0%/*}/python" -m pip "$@";; esac
+case "$*" in *torch==*) exec "$REAL" -m pip --python "${0%/*}/python" "$@";; esac
 """
 
 
@@ -67,7 +67,7 @@ def make(
         env=outside | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
