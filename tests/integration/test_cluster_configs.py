@@ -174,7 +174,9 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
     )
     assert result.returncode == 1
     assert "the settings are right, but nothing can start here: " in result.stderr
-    assert tomllib.loads(result.stdout)["run"]["name"] == name
+    settings = tomllib.loads(result.stdout)
+    assert settings["run"]["name"] == name
+    assert settings["algorithm"]["router_replay"] == ("rollout" if "a3b" in name else "off")
     lines = result.stdout.splitlines()
     assert f"# {sizes}" in lines
     assert f"# {groups}" in lines

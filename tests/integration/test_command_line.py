@@ -64,8 +64,8 @@ def web_server() -> Iterator[str]:
     server.server_close()
 
 
-def check_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
-    assert result.returncode == 2, (result.stdout, result.stderr)
+def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
+    assert result.returncode == code, (result.stdout, result.stderr)
     assert SLOW.sub("", result.stdout) == ""
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
@@ -185,6 +185,13 @@ COMMANDS = {
 def test_a_command_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) -> None:
     arguments, *parts = COMMANDS[case]
     check_refused(run_command(*arguments, cwd=folder), *parts)
+
+
+def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(
+    folder: Path,
+) -> None:
+    arguments, *parts = COMMANDS["server of nobody"]
+    check_refused(run_command(*arguments, "--final", cwd=folder), *parts, code=0)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,15 @@ def test_a_further_learner_node_without_its_number_is_refused(
     assert "--node-rank: invalid int value: 'unset'" in capsys.readouterr().err
 
 
+def test_a_refused_rollout_server_is_not_started_again() -> None:
+    service = all_services()["rollout-server"]
+    assert service["restart"].startswith("on-failure")
+    arguments = parse(service["command"])
+    # Docker starts nothing again that ended with 0. Who waits long enough needs no second start.
+    assert arguments.final
+    assert arguments.connect_timeout_s == 3600
+
+
 def test_a_mistyped_override_is_refused() -> None:
     service = all_services()["rollout-server"]
     service["command"] = [
@@ -374,6 +383,12 @@ def test_images_and_make_install_the_same_packages() -> None:
     assert not kept & set(gpu_pins)
     for name in ("megatron-core", "megatron-bridge"):
         assert name in kept
+
+
+def test_only_one_package_of_the_gpu_image_brings_cudas_bindings() -> None:
+    """cuda-python was a copy of the bindings before 12.8, and since then it asks for its own."""
+    pins = read_pins(DEPLOY.parent / "requirements" / "gpu.txt")
+    assert pins["cuda-python"] == pins["cuda-bindings"]
 
 
 def test_the_gpu_image_has_transformer_engine_built_in() -> None:

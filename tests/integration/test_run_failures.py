@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,8 @@ END_LIMIT_S = 30.0
 GONE_LIMIT_S = 15.0
 # A run that goes on to its end, with a new engine on the way.
 RUN_LIMIT_S = 150.0
+# Forked commands name themselves like this.
+RESUME = f"resume it with: {sys.executable} -m slipstream.client.cli run config.toml"
 
 
 def write_slow_run(folder: Path, model: Path, **changes: object) -> Path:
@@ -227,9 +230,7 @@ async def test_a_signal_ends_the_run_in_order(
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
     summary = summary_of(tmp_path / "run")
-    ending = (
-        f"stopped at version {summary['steps']} of 10000; run the same command again to resume it\n"
-    )
+    ending = f"stopped at version {summary['steps']} of 10000; {RESUME}\n"
     assert run.out.endswith(ending)
     assert summary["state"] == "stopped"
     assert number.name in summary["cause"]
@@ -258,7 +259,7 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
         assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
         await until_gone(everything, limit_s=GONE_LIMIT_S)
     assert run.err == ""
-    assert run.out.endswith("! the run is ended at once; run the same command again to resume it\n")
+    assert run.out.endswith(f"! the run is ended at once; {RESUME}\n")
 
 
 @pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])

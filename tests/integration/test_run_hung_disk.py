@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,8 @@ async def test_a_run_whose_disk_hangs_at_its_end_fails_and_the_same_command_expo
         assert await run.wait(RUN_LIMIT_S) == 1, run.out + run.err
     line = f"moved no byte to or from the disk of {final.parent} for 15 s (learner.timeout_s)"
     assert line in run.err
-    assert (
-        "  failed at version 2 of 2; mend the cause and run the same command again to resume it\n"
-        in run.out
-    )
+    how = f"mend the cause, then resume it with: {sys.executable} -m slipstream.client.cli"
+    assert f"  failed at version 2 of 2; {how} run config.toml\n" in run.out
     assert summary_of(tmp_path / "run")["state"] == "failed"
     assert not final.exists()
     disk.release()

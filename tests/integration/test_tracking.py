@@ -41,7 +41,7 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
     assert done.returncode == 2
     assert done.stderr == (
         "slipstream: tracking.trackers has 'wandb', which needs the package wandb: "
-        "pip install 'slipstream-rl[wandb]'\n"
+        "pip install 'wandb>=0.20,<1'\n"
     )
     assert not (tmp_path / "run").exists()
 

@@ -189,6 +189,13 @@ def test_every_file_of_ours_that_is_named_exists() -> None:
             assert any(fnmatch.fnmatch(path, f"*/{file}") for path in ours), f"{page.name}: {name}"
 
 
+def test_nothing_installs_our_name_which_no_package_index_has() -> None:
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    roots = ("protos", "client", "rollout_server", "learner", "deploy")
+    files = [*PAGES, *(path for root in roots for path in (ROOT / root).rglob("*.py"))]
+    assert not [path for path in files if re.search(rf"\b{name}\[", path.read_text())]
+
+
 @for_all_pages
 def test_the_command_line_takes_every_command(page: Path):
     for arguments in commands(page):

@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code.
 
     0: done. 1: the run failed; after `--dry-run` the settings are right, but nothing could start on
-    this machine. 2: the command or its configuration cannot work. 128 and the signal's number: a
-    signal ended a run before its last step.
+    this machine. 2: the command or its configuration cannot work, or 0 with `--final`. 128 and the
+    signal's number: a signal ended a run before its last step.
     """
     arguments = parse(argv)
     # The log of gRPC's core is of no use at a terminal.
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except (ConfigError, EnvironmentFailed) as error:
         complain(str(error), sys.stderr)
-        return 2
+        return 0 if getattr(arguments, "final", False) else 2
     except SlipstreamError as error:
         complain(str(error), sys.stderr)
         return 1
@@ -141,6 +141,11 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     server.add_argument("--server-id", help="a name that stays the same after a restart")
     server.add_argument(
         "--connect-timeout-s", type=float, default=20.0, help="how long to wait for the controller"
+    )
+    server.add_argument(
+        "--final",
+        action="store_true",
+        help="end with 0 in place of 2, since Docker would start a refused server again",
     )
     server.set_defaults(execute=_rollout_server)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from slipstream.core.errors import RunFailed
@@ -44,6 +47,16 @@ def complain(cause: str, err: TextIO) -> None:
 def discard(stream: TextIO) -> None:
     """Drops what `stream` holds and will be given: the interpreter flushes again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def this_command() -> str:
+    """Returns the command line of this program, as a shell takes it in the same folder."""
+    program, *arguments = sys.argv
+    if Path(program).name != "slipstream":
+        return shlex.join([sys.executable, "-m", "slipstream.client.cli", *arguments])
+    if shutil.which("slipstream") == os.path.abspath(program):
+        program = "slipstream"
+    return shlex.join([program, *arguments])
 
 
 def counted(number: int, what: str) -> str:

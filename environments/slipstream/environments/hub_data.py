@@ -49,7 +49,7 @@ def read_hub_rows(
     if by_datasets is None:
         by_datasets = _is_installed("datasets")
     if not _is_installed("huggingface_hub"):
-        raise ConfigError(f"{data} needs the hub's client: pip install 'slipstream-rl[data]'")
+        raise ConfigError(f"{data} needs the hub's client: pip install huggingface_hub")
     with _one_line(data):
         readme = _bring(data, ["README.md"]) / "README.md"
         if by_datasets:

@@ -90,9 +90,7 @@ def _parquet(path: Path) -> Sequence[Row]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{path} needs the package pyarrow: pip install 'slipstream-rl[data]'"
-        ) from error
+        raise ConfigError(f"{path} needs the package pyarrow: pip install pyarrow") from error
     try:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:

@@ -71,7 +71,7 @@ class Questions(Environment[Question]):
         if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "judge 'math_verify' needs the package math-verify: "
-                "pip install 'slipstream-rl[data]'"
+                "pip install 'math-verify[antlr4_9_3]==0.9.0'"
             )
         self._judge = judge
         self._system = system

@@ -122,6 +122,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         images=image_tokens(config.model.path, max_images=config.sampling.max_images),
     )
     with process.limited_start(settings.start_timeout_s), without_collections():
+        process.check_companions()
         from slipstream.rollout_server.vllm.engine import VllmEngine
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s

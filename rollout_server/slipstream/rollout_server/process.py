@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import NOT_STARTED
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
@@ -68,6 +70,19 @@ def engine_sockets() -> Iterator[None]:
         if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder.path)
         yield
+
+
+def check_companions() -> None:
+    """Raises ConfigError where vLLM would fail at a package that it imports if it is installed."""
+    for name in ("torchvision", "torchaudio"):
+        try:
+            importlib.import_module(name)
+        except (AttributeError, ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == name:
+                continue
+            raise ConfigError(
+                f"{name} cannot be imported, so neither can vLLM ({error}): pip uninstall {name}"
+            ) from error
 
 
 def is_cpu_build() -> bool:

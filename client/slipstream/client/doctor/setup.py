@@ -17,6 +17,7 @@ from slipstream.client.launch.engine_checks import (
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_engine,
+    check_own_certificate,
     check_passed_settings,
     check_port,
     passes_to_megatron,
@@ -101,6 +102,7 @@ def _security(config: Config) -> Finding:
     try:
         credentials = Credentials.load(config.security)
         check_address(config.controller.address, credentials, what="controller.address")
+        check_own_certificate(config)
     except ConfigError as error:
         return problem("security", str(error), "deploy/make_certificates.sh makes all files")
     means = [

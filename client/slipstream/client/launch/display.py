@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
-from slipstream.client.terminal import complain, counted, discard, plain
+from slipstream.client.terminal import complain, counted, discard, plain, this_command
 from slipstream.core.run_folder import (
     CHECKPOINTS,
     CURVES,
@@ -95,6 +95,12 @@ class Display:
         self.spoke_s = time.monotonic()
         complain(cause, self._err)
 
+    def resuming(self, first: str = "") -> str:
+        """Returns how the run goes on, after `first`, for the end of a line; "" if it may not."""
+        if self._config.run.resume == "never":
+            return ""
+        return f"; {first}resume it with: {this_command()}"
+
     def summary(self) -> None:
         """Shows the table at the end, from summary.json, and how to resume an unfinished run."""
         folder = self._config.run_dir
@@ -105,15 +111,9 @@ class Display:
             self._table(summary, folder)
         self.is_stopped = summary["state"] == "stopped"
         if summary["state"] != "finished":
-            how = "; run the same command again to resume it"
-            if summary["state"] == "failed":
-                how = "; mend the cause and run the same command again to resume it"
-            if self._config.run.resume == "never":
-                how = ""
-            self._write(
-                f"\n  {summary['state']} at version {summary['steps']} of "
-                f"{self._config.run.steps}{how}\n"
-            )
+            ended = f"{summary['state']} at version {summary['steps']} of {self._config.run.steps}"
+            first = "mend the cause, then " if summary["state"] == "failed" else ""
+            self._write(f"\n  {ended}{self.resuming(first)}\n")
 
     def _step(self, event: status_pb2.Event) -> None:
         is_due = time.monotonic() >= self._step_at_s + self._step_every_s

@@ -20,8 +20,10 @@ from slipstream.client.launch.preflight import (
     check_engine,
     check_environments,
     check_installed,
+    check_own_certificate,
     check_passed_settings,
     check_port,
+    check_queue_user,
     check_reference,
     check_settings,
     check_weights_host,
@@ -71,6 +73,7 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     # Settings come first: a port or a folder in use now may be free when they are right.
     check_run_folder(config)
     check_port(config.controller.address)
+    check_own_certificate(config)
     check_weights_host(config)
     ranks, servers = config.learner.world_size, config.rollout_server.count
     if dry_run:
@@ -128,6 +131,7 @@ async def run_learner(
     if has_controller:
         check_run_folder(config)
         check_port(config.controller.address)
+        check_own_certificate(config)
     if dry_run:
         return describe_dry_run(config, ranks=per_node).show()
     placement = place_here(config, ranks=per_node)
@@ -172,17 +176,22 @@ async def run_rollout_server(
     placement = place_here(config, servers=1)
     await check_reference(config)
     await check_controller(config.controller.address, credentials, connect_timeout_s)
+    if config.queue.kind == "redis":
+        await check_queue_user(config.queue)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)
     folder = config.run_dir / "servers" / name
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
     with hold_folder(folder, refusal=refusal):
-        return await _run_server(config, name, folder, placement)
+        return await _run_server(config, name, folder, placement, connect_timeout_s)
 
 
-async def _run_server(config: Config, name: str, folder: Path, placement: Placement) -> int:
+async def _run_server(
+    config: Config, name: str, folder: Path, placement: Placement, connect_timeout_s: float
+) -> int:
     resolved = write_config(config, folder)
     arguments = ["--config", str(resolved), "--controller", config.controller.address]
+    arguments += ["--connect-timeout-s", str(connect_timeout_s)]
     child = await start_child(
         name,
         ROLLOUT_SERVER,

@@ -30,7 +30,7 @@ from slipstream.core.machine.process import open_variables
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.queue_section import QueueEnd, QueueSection
 from slipstream.core.settings.sections import EnvironmentSection, SecuritySection
 from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
@@ -53,6 +53,8 @@ SETTINGS_LIMIT_S = 300.0
 WORKER_GRACE_S = 30.0
 # Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Parts of gRPC's texts about a certificate that is not taken: it will not get better.
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # Ports below every usual range from which the kernel assigns ports by itself.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
@@ -104,6 +106,37 @@ def _check_certificates(security: SecuritySection) -> None:
     except ssl.SSLError as error:
         reason = (error.reason or "no PEM file").lower().replace("_", " ")
         raise ConfigError(f"{files} cannot be used: {reason}") from error
+
+
+def check_own_certificate(config: Config) -> None:
+    """Raises ConfigError where clients would not take this machine for the controller.
+
+    They ask for the name in `controller.address` and the signature of `security.tls_ca`. Without
+    this check the trainer ranks would wait for a controller that each of them refuses.
+    """
+    security, address = config.security, config.controller.address
+    _check_certificates(security)
+    if security.tls_certificate is None or address.startswith("unix:"):
+        return
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(security.tls_certificate, security.tls_key, password=lambda: "")
+    client = ssl.create_default_context(cafile=security.tls_ca or security.tls_certificate)
+    # gRPC takes any certificate in the file for an authority.
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(back, there, server_hostname=address_parts(address)[0])
+    answering = server.wrap_bio(there, back, server_side=True)
+    for end in (asking, answering, asking):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"security.tls_certificate {security.tls_certificate} is refused by every client "
+                f"of controller.address {address}: {error.verify_message.rstrip('.')}; "
+                "make_certificates.sh issues a new one"
+            ) from None
 
 
 def check_weights_host(config: Config) -> None:
@@ -168,12 +201,19 @@ async def check_controller(address: str, credentials: Credentials, limit_s: floa
                 cause = error.details() or error.code().name
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     cause = "what answers is no controller of this version"
-                if error.code() not in AWAY:
+                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
                     raise ConfigError(f"the controller at {address}: {cause}") from None
             else:
                 return
             await asyncio.sleep(min(RETRY_S, left_s))
     raise ConfigError(f"no controller answers at {address} within {limit_s:g} s: {cause}")
+
+
+async def check_queue_user(queue: QueueSection) -> None:
+    """Raises ConfigError when the queue refuses the rollout server; one that is away may come."""
+    from slipstream.protocol.queue.redis_connection import RedisConnection
+
+    await RedisConnection(redis_url_of(queue, "rollout_server"), "").check_user()
 
 
 async def check_passed_settings(config: Config) -> None:

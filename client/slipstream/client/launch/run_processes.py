@@ -92,7 +92,7 @@ class RunProcesses:
         grace_s = GRACE_S
         if kind is asyncio.CancelledError:
             grace_s = HURRIED_GRACE_S
-            self._display.warn("the run is ended at once; run the same command again to resume it")
+            self._display.warn(f"the run is ended at once{self._display.resuming()}")
         elif kind is not None:
             self._tell_running()
         if self._stopping is not None:
@@ -330,7 +330,7 @@ class RunProcesses:
             return
         if self._ended_controller:
             return
-        ending = "it is ended, and the same command resumes the run"
+        ending = f"the run is ended{self._display.resuming()}"
         self._display.warn(f"the controller does not answer, {problem}; {ending}")
         self._ended_controller = True
         await controller.stop(HURRIED_GRACE_S)

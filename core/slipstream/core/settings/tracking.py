@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.measurement_sections import TrackingSection
 
-# Packages of each tracker; the tracker's extra has its name.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "tensorboard": (),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+# Modules of each tracker, with the requirements that have them.
+PACKAGES: dict[str, dict[str, str]] = {
+    "tensorboard": {},
+    "wandb": {"wandb": "wandb>=0.20,<1"},
+    "mlflow": {
+        "mlflow": "mlflow-skinny>=3.17,<4",
+        "sqlalchemy": "sqlalchemy>=2,<3",
+        "alembic": "alembic>=1.14,<2",
+    },
 }
 
 
@@ -22,5 +27,5 @@ def check_trackers(tracking: TrackingSection) -> None:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"tracking.trackers has {tracker!r}, which needs the package {package}: "
-                    f"pip install 'slipstream-rl[{tracker}]'"
+                    f"pip install {shlex.join(PACKAGES[tracker].values())}"
                 )

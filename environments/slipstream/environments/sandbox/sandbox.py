@@ -261,7 +261,7 @@ def why_not(backend: Backend) -> str:
             platform.machine()
         )
     if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
-        return "the package is not installed: pip install 'slipstream-rl[sandbox]'"
+        return "the package is not installed: pip install sandlock==0.9.0"
     if backend == "bubblewrap" and shutil.which("bwrap") is None:
         return "the program bwrap is not installed: apt install bubblewrap"
     with contextlib.closing(OwnedFolder("sandbox")) as owned:

@@ -140,10 +140,7 @@ class RedisSender:
     def _too_late(self, place: _Put, timeout_s: float) -> QueueError:
         name, num_bytes = self._connection.name, len(place.data)
         if self._connection.trouble is not None:
-            return QueueError(
-                f"redis at {name} does not answer within {timeout_s:g} s: "
-                f"{self._connection.trouble}"
-            )
+            return self._connection.away(timeout_s, self._connection.trouble)
         if self.queued_bytes + num_bytes <= self._max_bytes:
             # Its call has no answer yet, or room came at the last moment.
             return TrajectoryQueueFull(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
@@ -26,7 +27,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from slipstream.core.backoff import Backoff
-from slipstream.core.errors import QueueError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.protocol.queue.redis_counters import Counted, Counters
 
 RECONNECT_TIMEOUT_S = 30.0
@@ -37,7 +38,7 @@ MAX_BACKOFF_S = 0.5
 CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
 # Fields of a stream entry.
 ID, DATA = b"id", b"data"
-REFUSALS = (AuthenticationError, AuthorizationError)
+REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationError)
 
 # Patterns of the server's and the client library's messages about a command without rights.
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
@@ -117,22 +118,22 @@ class RedisConnection:
         self,
         call: Callable[[], Awaitable[Result]],
     ) -> Result:
-        """Runs `call`, again while a lost server may come back; QueueError names the server."""
+        """Runs `call`, again while a lost server may come back; QueueError names the server.
+
+        ConfigError says that the server refuses the user.
+        """
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         deadline = asyncio.get_running_loop().time() + self._reconnect_timeout_s
         while True:
             try:
                 result = await self.once(call)
             except CONNECTION_ERRORS as error:
-                if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
+                if _refusal(error) is not None:
                     raise self.failure(error) from error
                 # A call that is too late has no text.
                 cause = str(error) or f"a call had no answer for {CALL_TIMEOUT_S:g} s"
                 if asyncio.get_running_loop().time() + backoff.next_s > deadline:
-                    raise QueueError(
-                        f"redis at {self.name} does not answer within "
-                        f"{self._reconnect_timeout_s:g} s: {cause}"
-                    ) from error
+                    raise self.away(self._reconnect_timeout_s, cause) from error
                 if self.trouble is None:
                     logger.warning("redis at %s was lost: %s", self.name, cause)
                 self.trouble = cause
@@ -144,6 +145,17 @@ class RedisConnection:
                 self.trouble = None
                 return result
             await asyncio.sleep(backoff.take_s())
+
+    async def check_user(self) -> None:
+        """Raises ConfigError when the server refuses the user; closes the connection."""
+        try:
+            await self.once(self.client.ping)
+        except (RedisError, OSError) as error:
+            refusal = self.failure(error)
+            if isinstance(refusal, ConfigError):
+                raise refusal from None
+        finally:
+            await self.client.aclose()
 
     @property
     def counted_keys(self) -> tuple[str, ...]:
@@ -199,10 +211,19 @@ class RedisConnection:
             f"redis at {self.name} lost data of run {self._run_id}: {what}; {ON_LOSS}"
         )
 
-    def failure(self, error: BaseException) -> QueueError:
-        """Returns an error of one line: server, user, and for a missing right the command."""
-        if isinstance(error.__cause__, REFUSALS):
-            error = error.__cause__
+    def away(self, limit_s: float, cause: str) -> QueueError:
+        """Returns an error of one line for a server that gave no answer for `limit_s`."""
+        return QueueError(
+            f"redis at {self.name} does not answer within {limit_s:g} s: {cause}; its own log says "
+            "more: it ends, for example, when its disk is full"
+        )
+
+    def failure(self, error: BaseException) -> QueueError | ConfigError:
+        """Returns an error of one line: server, user, and for a missing right the command.
+
+        A refusal is a ConfigError: the next try would meet the same one.
+        """
+        error = _refusal(error) or error
         if isinstance(error, NoPermissionError):
             text = str(error)
             found = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
@@ -212,12 +233,12 @@ class RedisConnection:
                 if found is not None
                 else f"lacks a right on the keys of run {self._run_id}"
             )
-            return QueueError(
+            return ConfigError(
                 f"redis at {self.name}: user {self.user} {lacks}; "
                 "`slipstream doctor` names all that are missing"
             )
         if isinstance(error, REFUSALS):
-            return QueueError(f"redis at {self.name}: user {self.user}: {error}")
+            return ConfigError(f"redis at {self.name}: user {self.user}: {error}")
         return QueueError(f"redis at {self.name}: {error}")
 
     async def find_mark(self) -> None:
@@ -242,6 +263,12 @@ class RedisConnection:
             pipeline.set(self.mark_key, mark)
             pipeline.incrby(self.removed_key, 0)
             await pipeline.execute()
+
+
+def _refusal(error: BaseException) -> BaseException | None:
+    """Returns what `error` says of user or certificate; redis-py wraps it. None: nothing."""
+    wrapped = (error, error.__cause__, error.__context__)
+    return next((each for each in wrapped if isinstance(each, REFUSALS)), None)
 
 
 def _text(value: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,13 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
-def test_a_run_that_ends_early_says_how_it_goes_on(state: str, tmp_path: Path) -> None:
+def test_a_run_that_ends_early_says_how_it_goes_on(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [".venv/bin/slipstream", "run", "a.toml", "run.steps=10"])
+    how = "resume it with: .venv/bin/slipstream run a.toml run.steps=10"
     # What has failed would fail again as it is.
-    how = "mend the cause and run the same command again to resume it"
-    how = how if state == "failed" else "run the same command again to resume it"
+    how = f"mend the cause, then {how}" if state == "failed" else how
     display, text = shown(config_of(tmp_path), state=state)
     assert display.is_stopped == (state == "stopped")
     assert text.endswith(f"\n  {state} at version 3 of 10; {how}\n")

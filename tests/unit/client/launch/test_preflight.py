@@ -5,26 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 import tomli_w
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_learner
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
+    check_controller,
     check_environments,
     check_installed,
+    check_own_certificate,
     check_port,
+    check_queue_user,
     check_settings,
     check_weights_host,
     free_port,
 )
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
+from slipstream.core.settings.queue_section import QueueSection, QueueUserSection
+from slipstream.protocol.access.security import Credentials, create_server
+from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of
 from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.other_pythons import bare_python
@@ -139,6 +148,64 @@ def test_files_of_security_are_tried_before_anything_starts(
         check_settings(config, dry_run=True)
 
 
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, and the certificates `here.pem`, `elsewhere.pem` and `late.pem` of it."""
+    folder = tmp_path_factory.mktemp("authority")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *key, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl("req", *key, "-subj", "/CN=x", "-keyout", "server.key", "-out", "request")
+    signed = ("-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-extfile", "names")
+    for name, address, days in (("here", "1", "2"), ("elsewhere", "2", "2"), ("late", "1", "-1")):
+        (folder / "names").write_text(f"subjectAltName=IP:127.0.0.{address},DNS:learner-{address}")
+        openssl("x509", *signed, "-days", days, "-out", f"{name}.pem")
+    return folder
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("certificate", "ca", "host", "cause"),
+    [
+        ("here", "ca", "127.0.0.1", ""),
+        ("here", "ca", "learner-1", ""),
+        # Without an authority clients are given the certificate itself.
+        ("here", None, "127.0.0.1", ""),
+        ("elsewhere", "ca", "127.0.0.1", "IP address mismatch"),
+        ("here", "ca", "learner-2", "Hostname mismatch"),
+        ("late", "ca", "127.0.0.1", "certificate has expired"),
+        ("here", "other", "127.0.0.1", "unable to get local issuer certificate"),
+    ],
+)
+def test_a_certificate_that_clients_refuse_is_told_at_once(
+    certificate: str,
+    ca: str | None,
+    host: str,
+    cause: str,
+    authority: Path,
+    secrets: Path,
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path)
+    file = authority / f"{certificate}.pem"
+    security = SecuritySection(
+        tls_certificate=file,
+        tls_key=authority / "server.key",
+        tls_ca=secrets / "a.pem" if ca == "other" else ca and authority / "ca.pem",
+    )
+    place = config.controller.model_copy(update={"address": f"{host}:7070"})
+    config = config.model_copy(update={"security": security, "controller": place})
+    if not cause:
+        check_own_certificate(config)
+        return
+    line = f"{file} is refused by every client of controller.address {host}:7070: {cause}"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        check_own_certificate(config)
+
+
 def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
     """Writes the settings of a learner on two nodes, and returns the file."""
     (folder / "config.json").write_text(
@@ -207,6 +274,70 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
         with pytest.raises(SlipstreamError, match="nothing can start here: model.path must hold"):
             await run
         assert "# 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.process
+async def test_the_learner_tries_its_own_certificate_before_anything_starts(
+    tmp_path: Path, authority: Path
+) -> None:
+    security = {"tls_certificate": "late.pem", "tls_key": "server.key", "tls_ca": "ca.pem"}
+    path = two_nodes(tmp_path, security={k: str(authority / v) for k, v in security.items()})
+    with pytest.raises(ConfigError, match="certificate has expired"):
+        await run_learner(path, [], node_rank=0, master=None, dry_run=True)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("certificate", "cause"),
+    [
+        ("elsewhere", "Hostname Verification Check failed"),
+        ("late", "CERTIFICATE_VERIFY_FAILED: certificate has expired"),
+    ],
+)
+async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(
+    certificate: str, cause: str, authority: Path
+) -> None:
+    ca = (authority / "ca.pem").read_bytes()
+    own = (authority / f"{certificate}.pem").read_bytes()
+    key = (authority / "server.key").read_bytes()
+    server = create_server(Credentials(certificate=own, key=key, ca=None, token=None))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, own)]))
+    await server.start()
+    client = Credentials(certificate=None, key=None, ca=ca, token=None)
+    try:
+        with pytest.raises(ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"):
+            await check_controller(f"127.0.0.1:{port}", client, 600.0)
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.process
+async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine_loads(
+    tmp_path: Path, authority: Path
+) -> None:
+    async with EmbeddedServer(tmp_path / "redis") as server:
+        files = {role: tmp_path / "redis" / f"{role}" for role in ("right", "wrong")}
+        files["right"] = server.password_file("rollout")
+        files["wrong"].write_text("another")
+        for role, file in files.items():
+            user = QueueUserSection(user="rollout", password_file=file)
+            queue = QueueSection(kind="redis", redis_url=server.address, rollout_server=user)
+            if role == "right":
+                await check_queue_user(queue)
+                continue
+            with pytest.raises(ConfigError, match="user rollout: invalid username-password pair"):
+                await check_queue_user(queue)
+    # One that is away may come back.
+    await check_queue_user(queue)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "elsewhere.pem", authority / "server.key")
+    async with await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    ) as other:
+        port = other.sockets[0].getsockname()[1]
+        url = f"rediss://rollout@127.0.0.1:{port}/0?ssl_ca_certs={authority / 'ca.pem'}"
+        with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"):
+            await check_queue_user(QueueSection(kind="redis", redis_url=url))
 
 
 SPY = """

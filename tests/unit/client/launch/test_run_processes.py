@@ -17,6 +17,7 @@ from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.run_calls import RunCalls, end_in_order
 from slipstream.client.launch.run_processes import RunProcesses
+from slipstream.client.terminal import this_command
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -94,8 +95,8 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
         os.kill(os.getpid(), signal.SIGINT)
         assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
     out = capsys.readouterr().out
-    ended = "! the controller does not answer, DEADLINE_EXCEEDED; it is ended"
-    assert f"{ended}, and the same command resumes the run\n" in out
+    ended = "! the controller does not answer, DEADLINE_EXCEEDED; the run is ended"
+    assert f"{ended}; resume it with: {this_command()}\n" in out
 
 
 @pytest.mark.process

@@ -135,8 +135,12 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tracker", "message"),
     [
-        ("wandb", "which needs the package wandb: pip install 'slipstream-rl[wandb]'"),
-        ("mlflow", "which needs the package mlflow: pip install 'slipstream-rl[mlflow]'"),
+        ("wandb", "which needs the package wandb: pip install 'wandb>=0.20,<1'"),
+        (
+            "mlflow",
+            "which needs the package mlflow: "
+            "pip install 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",
+        ),
     ],
 )
 def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, tracker, message):
