@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream.client.builtin.colours import COLOURS, square_png
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.errors import RunFailed
 from slipstream.protocol.settings.config import Config
 from slipstream.protocol.settings.config_file import parse_config
-from slipstream.protocol.types import Trajectory
+from slipstream.protocol.types import ImagePlace, Trajectory
 
 from support.fakes.fake_controller import (
     FakeController,
@@ -67,6 +68,14 @@ def strange_token(trajectory: Trajectory) -> Trajectory:
     return dataclasses.replace(trajectory, token_ids=token_ids)
 
 
+def cut_image(trajectory: Trajectory) -> Trajectory:
+    """Shows an image whose header is good and whose pixels are cut."""
+    whole = square_png(COLOURS["red"], 0, 0)
+    return dataclasses.replace(
+        trajectory, images=(whole[: len(whole) // 2],), image_places=(ImagePlace(0, 0),)
+    )
+
+
 def too_long(trajectory: Trajectory) -> Trajectory:
     (prompt, *rest), missing = trajectory.run_lengths, 4 * MICRO_BATCH_TOKENS
     token_ids = np.concatenate([np.zeros(missing, np.uint32), trajectory.token_ids])
@@ -80,6 +89,7 @@ POISONS: dict[str, Callable[[Trajectory], Trajectory]] = {
     "loss": impossible_sample,
     "token": strange_token,
     "length": too_long,
+    "pixels": cut_image,
 }
 JOBS = {
     "plain": Job(),
