@@ -23,7 +23,11 @@ from slipstream.protocol.descendants import kernel_oom_kills
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.protocol.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.protocol.machine.process import die_with_parent, without_collections
+from slipstream.protocol.machine.process import (
+    become_reaper,
+    die_with_parent,
+    without_collections,
+)
 from slipstream.protocol.names import check_server_id
 from slipstream.protocol.run_folder import LOCKS, LOGS
 from slipstream.protocol.settings.config import Config, RolloutServerSection, address_parts
@@ -48,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     die_with_parent()
+    become_reaper()
     try:
         check_server_id(options.server_id)
         config = read_settings(options.config, options.max_episodes)

@@ -16,7 +16,12 @@ from urllib.parse import urlsplit
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.builtin.question_files import read_rows
-from slipstream.client.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.client.sandbox.kept_program import (
+    ProgramEnd,
+    ProgramLimits,
+    read_left,
+    run_program,
+)
 from slipstream.client.sandbox.plan import Limits, Plan
 from slipstream.client.sandbox.sandbox import launched, why_not
 from slipstream.protocol.errors import ConfigError
@@ -168,8 +173,7 @@ class Command(AgentEnvironment[Row]):
             try:
                 if not path.resolve().is_relative_to(folder.resolve()):
                     raise OSError("it leads out of the folder")
-                with path.open(encoding="utf-8") as file:
-                    text = file.read(MAX_SCORE_BYTES)
+                text = read_left(path, MAX_SCORE_BYTES).decode()
             except (OSError, UnicodeDecodeError) as error:
                 cause = ended.limit or f"exit status {ended.status}"
                 what = f"no score in {self._score_file} ({error}) after {cause}"

@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.client.sandbox.kept_program import (
+    ProgramEnd,
+    ProgramLimits,
+    read_left,
+    run_program,
+)
 from slipstream.protocol.errors import ConfigError
 from slipstream.protocol.machine.owned_folder import OwnedFolder
 from slipstream.protocol.machine.process import open_variables
@@ -35,6 +40,7 @@ MODEL = "openai-api/slipstream/policy"
 # The variable in which Inspect looks for the key of this model.
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 MAX_OUTPUT_BYTES = 16 << 20
+MAX_LOG_BYTES = 1 << 30
 NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -131,7 +137,7 @@ def _read_log(logs: Path, ended: ProgramEnd) -> Log:
     said = ended.limit or f"exit status {ended.status}: {ended.last_line}"
     if not found:
         raise RuntimeError(f"inspect left no log after {said}")
-    log: Log = json.loads(found[-1].read_text(encoding="utf-8"))
+    log: Log = json.loads(read_left(found[-1], MAX_LOG_BYTES))
     if log.get("status") != "success":
         error = (log.get("error") or {}).get("message")
         raise RuntimeError(f"inspect eval ended as {log.get('status')}: {error or said}")
