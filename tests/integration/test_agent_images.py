@@ -134,6 +134,7 @@ async def test_the_other_apis_show_images_too(rig: AgentRig) -> None:
     [
         ([user(RED, BLUE, square_png(COLOURS["green"], 0, 0))], "may have 2 images"),
         ([user(b"x" * 5000)], "an image cannot be read"),
+        ([user(RED[: len(RED) // 2])], "an image cannot be read"),
         ([user(RED + b"x" * 5000)], "an image may have 4096 bytes"),
         ([user(RED, "<image>")], "once for each of the 1 images, it wrote 2"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://h/"}}]}],

@@ -62,6 +62,7 @@ def check_poisoned(poisoned: dict, plain: dict) -> None:
     assert all((step, groups) == (1, [GROUP]) for _, step, _, groups in poisoned["failures"])
     causes = dict(zip(POISONS, (message for message, *_ in poisoned["failures"]), strict=True))
     assert causes.pop("length").startswith("a sequence of ")
+    assert causes.pop("pixels").startswith(f"{ID}: an image cannot be read: ")
     assert causes == CAUSES
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.core.models.vision.data_urls import data_of_url
+from slipstream.environments.sandbox.kept_program import read_left
 from slipstream.v1 import environment_pb2 as pb
 
-# The bound of `ChatMessage.parts` in environment.proto.
+# The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.
 MAX_PARTS = 256
+MAX_IMAGE_BYTES = 16 << 20
 _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": "data:..."}}, '
     '{"type": "image", "path": ...} or {"type": "image", "data": ...}'
@@ -40,7 +42,8 @@ def _part(part: object) -> pb.ContentPart:
         return pb.ContentPart(image=part["data"])
     if kind == "image" and isinstance(part.get("path"), str | Path):
         try:
-            return pb.ContentPart(image=Path(part["path"]).read_bytes())
+            data = read_left(Path(part["path"]), MAX_IMAGE_BYTES, follow_link=True)
+            return pb.ContentPart(image=data)
         except OSError as error:
             raise ValueError(f"an image cannot be read: {error}") from error
     raise ValueError(f"a part must be {_FORMS}, got {_show(part)}")

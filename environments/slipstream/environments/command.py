@@ -19,7 +19,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.question_files import read_rows
-from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.environments.sandbox.kept_program import (
+    ProgramEnd,
+    ProgramLimits,
+    read_left,
+    run_program,
+)
 from slipstream.environments.sandbox.plan import Limits, Plan
 from slipstream.environments.sandbox.sandbox import launched, why_not
 
@@ -168,8 +173,7 @@ class Command(AgentEnvironment[Row]):
             try:
                 if not path.resolve().is_relative_to(folder.resolve()):
                     raise OSError("it leads out of the folder")
-                with path.open(encoding="utf-8") as file:
-                    text = file.read(MAX_SCORE_BYTES)
+                text = read_left(path, MAX_SCORE_BYTES).decode()
             except (OSError, UnicodeDecodeError) as error:
                 cause = ended.limit or f"exit status {ended.status}"
                 what = f"no score in {self._score_file} ({error}) after {cause}"

@@ -14,7 +14,7 @@ from slipstream.client.environment import (
     StepResult,
 )
 from slipstream.core.errors import ConfigError
-from slipstream.environments.question_files import Cell, Row, read_rows
+from slipstream.environments.question_files import Cell, Row, message_of, read_rows, text_of
 
 REPLY_ROLE = "assistant"
 
@@ -90,20 +90,19 @@ class Demonstrations(Environment[Conversation]):
 
 
 def _messages(row: Row, column: str, reply: str | None, where: str) -> list[Message]:
-    found = _cell(row, column, where)
+    found, named = _cell(row, column, where), f"{where}: column {column!r}"
     if reply is not None:
-        return [Message("user", str(found)), Message(REPLY_ROLE, str(_cell(row, reply, where)))]
+        right = text_of(_cell(row, reply, where), f"{where}: column {reply!r}")
+        return [Message("user", text_of(found, named)), Message(REPLY_ROLE, right)]
     if not isinstance(found, list):
-        raise ConfigError(f"{where}: column {column!r} must hold a list of messages")
-    return [_message(one, f"{where}: column {column!r}") for one in found]
+        raise ConfigError(f"{named} must hold a list of messages")
+    return [_message(one, named) for one in found]
 
 
 def _message(message: Cell, where: str) -> Message:
-    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-        raise ConfigError(f"{where} must hold messages with role and content")
-    if message.get("tool_calls"):
+    if isinstance(message, dict) and message.get("tool_calls"):
         raise ConfigError(f"{where} holds tool_calls: write them into content as the model would")
-    return Message(str(message["role"]), str(message["content"]))
+    return message_of(message, where)
 
 
 def _cell(row: Row, column: str, where: str) -> Cell:

@@ -1,6 +1,6 @@
 """A model behind an endpoint with OpenAI's API that scores replies.
 
-Waits for: the endpoint. Unblocked by: its answer, or `timeout_s` after the last retry.
+Waits for: the endpoint. Unblocked by: its answer, or `timeout_s` after the last retry began.
 """
 
 from __future__ import annotations
@@ -10,21 +10,43 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal, TypeVar
 
+from pydantic import BaseModel, Field, ValidationError
 from slipstream.client.agent import Endpoint
 from slipstream.core.errors import ConfigError
+from slipstream.protocol.openai_client import openai_client
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
+Answer = TypeVar("Answer", bound="Form")
 ANSWERS = ("number", "json")
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FIELD = re.compile(r"\{(\w+)\}")
 # Stands where each call names its own address.
-_NOWHERE = "http://127.0.0.1:0/v1"
+NOWHERE = "http://127.0.0.1:0/v1"
+# No score needs a longer answer.
+MAX_ANSWER_BYTES = 4 << 20
 # Characters of a judge's words that an error shows.
 MAX_SHOWN = 200
+
+
+class Form(BaseModel, strict=True):
+    """The part of an answer that is read; `kind` names it in errors."""
+
+    kind: ClassVar[str]
+
+
+class _Message(BaseModel, strict=True):
+    content: str | None = None
+
+
+class _Choice(BaseModel, strict=True):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Completion(Form):
+    kind = "OpenAI's chat completions do"
+    choices: list[_Choice] = Field(min_length=1)
 
 
 class JudgeError(RuntimeError):
@@ -72,50 +94,39 @@ class Judge:
                 math.isfinite(lowest) and math.isfinite(highest) and lowest < highest,
                 f"lowest must be below highest, got {lowest} and {highest}",
             ),
-            (max_open >= 1, f"max_open must be at least 1, got {max_open}"),
-            (max_retries >= 0, f"max_retries must be at least 0, got {max_retries}"),
-            (
-                math.isfinite(timeout_s) and timeout_s > 0,
-                f"timeout_s must be above 0, got {timeout_s}",
-            ),
             (FIELD.search(prompt), f"prompt must name a field, such as {{reply}}, got {prompt!r}"),
         )
-        self._client = openai_client(base_url or _NOWHERE, api_key).with_options(
-            timeout=timeout_s, max_retries=max_retries
+        self._server = JudgeServer(
+            f"the judge {model} at {base_url}" if base_url else "the judge",
+            base_url or NOWHERE,
+            api_key=api_key,
+            max_open=max_open,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
         )
         self._is_anywhere = bool(base_url)
-        self._name = f"the judge {model} at {base_url}" if base_url else "the judge"
+        self._name = self._server.name
         self._model = model
         self._prompt = prompt
         self._answer = answer
         self._lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
-        self._open = asyncio.Semaphore(max_open)
 
     async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
         """Returns the judge's number; JudgeError names why there is none.
 
         With the `endpoint` of an episode the model as the run started judges.
         """
-        import openai
-
-        client = self._client_at(endpoint)
+        if endpoint is None and not self._is_anywhere:
+            raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
         text = FIELD.sub(lambda found: fields.get(found[1], found[0]), self._prompt)
-        async with self._open:
-            try:
-                answer = await client.chat.completions.create(
-                    model=self._model,
-                    messages=[{"role": "user", "content": text}],
-                    max_tokens=self._max_tokens,
-                    temperature=0.0,
-                )
-            except openai.OpenAIError as error:
-                kind = type(error).__name__
-                raise JudgeError(
-                    f"{self._name} failed: {kind}: {in_one_line(str(error))}"
-                ) from error
-        if not answer.choices:
-            raise JudgeError(f"{self._name} gave no reply")
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self._max_tokens,
+            "temperature": 0.0,
+        }
+        answer = await self._server.ask("/chat/completions", body, _Completion, endpoint)
         choice = answer.choices[0]
         if choice.finish_reason == "length":
             raise JudgeError(
@@ -126,14 +137,6 @@ class Judge:
     def share(self, score: float) -> float:
         """Returns where a score lies between `lowest` and `highest`, from 0 to 1."""
         return (score - self._lowest) / (self._highest - self._lowest)
-
-    def _client_at(self, endpoint: Endpoint | None) -> AsyncOpenAI:
-        if endpoint is not None:
-            judge = endpoint.judge()
-            return self._client.with_options(base_url=judge.base_url, api_key=judge.api_key)
-        if not self._is_anywhere:
-            raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
-        return self._client
 
     def _read(self, text: str) -> float:
         score = _only_number(text) if self._answer == "number" else _field_score(text)
@@ -150,13 +153,64 @@ class Judge:
         return score
 
 
-def openai_client(base_url: str = _NOWHERE, api_key: str = "none") -> AsyncOpenAI:
-    """Returns a client of OpenAI's API; ConfigError where the package is missing."""
-    try:
+class JudgeServer:
+    """A server of scores, whose failures are JudgeError with its name."""
+
+    def __init__(
+        self,
+        name: str,
+        base_url: str,
+        *,
+        api_key: str,
+        max_open: int,
+        timeout_s: float,
+        max_retries: int,
+    ) -> None:
+        """ConfigError names what cannot work."""
+        check_rules(
+            (max_open >= 1, f"max_open must be at least 1, got {max_open}"),
+            (max_retries >= 0, f"max_retries must be at least 0, got {max_retries}"),
+            (
+                math.isfinite(timeout_s) and timeout_s > 0,
+                f"timeout_s must be above 0, got {timeout_s}",
+            ),
+        )
+        self.name = name
+        self._open = asyncio.Semaphore(max_open)
+        self._client = openai_client(
+            base_url,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            most_bytes=MAX_ANSWER_BYTES,
+        )
+
+    async def ask(
+        self,
+        url: str,
+        body: Mapping[str, object],
+        form: type[Answer],
+        endpoint: Endpoint | None = None,
+    ) -> Answer:
+        """Returns the answer of the server, or of the judge of an episode's `endpoint`."""
         import openai
-    except ModuleNotFoundError as error:
-        raise ConfigError("a judge needs the package openai: pip install openai") from error
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+
+        client = self._client
+        if endpoint is not None:
+            judge = endpoint.judge()
+            client = client.with_options(base_url=judge.base_url, api_key=judge.api_key)
+        try:
+            async with self._open:
+                answer = await client.post(url, body=body, cast_to=object)
+        except (openai.OpenAIError, ValueError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
+            raise JudgeError(f"{self.name} failed: {in_one_line(said)}") from error
+        try:
+            return form.model_validate(answer)
+        except ValidationError as error:
+            raise JudgeError(
+                f"{self.name} must answer as {form.kind}, got {in_one_line(str(answer))!r}"
+            ) from error
 
 
 def check_rules(*rules: tuple[object, str]) -> None:

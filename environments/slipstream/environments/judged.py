@@ -11,7 +11,7 @@ from typing import Any, Literal
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.environment import Environment, Message, Reply, StepResult
 from slipstream.core.errors import ConfigError
-from slipstream.environments.judge import Judge, openai_client
+from slipstream.environments.judge import NOWHERE, Judge
 from slipstream.environments.question_files import Row, read_rows
 from slipstream.environments.reward_model import RewardModel
 
@@ -152,7 +152,10 @@ class JudgedByStart(AgentEnvironment[Row]):
             if name in options:
                 raise ConfigError(f"{name} must be left out: the run's own servers judge")
         self._judged = Judged(path, "", "any", rubric, **options)
-        self._client = openai_client()
+        # The judge has said so if the package is missing.
+        from openai import AsyncOpenAI
+
+        self._client = AsyncOpenAI(base_url=NOWHERE, api_key="none")
 
     def tasks(self) -> list[Row]:
         """Returns the rows of the file."""

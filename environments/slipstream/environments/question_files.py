@@ -117,16 +117,30 @@ def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
         return (Message("user", _text(cell, where)),)
     if not cell:
         raise ConfigError(f"{where} is empty")
-    messages = []
-    for message in cell:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise ConfigError(f"{where} must hold messages with role and content")
-        messages.append(Message(str(message["role"]), str(message["content"])))
-    return tuple(messages)
+    return tuple(message_of(message, where) for message in cell)
+
+
+def message_of(cell: Cell, where: str) -> Message:
+    """Returns one of a column's messages; ConfigError for one whose role or content is no text."""
+    if not isinstance(cell, Mapping) or not {"role", "content"} <= set(cell):
+        raise ConfigError(f"{where} must hold messages with role and content")
+    for name in ("role", "content"):
+        if not isinstance(cell[name], str):
+            raise ConfigError(
+                f"{where}: the {name} of a message must be a text, got {str(cell[name])[:60]}"
+            )
+    return Message(cell["role"], cell["content"])
+
+
+def text_of(cell: Cell, where: str) -> str:
+    """Returns a text, or a number as text; ConfigError for a list, an object or bytes."""
+    if isinstance(cell, list | Mapping | bytes):
+        raise ConfigError(f"{where} must hold a text, got {str(cell)[:60]}")
+    return str(cell)
 
 
 def _text(cell: Cell, where: str) -> str:
-    text = "" if cell is None else str(cell).strip()
+    text = "" if cell is None else text_of(cell, where).strip()
     if not text:
         raise ConfigError(f"{where} is empty")
     return text

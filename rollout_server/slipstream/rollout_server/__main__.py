@@ -23,7 +23,7 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.core.machine.process import die_with_parent, without_collections
+from slipstream.core.machine.process import become_reaper, die_with_parent, without_collections
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config, RolloutServerSection, address_parts
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     die_with_parent()
+    become_reaper()
     try:
         check_server_id(options.server_id)
         config = read_settings(options.config, options.max_episodes)

@@ -35,9 +35,10 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
     quick = settings.model_copy(update={"max_retries": 1})
     assert config.reference is not None
     top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
-    server = ReferenceServer(quick, top_k=top_k, vocab_size=vocab_size)
+    max_tokens = config.sampling.max_episode_tokens
+    server = ReferenceServer(quick, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens)
     try:
-        await _check_length(server, settings, config.sampling.max_episode_tokens + 1)
+        await _check_length(server, settings, max_tokens + 1)
         tokenizer = _tokenizer(config)
         await _check_tokenizer(server, settings, tokenizer)
         tokens: list[int] = tokenizer.encode("0 1 2 a b c", add_special_tokens=False)[:8]

@@ -15,10 +15,13 @@ import numpy.typing as npt
 from slipstream.core.errors import ConfigError
 from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.settings.role_sections import ReferenceServerSection
+from slipstream.protocol.openai_client import openai_client
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+# Largest answer: bytes of one log-probability with its token, and of all the rest.
+_BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
 # Characters of the server's words that an error shows.
 _MAX_SHOWN = 300
 
@@ -54,19 +57,19 @@ class ReferenceServer:
     `max_retries` times after 408, 409, 429, 5xx, a broken connection or `timeout_s`.
     """
 
-    def __init__(self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int) -> None:
+    def __init__(
+        self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int, max_tokens: int
+    ) -> None:
         """Asks for `top_k` likely tokens, whose ids are below `vocab_size`; 0: it is not known.
 
-        ConfigError for a key that has no file.
+        Sequences have at most `max_tokens`. ConfigError for a key that has no file.
         """
-        # vLLM brings it.
-        import openai
-
-        self._client: AsyncOpenAI = openai.AsyncOpenAI(
-            base_url=settings.base_url,
+        self._client = openai_client(
+            settings.base_url,
             api_key=_key(settings),
-            timeout=settings.timeout_s,
+            timeout_s=settings.timeout_s,
             max_retries=settings.max_retries,
+            most_bytes=_OTHER_BYTES + _BYTES_PER_LOGPROB * (top_k + 1) * max_tokens,
         )
         self._settings = settings
         self._top_k, self._vocab_size = top_k, vocab_size
@@ -110,7 +113,7 @@ class ReferenceServer:
                     extra_body={"prompt_logprobs": self._top_k},
                 )
             except openai.OpenAIError as error:
-                said = " ".join(str(error).split())[:_MAX_SHOWN]
+                said = " ".join(f"{error} {error.__cause__ or ''}".split())[:_MAX_SHOWN]
                 raise ReferenceFailed(f"{self.name} failed: {type(error).__name__}: {said}") from (
                     error
                 )

@@ -232,8 +232,12 @@ class RolloutServer:
         section = self._config.reference
         if section is None or section.server is None:
             return None
-        vocab_size = vocabulary_size(self._config)
-        opened = ReferenceServer(section.server, top_k=section.top_k, vocab_size=vocab_size)
+        opened = ReferenceServer(
+            section.server,
+            top_k=section.top_k,
+            vocab_size=vocabulary_size(self._config),
+            max_tokens=self._config.sampling.max_episode_tokens,
+        )
         stack.push_async_callback(opened.aclose)
         return opened
 

@@ -67,6 +67,9 @@ FILES = {
     "leave_a_file_in_shared_memory": (
         "there(lambda: open('/dev/shm/slipstream-escape', 'w').write('x'))"
     ),
+    "watch_a_folder": (
+        "there(lambda: libc.inotify_add_watch(libc.inotify_init1(0), given['home'].encode(), 4095))"
+    ),
 }
 PROCESSES = {
     "read_variables": "there(lambda: 'SLIPSTREAM_ESCAPE' in os.environ)",
@@ -105,6 +108,7 @@ NETWORK = {
 }
 KERNEL = {
     "memory_of_no_process": "there(lambda: os.memfd_create('x'))",
+    "make_a_pipe_with_a_name": "there(lambda: os.mkfifo('fifo'))",
     "leave_system_v_shared_memory": "libc.shmget(given['shm_key'], 4096, 0o1600)",
 }
 WORK_OUTSIDE = FILES | PROCESSES | NETWORK | KERNEL
@@ -112,6 +116,18 @@ WORK_OUTSIDE = FILES | PROCESSES | NETWORK | KERNEL
 # Escapes that need a port to listen on, root, or a kernel that allows them.
 MAY_FAIL_OUTSIDE = {
     "signal_all": "quietly(lambda: os.kill(-1, signal.SIGWINCH))",
+    "read_a_mark": "there(lambda: os.getxattr(given['secret'], 'user.known'))",
+    "list_marks": "there(lambda: 'user.known' in os.listxattr(given['secret']))",
+    # Whoever opens such a file waits for lease-break-time, 45 s: 1024 is F_SETLEASE.
+    "hold_up_readers": (
+        "import fcntl\n"
+        "there(lambda: fcntl.fcntl(os.open(given['library'], os.O_RDONLY), 1024, fcntl.F_WRLCK))"
+    ),
+    "hear_of_a_folder": (
+        "import fcntl\n"
+        "there(lambda: fcntl.fcntl(os.open('/usr', os.O_RDONLY), fcntl.F_NOTIFY, 4095))"
+    ),
+    "watch_a_file_system": "there(lambda: libc.fanotify_init(0x200, 0))",
     "mark_a_file": "there(lambda: os.setxattr(given['secret'], 'user.mark', b'x'))",
     "trace_another": "there(lambda: libc.ptrace(16, given['victim'], 0, 0))",
     "read_memory_of_another": (

@@ -15,7 +15,8 @@ import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Trajectory
+from slipstream.core.types import ImagePlace, Trajectory
+from slipstream.environments.colours import COLOURS, square_png
 from slipstream.learner.trainer.batches.batch import Batch
 
 from support.fakes.fake_controller import (
@@ -67,6 +68,14 @@ def strange_token(trajectory: Trajectory) -> Trajectory:
     return dataclasses.replace(trajectory, token_ids=token_ids)
 
 
+def cut_image(trajectory: Trajectory) -> Trajectory:
+    """Shows an image whose header is good and whose pixels are cut."""
+    whole = square_png(COLOURS["red"], 0, 0)
+    return dataclasses.replace(
+        trajectory, images=(whole[: len(whole) // 2],), image_places=(ImagePlace(0, 0),)
+    )
+
+
 def too_long(trajectory: Trajectory) -> Trajectory:
     (prompt, *rest), missing = trajectory.run_lengths, 4 * MICRO_BATCH_TOKENS
     token_ids = np.concatenate([np.zeros(missing, np.uint32), trajectory.token_ids])
@@ -80,6 +89,7 @@ POISONS: dict[str, Callable[[Trajectory], Trajectory]] = {
     "loss": impossible_sample,
     "token": strange_token,
     "length": too_long,
+    "pixels": cut_image,
 }
 JOBS = {
     "plain": Job(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import os
 import random
 import zlib
@@ -17,10 +18,12 @@ from pathlib import Path
 import numpy as np
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
+from PIL import Image
 from slipstream.client.environment import Environment, StepResult
 from slipstream.client.serving import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.core.errors import ConfigError, EnvironmentFailed, ProtocolError
+from slipstream.core.models.vision.pixels import FORMATS, decoded
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import SamplingSection
 from slipstream.core.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
@@ -185,6 +188,17 @@ def _call_record(data: bytes, folder: Path) -> object:
         os.close(descriptor)
 
 
+def _images() -> tuple[bytes, ...]:
+    """An image in each format that is read, and one that moves."""
+    image = Image.frombytes("RGB", (40, 30), random.Random(1).randbytes(3600))
+    files = {kind: io.BytesIO() for kind in FORMATS}
+    for kind, file in files.items():
+        image.save(file, kind)
+    moving = io.BytesIO()
+    image.save(moving, "GIF", save_all=True, append_images=[image.rotate(90, expand=True)])
+    return tuple(file.getvalue() for file in (*files.values(), moving))
+
+
 def message_readers() -> list[Reader]:
     """Decoders of messages, on every side."""
     spec = environment_pb2.EnvironmentStatus(
@@ -245,6 +259,7 @@ def message_readers() -> list[Reader]:
             for number, message in enumerate(HONEST["ServeEpisodes"][1:], start=1)
         ),
         Reader("record of calls", (b'[["g1.0"], "g1.0", "a.py:1"]\n',), _call_record),
+        Reader("image", _images(), lambda data, _: decoded(data), (ValueError,)),
     ]
 
 

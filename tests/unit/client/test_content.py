@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_images_come_as_data_urls_bytes_and_files(tmp_path: Path) -> None:
             {"type": "image", "path": str(file)},
         ]
     ) == [RED, "a", RED, RED, RED]
+
+
+def test_an_image_is_read_from_a_file_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(EnvironmentFailed, match="an image cannot be read: it is no regular file"):
+        parts_of([{"type": "image", "path": tmp_path / "pipe"}])
+    (tmp_path / "red.png").write_bytes(RED)
+    # Caches of data sets have links.
+    (tmp_path / "link.png").symlink_to("red.png")
+    assert parts_of([{"type": "image", "path": tmp_path / "link.png"}]) == [RED]
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,31 @@ async def test_a_score_file_that_leads_out_of_the_folder_is_a_failure(tmp_path: 
     assert "it leads out of the folder" in failed.failure.message
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("os.mkfifo('score.txt')", "it is no regular file"),
+        ("socket.socket(socket.AF_UNIX).bind('score.txt')", "No such device or address"),
+        ("os.mkdir('score.txt')", "it is no regular file"),
+        ("open('one', 'w').write('1'); os.symlink('one', 'score.txt')", "symbolic link"),
+    ],
+)
+async def test_a_score_is_read_from_a_file_alone(code: str, cause: str) -> None:
+    program = python(f"import os, socket; {code}", "{task}")
+    failed = await played(Command(program, ["a"], score_file="score.txt"))
+    assert failed.failure.message.startswith("ValueError: no score in score.txt (")
+    assert cause in failed.failure.message
+
+
+@pytest.mark.process
+async def test_a_link_in_the_way_of_a_score_is_not_followed_out(tmp_path: Path) -> None:
+    (tmp_path / "score.txt").write_text("1")
+    program = python("import os, sys; os.symlink(sys.argv[2], 'out')", "{task}", str(tmp_path))
+    failed = await played(Command(program, ["a"], score_file="out/score.txt"))
+    assert "it leads out of the folder" in failed.failure.message
+
+
 def test_a_sandbox_needs_limits_and_sandlock(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="sandbox = true needs memory_gib and max_processes"):
         Command(["true", "{task}"], ["x"], sandbox=True)

@@ -67,12 +67,41 @@ def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]},
             "row 2: column 'messages' holds tool_calls: write them into content",
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": None, "tool_calls": []},
+                ]
+            },
+            "row 2: column 'messages': the content of a message must be a text, got None",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
+            r"row 2: column 'messages': the content of a message must be a text, got \[{'type'",
+        ),
+        (
+            {"messages": [{"role": None, "content": "q"}]},
+            "row 2: column 'messages': the role of a message must be a text, got None",
+        ),
     ],
 )
 def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: str) -> None:
     path = file_of(tmp_path, talk("user", "q", "assistant", "r"), row)
     with pytest.raises(ConfigError, match=said):
         Demonstrations(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"q": [{"text": "a"}], "a": "b"}, r"row 1: column 'q' must hold a text, got \[{'text'"),
+        ({"q": "a", "a": {"text": "b"}}, "row 1: column 'a' must hold a text, got {'text'"),
+    ],
+)
+def test_two_columns_that_hold_no_texts_are_named(tmp_path: Path, row: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Demonstrations(file_of(tmp_path, row), prompt="q", reply="a")
 
 
 def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class Endpoint:
         self.answers: list[Any] = []
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.encodings: list[str] = []
         self.at_s: list[float] = []
         self.open = self.most_open = 0
         self.hold = threading.Event()
@@ -55,6 +58,7 @@ class Endpoint:
         with self._lock:
             self.asked.append(body)
             self.keys.append(request.headers["authorization"])
+            self.encodings.append(request.headers["accept-encoding"])
             self.at_s.append(time.monotonic())
             self.open += 1
             self.most_open = max(self.most_open, self.open)
@@ -64,6 +68,10 @@ class Endpoint:
             self.open -= 1
         if answer is None:
             request.connection.close()
+            return
+        if callable(answer):
+            with contextlib.suppress(OSError):
+                answer(request)
             return
         status, headers, content, reason = 200, {}, answer, "stop"
         if isinstance(answer, tuple):
@@ -189,6 +197,81 @@ async def test_a_judge_that_is_silent_is_given_up(endpoint: Endpoint) -> None:
     with pytest.raises(JudgeError, match="APITimeoutError"):
         await score(endpoint, "1", timeout_s=0.2, max_retries=1)
     assert len(endpoint.asked) == 2
+
+
+def plain(body: bytes, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Answers with these bytes and headers, as JSON unless they say otherwise."""
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        given = {"content_type": "application/json", "content_length": str(len(body))} | headers
+        for name, value in given.items():
+            request.send_header(name.replace("_", "-"), value)
+        request.end_headers()
+        request.wfile.write(body)
+
+    return answer
+
+
+def endless(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(200)
+    request.send_header("content-type", "application/json")
+    request.end_headers()
+    while True:
+        request.wfile.write(b" " * 65536)
+
+
+def dripping(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(200)
+    request.send_header("content-length", "100000")
+    request.end_headers()
+    for _ in range(600):
+        request.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (dripping, "failed: APITimeoutError: .* no whole answer within 1 s"),
+        (endless, "failed: APIConnectionError: .* more than 4194304 bytes"),
+        (plain(gzip.compress(b" " * 100), content_encoding="gzip"), "encoded as gzip"),
+        (plain(b"<html>", content_type="text/html"), "failed: JSONDecodeError"),
+        (plain(b'{"choices":' + b"[" * 200_000), "failed: (RecursionError|JSONDecodeError)"),
+        (plain(b"\xff"), "failed: UnicodeDecodeError"),
+        (plain(b""), "failed: JSONDecodeError"),
+        (plain(b"null"), "must answer as OpenAI's chat completions do, got 'None'"),
+        (plain(b"[]"), "must answer as OpenAI's chat completions do"),
+        (plain(b'{"choices": 5}'), "must answer as OpenAI's chat completions do"),
+        (plain(b'{"choices": []}'), "must answer as OpenAI's chat completions do"),
+        (plain(b'{"choices": [{"message": {"content": 7}}]}'), "must answer as OpenAI's"),
+        (plain(b'{"choices": [{"message": {"content": null}}]}'), "must reply with one number"),
+    ],
+)
+async def test_a_judge_that_answers_with_anything_is_a_failure_with_its_name(
+    answer: Any, cause: str, endpoint: Endpoint
+) -> None:
+    with pytest.raises(JudgeError, match=cause) as failed:
+        await asyncio.wait_for(score(endpoint, answer, timeout_s=1, max_retries=0), 60)
+    assert str(failed.value).startswith(f"the judge judge at {endpoint.url} ")
+    assert "\n" not in str(failed.value)
+
+
+async def test_a_judge_is_asked_for_plain_bytes(endpoint: Endpoint) -> None:
+    assert await score(endpoint, "7") == 7
+    assert endpoint.encodings == ["identity"]
+
+
+async def test_a_redirection_is_not_followed(endpoint: Endpoint) -> None:
+    other = Endpoint()
+    try:
+        other.answers = ["7"]
+        moved = (307, {"location": f"{other.url}/chat/completions"}, "", "stop")
+        with pytest.raises(JudgeError, match="Error code: 307"):
+            await score(endpoint, moved)
+        assert not other.asked
+    finally:
+        other.close()
 
 
 async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) -> None:

@@ -109,6 +109,14 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("data.jsonl") == (
         "data.jsonl, row 1: column 'question' must hold messages with role and content"
     )
+    json_lines(tmp_path, [{"question": [{"role": "user", "content": None}], "answer": "b"}])
+    assert refusal("data.jsonl") == (
+        "data.jsonl, row 1: column 'question': the content of a message must be a text, got None"
+    )
+    json_lines(tmp_path, [SUMS[0], {"question": "q", "answer": {"text": ["b"]}}])
+    assert refusal("data.jsonl") == (
+        "data.jsonl, row 2: column 'answer' must hold a text, got {'text': ['b']}"
+    )
     (tmp_path / "data.csv").write_text("question,answer\n")
     assert refusal("data.csv") == (
         "the name of a file of questions ends in .jsonl or .parquet, got data.csv"

@@ -63,6 +63,8 @@ class Outside:
         self._secret = self._home / "secret"
         self._secret.write_text(SECRET)
         self._secret.chmod(0o600)
+        with contextlib.suppress(OSError):
+            os.setxattr(self._secret, "user.known", SECRET.encode())
         self._victim = subprocess.Popen(
             [sys.executable, "-c", VICTIM],
             stdout=subprocess.PIPE,
@@ -82,6 +84,8 @@ class Outside:
         self.given = {
             "home": str(self._home),
             "secret": str(self._secret),
+            # A file of this user that programs may read, and that nobody holds open.
+            "library": str(Path(os.__file__).with_name("this.py")),
             "victim": self._victim.pid,
             "address": address,
             "tcp": self._streams[0].getsockname()[1],

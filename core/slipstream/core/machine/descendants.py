@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,9 @@ def descendants(root: int) -> list[Descendant]:
     """Returns the processes below `root` at this moment, without zombies."""
     found: list[Descendant] = []
     open_pids, seen = [root], {root}
-    # A kernel without lists of children must be asked about all processes.
-    parents = {} if _CHILDREN_LISTED else _all_children()
+    children = _lister()
     while open_pids:
-        parent = open_pids.pop()
-        for pid in _children(parent) if _CHILDREN_LISTED else parents.get(parent, []):
+        for pid in children(open_pids.pop()):
             if pid in seen:
                 continue
             seen.add(pid)
@@ -41,6 +40,27 @@ def descendants(root: int) -> list[Descendant]:
             if start is not None:
                 found.append(Descendant(pid, start))
     return found
+
+
+def kill_orphans(own: Collection[int]) -> bool:
+    """Kills and collects processes that fell to this one, their reaper; returns if any is left.
+
+    Its own children are those in `own`, and all of its session: what it has started otherwise has
+    begun a session.
+    """
+    orphans = [pid for pid in _lister()(os.getpid()) if pid not in own and _has_left(pid)]
+    for pid in orphans:
+        # A child that is not collected keeps its number.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)
+    return bool(orphans)
+
+
+def _has_left(pid: int) -> bool:
+    try:
+        return os.getsid(pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def kill(process: Descendant) -> None:
@@ -97,6 +117,15 @@ def _children(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 found += map(int, (tasks / task / "children").read_text().split())
     return found
+
+
+def _lister() -> Callable[[int], list[int]]:
+    """Returns what lists the children of a process, zombies too."""
+    if _CHILDREN_LISTED:
+        return _children
+    # Such a kernel must be asked about all processes.
+    parents = _all_children()
+    return lambda pid: parents.get(pid, [])
 
 
 def _all_children() -> dict[int, list[int]]:

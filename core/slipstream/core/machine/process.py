@@ -18,7 +18,7 @@ from contextlib import contextmanager
 # Enough for a run of hundreds of servers; programs can still loop over all file numbers.
 MAX_OPEN_FILES = 65536
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # Variables that processes with environment code may see: no secrets.
 _OPEN_VARIABLES = (
     *("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"),
@@ -48,6 +48,14 @@ def become_reaper() -> None:
     """Asks Linux to make this process, not init, the parent of orphans below it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def is_reaper() -> bool:
+    """Whether this process has become a reaper."""
+    found = ctypes.c_int()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    return bool(found.value)
 
 
 def raise_open_files() -> None:

@@ -25,7 +25,12 @@ from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
-from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.environments.sandbox.kept_program import (
+    ProgramEnd,
+    ProgramLimits,
+    read_left,
+    run_program,
+)
 
 # First and last sample of an episode, counted from 1.
 Span: TypeAlias = tuple[int, int]
@@ -35,6 +40,7 @@ MODEL = "openai-api/slipstream/policy"
 # The variable in which Inspect looks for the key of this model.
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 MAX_OUTPUT_BYTES = 16 << 20
+MAX_LOG_BYTES = 1 << 30
 NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -131,7 +137,7 @@ def _read_log(logs: Path, ended: ProgramEnd) -> Log:
     said = ended.limit or f"exit status {ended.status}: {ended.last_line}"
     if not found:
         raise RuntimeError(f"inspect left no log after {said}")
-    log: Log = json.loads(found[-1].read_text(encoding="utf-8"))
+    log: Log = json.loads(read_left(found[-1], MAX_LOG_BYTES))
     if log.get("status") != "success":
         error = (log.get("error") or {}).get("message")
         raise RuntimeError(f"inspect eval ended as {log.get('status')}: {error or said}")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.packages import import_function, import_package
+from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.frameworks.seats import AgentSeat, ModelSeat, RandomSeat, Seat
+from slipstream.protocol.openai_client import openai_client
 
 if TYPE_CHECKING:
     import openai
@@ -18,6 +19,8 @@ SELF = "self"
 RANDOM = "random"
 # Seconds for one reply of an opponent.
 REPLY_LIMIT_S = 120.0
+REPLY_RETRIES = 2
+MAX_REPLY_BYTES = 4 << 20
 
 # Makes the seat of a player in the game of a seed.
 Opponent: TypeAlias = Callable[[int, int], Seat]
@@ -72,6 +75,11 @@ def _api(url: str, args: dict[str, Any], *, is_whole: bool) -> Opponent:
             key = Path(key_file).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"key_file {key_file}: {error.strerror}") from error
-    library = import_package("openai", install="openai")
-    client = library.AsyncOpenAI(base_url=url, api_key=key, timeout=REPLY_LIMIT_S)
+    client = openai_client(
+        url,
+        api_key=key,
+        timeout_s=REPLY_LIMIT_S,
+        max_retries=REPLY_RETRIES,
+        most_bytes=MAX_REPLY_BYTES,
+    )
     return _Api(client, model, is_whole)

@@ -28,6 +28,7 @@ from slipstream.learner.trainer.batches.data_checks import (
     check_references,
     untrainable,
 )
+from slipstream.learner.trainer.batches.images import check_pixels
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -97,10 +98,11 @@ class TrainingStep:
     def run(self, batch: Batch) -> StepResult:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError for a token that is too old. UntrainableBatch on all ranks, for experts of
-        another model, or for a loss or gradient that is not finite although the weights are. It is
-        raised before the faulty mini-batch changes a weight; `num_updates` says if an earlier
-        mini-batch changed weights. RunFailed when the weights are at fault.
+        StalenessError for a token that is too old. UntrainableBatch on all ranks, for images that
+        cannot be read, for experts of another model, or for a loss or gradient that is not finite
+        although the weights are. It is raised before the faulty mini-batch changes a weight;
+        `num_updates` says if an earlier mini-batch changed weights. RunFailed when the weights are
+        at fault.
         """
         self.num_updates = 0
         if self._policy.sharing is not None:
@@ -120,6 +122,7 @@ class TrainingStep:
             multiple=self._policy.sequence_multiple,
             vocab_size=self._policy.vocab_size,
         )
+        check_pixels(batch.trajectories, self._policy.ranks)
         if self._replays:
             check_experts(batch.trajectories, self._policy.chunks[0].config)
         reference = self._config.reference

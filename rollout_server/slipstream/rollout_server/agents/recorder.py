@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from pydantic import JsonValue
-from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.rollout_server.agents.conversations import Conversations, Found, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
@@ -144,15 +144,16 @@ class Recorder:
     ) -> list[int]:
         """Returns the prompt of a call when there is room for its reply.
 
-        LimitReached if there never will be.
+        LimitReached if there never will be, or for an image that cannot be read.
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
         try:
             self._check_images(call.images)
-        except LimitReached:
+            await check_pixels(images)
+        except (LimitReached, ValueError) as error:
             self._release(opened)
-            raise
+            raise LimitReached(str(error)) from error
         while True:
             if self._is_cancelled or opened.hung_up.is_set():
                 self._release(opened)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.core.types import Status
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
@@ -101,7 +102,7 @@ class EnvironmentTalk:
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
-            self._check_images({*recording.images, *(image.data for image in history.images)})
+            await self._check_images(history.images)
             recording.add_context(context, history.images)
             most = min(room, reply_limit)
             if given:
@@ -177,7 +178,8 @@ class EnvironmentTalk:
             )
         recording.metrics.update(verdict.metrics)
 
-    def _check_images(self, images: set[bytes]) -> None:
+    async def _check_images(self, new: Sequence[PlacedImage]) -> None:
+        images = {*self._recording.images, *(image.data for image in new)}
         sampling = self._sampling
         if len(images) > sampling.max_images:
             raise RenderingFailed(
@@ -190,6 +192,10 @@ class EnvironmentTalk:
                 f"an image has {largest} bytes, more than sampling.max_image_bytes = "
                 f"{sampling.max_image_bytes}"
             )
+        try:
+            await check_pixels(new)
+        except ValueError as error:
+            raise RenderingFailed(str(error)) from error
 
     def _check_prompt(self, num_tokens: int) -> None:
         sampling = self._sampling

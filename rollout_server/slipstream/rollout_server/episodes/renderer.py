@@ -123,7 +123,7 @@ class Renderer:
     ) -> tuple[list[int], list[PlacedImage]]:
         """Returns tokens of `messages` with those of their images, and where these begin.
 
-        RenderingFailed for a model without vision, or for an image that cannot be read.
+        RenderingFailed for a model without vision, or for bytes that are no image.
         """
         images = [image for message in messages for image in message.images]
         if self._images is None:

@@ -1,7 +1,8 @@
 """One environment worker as a process: its start, its calls, its end and the cause of the end.
 
 The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker below it. When
-the keeper ends, all that the environment has started ends too, also when the server is killed.
+the keeper ends, all that the environment has started ends too, also when the server is killed. What
+a killed keeper leaves falls to the server, a reaper too, which ends it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
+from slipstream.core.machine.descendants import kill_orphans
+from slipstream.core.machine.process import is_reaper
 from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.process import worker_environment
 
 # Seconds that a keeper needs, on a busy machine, to end all processes below it.
 _STOP_LIMIT_S = 30.0
 _MAX_CAUSE_BYTES = 1000
+# Seconds between two looks at what a killed keeper has left.
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ WORKER_WAITS = WorkerWaits()
 class WorkerProcess:
     """Owns the process and the two files that outlive it; `close` ends all three."""
 
+    # The keepers that this process has started, and how many it is starting.
+    _keepers: ClassVar[set[int]] = set()
+    _num_starting: ClassVar[int] = 0
+
     def __init__(self, process: asyncio.subprocess.Process, record: int, cause: int) -> None:
         self._process = process
         self._record = record
@@ -69,6 +78,7 @@ class WorkerProcess:
         """Starts `command` with `--record`; OSError when no process can be started."""
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
+        WorkerProcess._num_starting += 1
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "slipstream.core.machine.keeper"),
@@ -85,6 +95,9 @@ class WorkerProcess:
             os.close(record)
             os.close(cause)
             raise
+        finally:
+            WorkerProcess._num_starting -= 1
+        cls._keepers.add(process.pid)
         return cls(process, record, cause)
 
     def calls(self) -> CallRecord:
@@ -121,5 +134,16 @@ class WorkerProcess:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
+        self._keepers.discard(self._process.pid)
+        if self.was_killed and is_reaper():
+            await self._end_orphans()
         os.close(self._record)
         os.close(self._cause)
+
+    async def _end_orphans(self) -> None:
+        """Ends what a keeper has left that was itself killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                # A keeper that starts has a session of its own, and is not known yet.
+                while self._num_starting or kill_orphans(self._keepers):
+                    await asyncio.sleep(_LOOK_S)

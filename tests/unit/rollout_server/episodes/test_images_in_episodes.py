@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.client.environment import Environment, Message, ResetResult, StepResult
+from slipstream.client.serving import EpisodeHost
 from slipstream.core.models.vision.placed import PlacedImage, image_tokens
-from slipstream.core.types import ImagePlace
+from slipstream.core.types import FailureKind, ImagePlace
 from slipstream.environments.colours import COLOURS, square_png
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage
 from slipstream.rollout_server.episodes.history import History
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
-from slipstream.v1 import environment_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2
+from support.fakes.fake_fleet import SAMPLING
 
 RED, BLUE = (square_png(COLOURS[name], 0, 0) for name in ("red", "blue"))
 BEGIN, IMAGE, END, REPLY, COLOUR = 4, 5, 7, 3, 12
@@ -30,6 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def seeing(folder: Path) -> Renderer:
     return Renderer(folder, images=image_tokens(folder, max_images=1))
+
+
+@pytest.fixture
+def renderer(seeing: Renderer) -> Renderer:
+    """The servers of this module see images."""
+    return seeing
 
 
 def shown(*parts: str | bytes) -> ChatMessage:
@@ -77,3 +86,44 @@ def test_a_model_of_text_is_shown_no_image(folder: Path) -> None:
     history = History(Renderer(folder), [shown(RED)], NO_INPUTS)
     with pytest.raises(RenderingFailed, match="the model sees none: .* sampling.max_images is 0"):
         history.prompt()
+
+
+class Shown(Environment[str]):
+    """Shows an image whose header is good and whose pixels are cut, at one of three places."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        cut = {"type": "image", "data": RED[: len(RED) // 2]}
+        self._cut = [{"type": "text", "text": "colour"}, cut]
+
+    def tasks(self) -> range:
+        return range(1)
+
+    def reset(self, task: int) -> ResetResult:
+        content = "colour" if self._place == "later" else self._cut
+        given = "red" if self._place == "given" else None
+        return ResetResult([Message("user", content)], reply=given)
+
+    def step(self, reply: str) -> StepResult:
+        return StepResult(done=False, messages=[Message("user", self._cut)])
+
+
+@pytest.mark.parametrize("place", ["first", "given", "later"])
+async def test_an_image_with_cut_pixels_fails_its_episode_alone(server, place: str) -> None:
+    host = EpisodeHost(Shown(place))
+
+    async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
+        return await host.answer(call.command)
+
+    server.fleet.client = answer
+    connection = await server.join()
+    sampling = fleet_pb2.SamplingSettings()
+    sampling.CopyFrom(SAMPLING)
+    sampling.max_images, sampling.max_image_bytes = 1, 4096
+    connection.lease("g1", members=[0], max_attempts=1, sampling=sampling)
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert trajectory.failure.message.startswith("an image cannot be read: ")
+    assert trajectory.images == ()
+    assert trajectory.num_sampled_tokens == (4 if place == "later" else 0)

@@ -69,11 +69,16 @@ class ImageProcessor:
 
     def pixels(self, data: bytes) -> Pixels:
         """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
-        with opened(data) as image:
-            found = self.inner(images=[image.convert("RGB")], return_tensors="np")
+        found = self.inner(images=[decoded(data)], return_tensors="np")
         grid = found["image_grid_thw"][0]
         values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
         return Pixels(values, (int(grid[0]), int(grid[1]), int(grid[2])))
+
+
+def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
+    """Returns an image of red, green and blue; ValueError for one whose pixels cannot be read."""
+    with opened(data) as image:
+        return image.convert("RGB")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.vision.pixels import ImageProcessor, Pixels, opened
+from slipstream.core.models.vision.pixels import ImageProcessor, Pixels, decoded, opened
 
 # Field of processor_config.json -> default of the token at the end of a row, and of an image.
 ROW_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
@@ -74,10 +74,7 @@ class PixtralProcessor(ImageProcessor):
 
     def image(self, data: bytes) -> npt.NDArray[np.float32]:
         """Returns the pixels as float32 [channels, rows, columns]."""
-        with opened(data) as image:
-            found = self.inner(
-                images=[image.convert("RGB")], patch_size=self._square, return_tensors="np"
-            )
+        found = self.inner(images=[decoded(data)], patch_size=self._square, return_tensors="np")
         return np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
 
     @property

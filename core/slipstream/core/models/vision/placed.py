@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.models.vision.pixels import ImageProcessor, decoded
 from slipstream.core.models.vision.processors import load_processor
+
+# Images that are known to be readable: the members of a group have the same images.
+_KEPT_IMAGES = 32
 
 
 class PlacedImage(NamedTuple):
@@ -65,3 +70,17 @@ def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
     if not sizes.has_vision or (sizes.is_nested and not max_images):
         return None
     return ImageTokens(int(sizes.image_token), load_processor(folder))
+
+
+async def check_pixels(images: Sequence[PlacedImage]) -> None:
+    """Reads images in threads, one after the other; ValueError for one that cannot be read.
+
+    A header alone gives the number of its tokens, and a given reply passes no engine.
+    """
+    for image in images:
+        await asyncio.to_thread(_check, image.data)
+
+
+@lru_cache(_KEPT_IMAGES)
+def _check(data: bytes) -> None:
+    decoded(data)

@@ -12,10 +12,15 @@ from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.environments.colours import COLOURS, square_png
-from slipstream.learner.trainer.batches.images import image_positions, images_of
+from slipstream.learner.trainer.batches.images import (
+    check_pixels,
+    image_positions,
+    images_of,
+)
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from support.fakes.fake_trajectories import make_trajectory
+from support.ranks.thread_ranks import ThreadRanks, run_ranks
 
 RED = square_png(COLOURS["red"], 0, 0)
 
@@ -79,3 +84,35 @@ def test_a_broken_image_cannot_be_trained(processor: ImageProcessor) -> None:
     trajectory = dataclasses.replace(seen(processor, offset=3), images=(b"no image",))
     with pytest.raises(UntrainableBatch, match="cannot be read"):
         images_of(trajectory, slice(0, 12), processor)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_names_the_images_whose_pixels_are_cut(
+    processor: ImageProcessor, world_size: int
+) -> None:
+    cut = RED[: len(RED) // 2]
+    # Its tokens follow from its header.
+    assert processor.num_tokens(cut) == 4
+    good = [dataclasses.replace(seen(processor, offset=3), group_id=name) for name in "abcde"]
+    bad = [dataclasses.replace(t, images=(cut,)) for t in (good[1], good[3])]
+    told: dict[int, tuple[str, tuple[str, ...]]] = {}
+
+    def check(ranks: ThreadRanks) -> None:
+        check_pixels(good, ranks)
+        with pytest.raises(UntrainableBatch) as error:
+            check_pixels([good[0], bad[0], good[2], bad[1], good[4]], ranks)
+        told[ranks.rank] = (str(error.value), tuple(error.value.trajectory_ids))
+
+    run_ranks(world_size, check)
+    assert sorted(told) == list(range(world_size))
+    assert len(set(told.values())) == 1
+    message, names = told[0]
+    assert names == tuple(trajectory.trajectory_id for trajectory in bad)
+    assert message.startswith(f"{names[0]}: an image cannot be read: ")
+
+
+def test_an_image_that_no_token_shows_is_not_read(processor: ImageProcessor) -> None:
+    trajectory = dataclasses.replace(
+        seen(processor, offset=3), images=(RED, b"no image"), image_places=(ImagePlace(3, 0),)
+    )
+    run_ranks(2, lambda ranks: check_pixels([trajectory], ranks))

@@ -1,0 +1,71 @@
+"""Clients of OpenAI's API, for servers that may be slow, broken or hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+def openai_client(
+    base_url: str, *, api_key: str = "none", timeout_s: float, max_retries: int, most_bytes: int
+) -> AsyncOpenAI:
+    """Returns a client of an API with JSON answers; ConfigError where the package is missing.
+
+    Each call, up to the last byte of its answer, takes at most `timeout_s`, and its answer has at
+    most `most_bytes`. The package calls up to `max_retries` times again after 408, 409, 429, 5xx, a
+    broken connection or a broken limit. No redirection is followed: texts go to `base_url` alone.
+    """
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the API at {base_url} needs the package openai: pip install openai"
+        ) from error
+    # httpx, or what the package has in its place.
+    http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__)
+
+    class Bounded(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
+        async def send(self, request: Any, **options: Any) -> Any:  # noqa: ANN401 - httpx's own
+            # Few compressed bytes may stand for any number of others.
+            request.headers["accept-encoding"] = "identity"
+            options |= {"stream": True, "follow_redirects": False}
+            try:
+                async with asyncio.timeout(timeout_s):
+                    response: Any = await super().send(request, **options)
+                    try:
+                        body = await self._body(request, response)
+                    finally:
+                        await response.aclose()
+            except TimeoutError:
+                what = f"no whole answer within {timeout_s:g} s"
+                raise http.ReadTimeout(what, request=request) from None
+            headers = [*response.headers.items(), ("content-type", "application/json")]
+            return http.Response(
+                response.status_code, headers=dict(headers), content=body, request=request
+            )
+
+        async def _body(self, request: Any, response: Any) -> bytes:  # noqa: ANN401
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding != "identity":
+                raise http.ReadError(f"its answer is encoded as {encoding[:20]}", request=request)
+            body = bytearray()
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > most_bytes:
+                    what = f"its answer has more than {most_bytes} bytes"
+                    raise http.ReadError(what, request=request)
+            return bytes(body)
+
+    return openai.AsyncOpenAI(
+        base_url=base_url,
+        api_key=api_key,
+        timeout=timeout_s,
+        max_retries=max_retries,
+        http_client=Bounded(),
+    )
