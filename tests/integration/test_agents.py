@@ -126,6 +126,30 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> Non
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_white_space_before_a_call_may_be_left_out_when_it_is_sent_back(rig, stream) -> None:
+    """Claude Code drops blocks that are white space alone."""
+    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    client = rig.anthropic()
+    messages = [{"role": "user", "content": "space 4"}]
+    for turn in range(3):
+        asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, "tools": tools}
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                final = await events.get_final_message()
+        else:
+            final = await client.messages.create(**asked)
+        blocks = [block.model_dump(exclude_none=True) for block in final.content]
+        assert (blocks[0] == {"type": "text", "text": "\n\n"}) is stream
+        kept = [block for block in blocks if block["type"] == "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": kept[0]["id"], "content": f"space {turn}"}
+        messages += [
+            {"role": "assistant", "content": kept},
+            {"role": "user", "content": [result]},
+        ]
+    assert rig.runs() == [3]
+
+
 @pytest.mark.parametrize("max_tokens", range(30, 60, 10))
 async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
     """Its arguments are no JSON then."""

@@ -34,6 +34,8 @@ def script(prompt: str) -> str:
     last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
     if last.startswith("call"):
         return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
+    if last.startswith("space"):
+        return "\n\n" + "".join(CALL % int(word) for word in last.split()[1:])
     if last == "think":
         return "<think>Hm.</think>Yes."
     return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
