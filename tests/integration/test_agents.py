@@ -165,6 +165,38 @@ async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max
     assert rig.runs() == [1, 1]
 
 
+@pytest.mark.parametrize("tool_parser", ["hermes", "qwen3_coder"])
+async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(
+    tmp_path: Path, tool_parser: str
+) -> None:
+    """The parser of calls has no part in it, streamed or not, in any API."""
+    call = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+    text = f"I call. <tool_call>\n{call}\n</tool_call>"
+    rig = await agent_rig(tmp_path, lambda _: text, tool_parser=tool_parser)
+    function = TOOLS[0]["function"]
+    schema = {"name": "add", "input_schema": function["parameters"]}
+    none: list[dict] = [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": [schema], "tool_choice": {"type": "none"}},
+        {"tools": [{"type": "function", **function}], "tool_choice": "none"},
+    ]
+    auto = {"tool_choice": {"type": "auto"}}
+    for chosen, messages, items in (none, ({}, {}, {}), ({}, auto, {})):
+        assert (await chat(rig, [QUESTION], **chosen))["content"] == text
+        assert (await chat(rig, [QUESTION], stream=True, **chosen))["content"] == text
+        asked = {"model": "any", "max_tokens": 300, "messages": [QUESTION], **messages}
+        (block,) = (await rig.anthropic().messages.create(**asked)).content
+        assert block.text == text
+        async with rig.anthropic().messages.stream(**asked) as events:
+            (block,) = (await events.get_final_message()).content
+        assert block.text == text
+        asked = {"model": "any", "input": [QUESTION], **items}
+        assert (await rig.openai().responses.create(**asked)).output_text == text
+        async with rig.openai().responses.stream(**asked) as events:
+            assert (await events.get_final_response()).output_text == text
+    rig.check()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
     tools = [{"type": "function", **TOOLS[0]["function"]}]

@@ -45,7 +45,7 @@ class OpenCall:
     request_id: str
     path: str
     is_stream: bool
-    # Whether the request names tools.
+    # Whether the reply may call tools.
     has_tools: bool = False
     settings: str = ""
     keys: Sequence[MessageKey] = ()

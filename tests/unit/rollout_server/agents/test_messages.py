@@ -33,7 +33,10 @@ def call(arguments: object, *, id: str = "c1", name: str = "add") -> dict[str, o
         ),
         ({**call("{}"), "content": "\n\n"}, call("{}")),
         (
-            {**call("{}"), "content": [{"type": "text", "text": "\n"}, {"type": "text", "text": "a"}]},
+            {
+                **call("{}"),
+                "content": [{"type": "text", "text": "\n"}, {"type": "text", "text": "a"}],
+            },
             {**call("{}"), "content": "a"},
         ),
         ({"role": "assistant", "content": " \n"}, {"role": "assistant", "content": None}),
