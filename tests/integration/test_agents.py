@@ -163,6 +163,7 @@ async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max
     whole = await rig.anthropic().messages.create(**asked, max_tokens=20_000)
     assert whole.content[-1].input == {"a": 12345678}
     assert rig.runs() == [1, 1]
+    assert rig.began() == ["new", "again"]
 
 
 @pytest.mark.parametrize("tool_parser", ["hermes", "qwen3_coder"])
@@ -250,6 +251,10 @@ async def test_a_history_that_was_edited_or_compacted_begins_a_branch(rig) -> No
     await chat(rig, edited)
     await chat(rig, [{"role": "user", "content": "In short: hi. Go on."}])
     assert rig.runs() == [2, 1, 1]
+    assert rig.began() == ["new", "edited", "new"]
+    await chat(rig, [QUESTION, {"role": "user", "content": "more"}])
+    await chat(rig, second, tools=TOOLS)
+    assert rig.began()[3:] == ["dropped", "tools"]
 
 
 async def test_an_earlier_turn_can_be_tried_again(rig) -> None:
@@ -626,6 +631,7 @@ async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: 
     _, second = (rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples)
     assert "<result>It is 7.</result>" in second
     assert rig.runs() == [1, 1]
+    assert rig.began() == ["new", "template"]
 
 
 async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(

@@ -159,6 +159,10 @@ class AgentRig:
         while self.recorder.num_open:
             await asyncio.sleep(0.001)
 
+    def began(self) -> list[str]:
+        """Why each branch began."""
+        return [branch.began for branch in self.recorder.conversations.branches]
+
     def runs(self) -> list[int]:
         """The number of replies in each branch."""
         return [len(branch.run_lengths) // 2 for branch in self.recorder.conversations.branches]

@@ -88,6 +88,7 @@ class Answering:
             except RefusedRequest as error:
                 yield _refused(path, error)
                 return
+            recorder.ignored.update(ruled.ignored)
             opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
             opened.previous = previous
             opened.has_tools = _uses_tools(ruled.body)

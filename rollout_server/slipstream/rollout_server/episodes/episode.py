@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 from slipstream.protocol.errors import EnvironmentFailed
 from slipstream.protocol.template_values import read_values
-from slipstream.protocol.types import Failure, FailureKind, Status, Trajectory, VersionSpan
+from slipstream.protocol.types import (
+    IGNORED,
+    Failure,
+    FailureKind,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
 from slipstream.rollout_server.agents.limits import judge_sampling
 from slipstream.rollout_server.agents.opening import Agents
 from slipstream.rollout_server.agents.recorder import Recorder
@@ -187,6 +194,8 @@ class Episode:
             recording.generation_s = recorder.generation_s
             recording.environment_s = max(0.0, recording.environment_s - recorder.generation_s)
             recording.take_branches(recorder.conversations, shares, rewards)
+            for each in filter(None, (recorder, judge)):
+                recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
         if not recording.num_sampled:
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
