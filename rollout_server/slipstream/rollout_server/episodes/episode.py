@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from slipstream.protocol.errors import EnvironmentFailed
+from slipstream.protocol.settings.sampling_section import AGENT_TURNS
 from slipstream.protocol.template_values import read_values
 from slipstream.protocol.types import (
     IGNORED,
@@ -164,10 +165,11 @@ class Episode:
         api = await self._ask(self._services.agents.api())
         engine, values = self._services.engine, read_values(lease.template_values)
         most = min(max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
+        turns = lease.sampling.max_turns or AGENT_TURNS
         recorder = Recorder(
             engine,
             task.key,
-            dataclasses.replace(lease.sampling, max_reply_tokens=int(most)),
+            dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
             as_messages=api.as_messages,
             sampled=self._services.ledger.sampled,
             template_values=values,

@@ -27,6 +27,7 @@ from slipstream.protocol.codec import decode_trajectory
 from slipstream.protocol.errors import ProtocolError
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.settings.config_file import largest_trajectory_bytes, vocabulary_size
+from slipstream.protocol.settings.sampling_section import AGENT_TURNS
 from slipstream.protocol.types import (
     GroupId,
     PolicyVersion,
@@ -152,7 +153,7 @@ class Inspector:
             max_episode_tokens=sampling.max_episode_tokens,
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
-            max_turns=sampling.max_turns,
+            max_turns=sampling.max_turns or AGENT_TURNS,
             max_images=sampling.max_images,
             max_image_bytes=sampling.max_image_bytes,
             reference_top_k=reference.top_k if reference is not None and is_served else None,
