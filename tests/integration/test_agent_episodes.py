@@ -54,22 +54,43 @@ class Server:
     leases: int = 0
 
     async def run(
-        self, agent: str, *, members: int = 1, timeout_s: float = 20.0, max_attempts: int = 1
+        self,
+        agent: str,
+        *,
+        members: int = 1,
+        timeout_s: float = 20.0,
+        max_attempts: int = 1,
+        max_turns: int = SAMPLING.max_turns,
     ) -> list[Trajectory]:
         """The trajectories of a group, when all of them have come."""
-        group = self.lease(agent, members=members, timeout_s=timeout_s, max_attempts=max_attempts)
+        group = self.lease(
+            agent,
+            members=members,
+            timeout_s=timeout_s,
+            max_attempts=max_attempts,
+            max_turns=max_turns,
+        )
         return await self.ended(group, members * max_attempts)
 
     def lease(
-        self, agent: str, *, members: int = 1, timeout_s: float = 20.0, max_attempts: int = 1
+        self,
+        agent: str,
+        *,
+        members: int = 1,
+        timeout_s: float = 20.0,
+        max_attempts: int = 1,
+        max_turns: int = SAMPLING.max_turns,
     ) -> str:
         self.leases += 1
+        sampling = fleet_pb2.SamplingSettings()
+        sampling.CopyFrom(SAMPLING)
+        sampling.max_turns = max_turns
         group = f"g{self.leases}"
         self.connection.lease(
             group,
             f"{agent}Agent",
             members=list(range(members)),
-            sampling=SAMPLING,
+            sampling=sampling,
             timeout_s=timeout_s,
             max_attempts=max_attempts,
         )
@@ -136,7 +157,10 @@ async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server)
     (trajectory,) = await server.run("Tool")
     assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
     assert trajectory.reward == 1.0
-    assert trajectory.metrics == {"total": 3 + 4 + 5}
+    # The second of the reviewers may find the first one's reply.
+    began = {name: n for name, n in trajectory.metrics.items() if name.startswith("branches/")}
+    assert sum(began.values()) == 2
+    assert trajectory.metrics == {"total": 3 + 4 + 5, "ignored/temperature": 5} | began
     assert trajectory.num_turns == 5
     assert trajectory.branches == (
         Branch(6),
@@ -154,6 +178,14 @@ async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server)
     assert recorded == samples
     assert trajectory.prompt_text.startswith("<|im_start|>system")
     assert trajectory.version_spans[0].version == server.engine.version
+
+
+async def test_an_agent_has_many_replies_where_the_settings_say_nothing(server) -> None:
+    (trajectory,) = await server.run("Tool", max_turns=0)
+    assert (trajectory.status, trajectory.num_turns) == (Status.COMPLETED, 5)
+    (trajectory,) = await server.run("Tool", max_turns=1)
+    assert trajectory.failure is not None
+    assert "sampling.max_turns = 1" in trajectory.failure.message
 
 
 async def test_the_members_of_a_group_run_side_by_side(server) -> None:

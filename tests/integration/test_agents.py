@@ -126,6 +126,30 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> Non
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_white_space_before_a_call_may_be_left_out_when_it_is_sent_back(rig, stream) -> None:
+    """Claude Code drops blocks that are white space alone."""
+    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    client = rig.anthropic()
+    messages = [{"role": "user", "content": "space 4"}]
+    for turn in range(3):
+        asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, "tools": tools}
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                final = await events.get_final_message()
+        else:
+            final = await client.messages.create(**asked)
+        blocks = [block.model_dump(exclude_none=True) for block in final.content]
+        assert (blocks[0] == {"type": "text", "text": "\n\n"}) is stream
+        kept = [block for block in blocks if block["type"] == "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": kept[0]["id"], "content": f"space {turn}"}
+        messages += [
+            {"role": "assistant", "content": kept},
+            {"role": "user", "content": [result]},
+        ]
+    assert rig.runs() == [3]
+
+
 @pytest.mark.parametrize("max_tokens", range(30, 60, 10))
 async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
     """Its arguments are no JSON then."""
@@ -139,6 +163,39 @@ async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max
     whole = await rig.anthropic().messages.create(**asked, max_tokens=20_000)
     assert whole.content[-1].input == {"a": 12345678}
     assert rig.runs() == [1, 1]
+    assert rig.began() == ["new", "again"]
+
+
+@pytest.mark.parametrize("tool_parser", ["hermes", "qwen3_coder"])
+async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(
+    tmp_path: Path, tool_parser: str
+) -> None:
+    """The parser of calls has no part in it, streamed or not, in any API."""
+    call = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+    text = f"I call. <tool_call>\n{call}\n</tool_call>"
+    rig = await agent_rig(tmp_path, lambda _: text, tool_parser=tool_parser)
+    function = TOOLS[0]["function"]
+    schema = {"name": "add", "input_schema": function["parameters"]}
+    none: list[dict] = [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": [schema], "tool_choice": {"type": "none"}},
+        {"tools": [{"type": "function", **function}], "tool_choice": "none"},
+    ]
+    auto = {"tool_choice": {"type": "auto"}}
+    for chosen, messages, items in (none, ({}, {}, {}), ({}, auto, {})):
+        assert (await chat(rig, [QUESTION], **chosen))["content"] == text
+        assert (await chat(rig, [QUESTION], stream=True, **chosen))["content"] == text
+        asked = {"model": "any", "max_tokens": 300, "messages": [QUESTION], **messages}
+        (block,) = (await rig.anthropic().messages.create(**asked)).content
+        assert block.text == text
+        async with rig.anthropic().messages.stream(**asked) as events:
+            (block,) = (await events.get_final_message()).content
+        assert block.text == text
+        asked = {"model": "any", "input": [QUESTION], **items}
+        assert (await rig.openai().responses.create(**asked)).output_text == text
+        async with rig.openai().responses.stream(**asked) as events:
+            assert (await events.get_final_response()).output_text == text
+    rig.check()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -194,6 +251,10 @@ async def test_a_history_that_was_edited_or_compacted_begins_a_branch(rig) -> No
     await chat(rig, edited)
     await chat(rig, [{"role": "user", "content": "In short: hi. Go on."}])
     assert rig.runs() == [2, 1, 1]
+    assert rig.began() == ["new", "edited", "new"]
+    await chat(rig, [QUESTION, {"role": "user", "content": "more"}])
+    await chat(rig, second, tools=TOOLS)
+    assert rig.began()[3:] == ["dropped", "tools"]
 
 
 async def test_an_earlier_turn_can_be_tried_again(rig) -> None:
@@ -570,6 +631,7 @@ async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: 
     _, second = (rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples)
     assert "<result>It is 7.</result>" in second
     assert rig.runs() == [1, 1]
+    assert rig.began() == ["new", "template"]
 
 
 async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -208,6 +209,27 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
         "shared it"
     ]
     assert not any(text.startswith("an episode of ") for text in texts)
+
+
+async def test_what_agents_ask_for_in_vain_is_told_once_and_counted(tmp_path):
+    config = make_config(tmp_path, run__steps=3)
+    server = FakeServer(config.controller.address)
+    asked = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
+    server.spoil = lambda t: replace(t, metrics=asked)
+    logs = []
+
+    async def keep(controller, tasks):
+        logs.append(controller._run.events)
+
+    trainer = FakeTrainer(config.controller.address)
+    await play(config, server, trainer=trainer, during=keep)
+    told = [event.text for event in logs[0].kept() if "ask for" in event.text]
+    assert told == [
+        "agents of e ask for conversation, temperature, which changes nothing: "
+        "docs/guides/agents.md says what holds"
+    ]
+    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["e/ignored/temperature"] for row in rows] == [2.0] * 3
 
 
 async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_path):

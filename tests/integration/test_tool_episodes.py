@@ -25,10 +25,12 @@ from slipstream.core.types import (  # noqa: E402
     Status,
     Trajectory,  # noqa: E402
 )
+from slipstream.rollout_server.chat import TemplateInputs  # noqa: E402
 from slipstream.rollout_server.engine_interface import GenerationFailed  # noqa: E402
 from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway  # noqa: E402
 from slipstream.rollout_server.service import RolloutServer  # noqa: E402
+from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
 from support.fakes import example_tools  # noqa: E402
 from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
@@ -266,6 +268,22 @@ async def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
         # The same server, for an environment that does not want it.
         off = await server.run("Thinking", values='{"enable_thinking": false}')
         assert off.prompt_text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_path: Path) -> None:
+    config = agent_config(
+        make_chat_model(tmp_path, with_weights=False),
+        tool_parser="qwen3_coder",
+        reasoning_parser="qwen3",
+    )
+    engine = scripted_engine(config, script)
+    inputs = TemplateInputs("", "")
+    reader = await Agents(engine, config.rollout_server).reader(inputs)
+    assert reader is not None
+    text = "I call. <tool_call>\n<function=add>\n</function>\n</tool_call>"
+    tokens = engine.vllm_parts.renderer.get_tokenizer().encode(f"<think>Hm.</think>{text}")
+    read = reader.read([], tokens, inputs)
+    assert (read.reasoning, read.content, read.tool_calls) == ("Hm.", text, ())
 
 
 async def test_the_result_of_an_unknown_call_fails_the_episode(tmp_path: Path) -> None:

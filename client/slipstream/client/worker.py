@@ -24,6 +24,9 @@ TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
 # Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
+ONE_CALL = (
+    "it is an agent, and with sampling.max_turns = 1 its second call of the model is refused (400)"
+)
 NEED_ADAPTERS = (
     'it asks the model as the run started, which needs lora.publish = "adapters": set it in the '
     "run's configuration, or name a judge with an address of its own"
@@ -46,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
+    parser.add_argument("--one-turn", action="store_true", help="tell agents (--check)")
     parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
     parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
@@ -65,6 +69,7 @@ def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
     command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
     command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
     command += ["--no-tools"] * arguments.no_tools + ["--no-start"] * arguments.no_start
+    command += ["--one-turn"] * arguments.one_turn
     if arguments.max_images is not None:
         command += ["--max-images", str(arguments.max_images)]
     try:
@@ -188,6 +193,8 @@ def _check(options: argparse.Namespace, report: int) -> NoReturn:
             shown = counted(len(images), "image")
             fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
         if observed.observation.is_agent:
+            if options.one_turn:
+                print(ONE_CALL, file=sys.stderr)
             asked = pb.FollowAgentCommand(episode_key="check")
             yield await host.answer(pb.WorkerCommand(follow_agent=asked))
         yield await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="check")))

@@ -21,6 +21,10 @@ ServerId = NewType("ServerId", str)
 MAX_KEPT = 200
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
+# How metrics of an agent's episode begin that count branches by their causes, and calls that asked
+# for something in vain. An episode without them counts as 0.
+BRANCHES, IGNORED = "branches/", "ignored/"
+
 TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]
 

@@ -34,6 +34,8 @@ def script(prompt: str) -> str:
     last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
     if last.startswith("call"):
         return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
+    if last.startswith("space"):
+        return "\n\n" + "".join(CALL % int(word) for word in last.split()[1:])
     if last == "think":
         return "<think>Hm.</think>Yes."
     return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
@@ -156,6 +158,10 @@ class AgentRig:
         """Returns when every client has read its answer."""
         while self.recorder.num_open:
             await asyncio.sleep(0.001)
+
+    def began(self) -> list[str]:
+        """Why each branch began."""
+        return [branch.began for branch in self.recorder.conversations.branches]
 
     def runs(self) -> list[int]:
         """The number of replies in each branch."""

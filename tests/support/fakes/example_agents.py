@@ -31,7 +31,8 @@ def client(endpoint: Endpoint) -> openai.AsyncOpenAI:
 
 async def ask(endpoint: Endpoint, messages: list[Any], **options: Any) -> Any:
     async with client(endpoint) as api:
-        answer = await api.chat.completions.create(model="any", messages=messages, **options)
+        asked = {"model": "any", "messages": messages, "temperature": 0.5, **options}
+        answer = await api.chat.completions.create(**asked)
     return answer.choices[0].message
 
 

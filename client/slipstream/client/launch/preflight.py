@@ -21,6 +21,8 @@ import grpc
 import grpc.aio
 from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
+from slipstream.client.terminal import say
+from slipstream.client.worker import ONE_CALL
 from slipstream.core.configuration.config_file import check_model, check_sizes, dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
@@ -51,6 +53,8 @@ RETRY_S = 0.2
 SETTINGS_LIMIT_S = 300.0
 # Seconds beyond an environment's own limit in which its worker starts and says what hangs.
 WORKER_GRACE_S = 30.0
+# Environments that are loaded side by side: one for each processor, few for the sake of memory.
+CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
 # Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Parts of gRPC's texts about a certificate that is not taken: it will not get better.
@@ -275,8 +279,12 @@ def passes_to_megatron(config: Config) -> bool:
     return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
 
 
-async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
+async def check_environments(
+    config: Config, *, grace_s: float = WORKER_GRACE_S, at_once: int = CHECKS_AT_ONCE
+) -> None:
     """Loads every environment in a process of its own and resets its first task; ConfigError.
+
+    `at_once` are loaded side by side. The first error in the order of the settings is raised.
 
     An environment that names tools needs a tool_parser, one that shows images max_images; an agent
     that asks the model as the run started needs adapters of their own.
@@ -286,21 +294,49 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
     The run's preflight.log is written anew, with the last lines that each environment printed. A
     refusal makes no folder for this log, unless the environment has printed something.
     """
-    printed: list[str] = []
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
-    for section in [*sections, *config.evaluations]:
-        name, reference, timeout_s = section.name, section.reference, section.timeout_s
-        if section.python is not None and shutil.which(section.python) is None:
-            raise ConfigError(
-                f"environment {name}: python must be an interpreter, got {section.python}"
-            )
-        arguments = ["--check", reference, "--args", json.dumps(section.args)]
-        arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
-        arguments += ["--max-images", str(config.sampling.max_images)]
-        if config.rollout_server.tool_parser is None:
-            arguments.append("--no-tools")
-        if not config.lora.publishes_adapters:
-            arguments.append("--no-start")
+    places = asyncio.Semaphore(at_once)
+    printed: list[str] = []
+    checks = [
+        asyncio.create_task(_check_environment(section, config, grace_s=grace_s, places=places))
+        for section in [*sections, *config.evaluations]
+    ]
+    try:
+        for check in checks:
+            name, cause, lines = await check
+            printed += [f"environment {name}:", *lines]
+            if cause:
+                # Only the cause is there where the environment printed nothing.
+                log = f" (log: {_keep_printed(config, printed)})" if len(lines) > 1 else ""
+                raise ConfigError(f"environment {name}: {cause}{log}")
+    finally:
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
+    _keep_printed(config, printed)
+
+
+async def _check_environment(
+    section: EnvironmentSection | EvaluationSection,
+    config: Config,
+    *,
+    grace_s: float,
+    places: asyncio.Semaphore,
+) -> tuple[str, str, tuple[str, ...]]:
+    """Returns the name, the cause why it cannot be used or "", and the lines that it printed."""
+    name, reference, timeout_s = section.name, section.reference, section.timeout_s
+    if section.python is not None and shutil.which(section.python) is None:
+        return name, f"python must be an interpreter, got {section.python}", ()
+    arguments = ["--check", reference, "--args", json.dumps(section.args)]
+    arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
+    arguments += ["--max-images", str(config.sampling.max_images)]
+    if config.rollout_server.tool_parser is None:
+        arguments.append("--no-tools")
+    if not config.lora.publishes_adapters:
+        arguments.append("--no-start")
+    if config.sampling.max_turns == 1:
+        arguments.append("--one-turn")
+    async with places:
         with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
             checked = await run_program(
                 [*worker_program(str(section.python or "")), *arguments],
@@ -308,16 +344,14 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
             )
-        printed += [f"environment {name}:", *checked.lines]
-        if checked.code != 0:
-            said = f"no answer within {timeout_s:g} s"
-            if checked.code is not None:
-                said = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
-                said = said.removeprefix(f"environment {reference}: ")
-            # Only the cause is there where the environment printed nothing.
-            log = f" (log: {_keep_printed(config, printed)})" if len(checked.lines) > 1 else ""
-            raise ConfigError(f"environment {name}: {said}{log}")
-    _keep_printed(config, printed)
+    if ONE_CALL in checked.lines:
+        say(f"environment {name}: {ONE_CALL}")
+    if checked.code == 0:
+        return name, "", checked.lines
+    cause = f"no answer within {timeout_s:g} s"
+    if checked.code is not None:
+        cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
+    return name, cause.removeprefix(f"environment {reference}: "), checked.lines
 
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:

@@ -9,6 +9,10 @@ from slipstream.core.settings.measurement_sections import MAX_TEMPERATURE, MIN_T
 from slipstream.core.settings.section import Positive, Section
 from slipstream.v1 import fleet_pb2
 
+# Most replies of an agent's episode where `max_turns` is 0. An agent that never ends is stopped by
+# the limits of tokens, mostly, and by this.
+AGENT_TURNS = 256
+
 
 class SamplingSection(Section):
     """Sampling of replies, and limits of an episode's length."""
@@ -21,8 +25,8 @@ class SamplingSection(Section):
     top_k: int = Field(0, ge=0)
     # Most sampled tokens of one reply.
     max_reply_tokens: Positive
-    # Most replies of one episode.
-    max_turns: Positive = 1
+    # Most replies of one episode. 0: one, or 256 where the environment is an agent.
+    max_turns: int = Field(0, ge=0)
     # Most tokens of an episode, context and sampled. It bounds each branch of an agent's episode.
     max_episode_tokens: Positive
     # Most tokens of all branches of an episode together. 0: `max_episode_tokens`.

@@ -1,4 +1,4 @@
-"""Answers HTTP requests of agents through an ASGI application, part by part.
+"""Answers HTTP requests of agents through ASGI applications, part by part.
 
 Consumes: a request. Produces: the parts of its answer. Waits for: the application. Unblocked by:
 its next message, or its end.
@@ -46,22 +46,24 @@ _AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
 
 
 class Answering:
-    """The HTTP API of agents, over an ASGI application that samples through a `Recorder`."""
+    """The HTTP API of agents, over ASGI applications that sample through a `Recorder`."""
 
     def __init__(
         self,
-        application: Application,
+        plain: Application,
+        with_tools: Application,
         current: ContextVar[tuple[Recorder, OpenCall] | None],
         *,
         model: str,
         has_tools: bool,
         has_drafts: bool = False,
     ) -> None:
-        """`current` tells the application its call; `has_tools`: it can read calls of tools.
+        """`plain` answers requests without tools, `with_tools` those with tools.
 
+        `current` tells the application its call; `has_tools`: `with_tools` can read calls of tools.
         `has_drafts`: the engine drafts replies.
         """
-        self._application = application
+        self._plain, self._with_tools = plain, with_tools
         self._current = current
         self._model = model
         self._has_tools, self._has_drafts = has_tools, has_drafts
@@ -86,9 +88,10 @@ class Answering:
             except RefusedRequest as error:
                 yield _refused(path, error)
                 return
+            recorder.ignored.update(ruled.ignored)
             opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
             opened.previous = previous
-            opened.has_tools = bool(ruled.body.get("tools"))
+            opened.has_tools = _uses_tools(ruled.body)
             if path == RESPONSES_PATH and ruled.body.get("store") is not False:
                 opened.stored_items = items_of(ruled.body)
             async for part in self._reply(recorder, opened, body, ruled.told):
@@ -101,7 +104,7 @@ class Answering:
                 yield _refused(path, error)
                 return
             exchange = _Exchange(http.method, path, body, asyncio.Event())
-            async for part in exchange.run(self._application, copy_context()):
+            async for part in exchange.run(self._plain, copy_context()):
                 yield part
         else:
             known = ", ".join((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH))
@@ -114,9 +117,10 @@ class Answering:
         context = copy_context()
         context.run(self._current.set, (recorder, opened))
         extra: Headers = ((SAMPLING_HEADER, told),) if told else ()
+        application = self._with_tools if opened.has_tools else self._plain
         exchange = _Exchange("POST", opened.path, body, opened.hung_up, extra)
         try:
-            async for part in exchange.run(self._application, context):
+            async for part in exchange.run(application, context):
                 if opened.refusal is not None:
                     yield _error(opened.path, opened.refusal)
                     return
@@ -131,9 +135,11 @@ class Answering:
         asked = _asked(body)
         auto = _AUTO.get(path, "auto")
         ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
-        choice = ruled.body.get("tool_choice")
-        if ruled.body.get("tools") and not self._has_tools and choice not in _NO_TOOLS:
+        if _uses_tools(ruled.body) and not self._has_tools:
             raise RefusedRequest(NEED_PARSER)
+        if path == MESSAGES_PATH and not ruled.body.get("tools"):
+            # vLLM would want its parser of calls for "auto".
+            ruled.body.pop("tool_choice", None)
         ruled.body["model"] = self._model
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
@@ -141,7 +147,9 @@ class Answering:
         return ruled
 
 
-_NO_TOOLS = ("none", {"type": "none"})
+def _uses_tools(body: dict[str, Any]) -> bool:
+    """Whether the model may call tools in its reply to a request."""
+    return bool(body.get("tools")) and body.get("tool_choice") not in ("none", {"type": "none"})
 
 
 def _asked(body: bytes) -> dict[str, Any]:

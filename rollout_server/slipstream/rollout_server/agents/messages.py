@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+ASSISTANT = "assistant"
+
 
 class MessageKey(NamedTuple):
     """A message without what a client may write in several ways.
 
     Text in one part equals plain text, no text equals empty text, and the arguments of a tool call
-    are compared as JSON. `reasoning` is None where a message has none.
+    are compared as JSON. In a reply a part that is white space alone equals no part: streams have
+    it before a call of a tool, and clients drop it. `reasoning` is None where a message has none.
     """
 
     role: str
@@ -24,9 +27,10 @@ class MessageKey(NamedTuple):
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
     """Returns the key of a message in the form of OpenAI's chat completions."""
+    role = str(message.get("role", ""))
     return MessageKey(
-        role=str(message.get("role", "")),
-        text=_text(message.get("content")),
+        role=role,
+        text=_text(message.get("content"), is_reply=role == ASSISTANT),
         tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls") or ()),
         tool_call_id=str(message.get("tool_call_id") or ""),
         name=str(message.get("name") or ""),
@@ -47,10 +51,11 @@ def reply_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[MessageKey, 
     return found
 
 
-def _text(content: str | Iterable[Any] | None) -> str | tuple[str, ...]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = tuple(_part(part) for part in content)
+def _text(content: str | Iterable[Any] | None, *, is_reply: bool) -> str | tuple[str, ...]:
+    given = [content] if isinstance(content, str) else content or ()
+    parts = tuple(_part(part) for part in given)
+    if is_reply:
+        parts = tuple(part for part in parts if part.strip())
     if not parts:
         return ""
     return parts[0] if len(parts) == 1 else parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.rollout_server.agents.conversations import Call, Turn
+from slipstream.rollout_server.agents.conversations import Call, Found, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room
 from slipstream.rollout_server.agents.messages import MessageKey
 
@@ -45,10 +45,12 @@ class OpenCall:
     request_id: str
     path: str
     is_stream: bool
-    # Whether the request names tools.
+    # Whether the reply may call tools.
     has_tools: bool = False
     settings: str = ""
     keys: Sequence[MessageKey] = ()
+    # The turn that its messages continue, if any.
+    found: Found | None = None
     # The turn that the request names as the previous one; None: it names none.
     previous: Turn | None = None
     # The input of a request whose response is stored; None: it is not.

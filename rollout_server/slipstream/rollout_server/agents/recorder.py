@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -71,6 +72,8 @@ class Recorder:
         self.sampling = sampling
         self.template_values = template_values
         self.is_judge = is_judge
+        # Calls that asked for something that is ignored, by its name.
+        self.ignored: Counter[str] = Counter()
         # Seconds with at least one reply under way.
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0
@@ -133,7 +136,9 @@ class Recorder:
         """Returns the turn that a request continues, if any; see `Conversations.find`."""
         self._read_replies()
         opened.settings, opened.keys = settings, keys
-        return self.conversations.find(settings, keys, opened.http.branch, previous=opened.previous)
+        name, previous = opened.http.branch, opened.previous
+        opened.found = self.conversations.find(settings, keys, name, previous=previous)
+        return opened.found
 
     async def begin(
         self,
@@ -148,6 +153,9 @@ class Recorder:
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
+        if not call.is_append:
+            why = self.conversations.why_branch(opened.settings, opened.keys)
+            call.branch.began = "template" if turn is None and opened.found is not None else why
         try:
             self._check_images(call.images)
             await check_pixels(images)
@@ -287,6 +295,8 @@ class Recorder:
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)
+            elif opened.turn is not None:
+                self.conversations.note_unread(opened.settings, opened.keys)
         self._unread = waiting
 
     def _read_reply(self, opened: OpenCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:

@@ -28,6 +28,14 @@ _CONSTRAINTS = (
     *("min_tokens", "thinking_token_budget", "repetition_detection", "ignore_eos"),
     *("output_format", "logit_bias", "stop_token_ids", "watermarking"),
 )
+# Settings that nothing here serves; they are taken out of the request.
+_UNSERVED = (
+    *("conversation", "prompt", "prompt_logprobs", "audio", "max_tool_calls", "web_search_options"),
+    *("prediction", "mcp_servers", "container", "context_management", "truncate_prompt_tokens"),
+)
+# Types of tools that an agent runs itself; others are run by the servers of OpenAI or Anthropic.
+_OWN_TOOLS = (None, "function", "custom", "namespace")
+_NOT = "none (asked)"
 # Limits of a reply, which hold below the run's.
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # Settings for other uses of vLLM, which would replace the prompt or send the reply elsewhere.
@@ -49,10 +57,14 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class Ruled:
-    """A request under the run's sampling; `told` is the value of `SAMPLING_HEADER`, "" if none."""
+    """A request under the run's sampling; `told` is the value of `SAMPLING_HEADER`, "" if none.
+
+    `ignored` are the names of what was asked and is not done.
+    """
 
     body: dict[str, Any]
     told: str
+    ignored: tuple[str, ...] = ()
 
 
 def rule(
@@ -69,7 +81,10 @@ def rule(
             raise RefusedRequest(f"{name} must be 1, got {body[name]!r}: send one call for each")
     if body.get("use_beam_search"):
         raise RefusedRequest("use_beam_search is refused: replies are sampled")
-    told, kept = [], dict(body)
+    if body.get("background"):
+        raise RefusedRequest("background must be false: an agent gets its reply in the answer")
+    told: dict[str, str] = {}
+    kept = dict(body)
     for name in _LENGTHS:
         if isinstance(body.get(name), int):
             kept[name] = min(body[name], sampling.max_reply_tokens)
@@ -77,25 +92,41 @@ def rule(
     for name, value in holds.items():
         asked = body.get(name)
         if asked is not None and asked != value:
-            told.append(f"{name}={_word(value)} (asked {_word(asked)})")
+            told[name] = f"{_word(value)} (asked {_word(asked)})"
     nothing: tuple[object, ...] = (None, [], {}, False, 0)
     dropped = [name for name in _CONSTRAINTS if kept.pop(name, None) not in nothing]
-    told += [f"{name}=none (asked)" for name in dropped if name not in holds]
+    told |= {name: _NOT for name in dropped if name not in holds}
+    told |= {name: _NOT for name in _UNSERVED if kept.pop(name, None) not in nothing}
     for name in _FOREIGN:
         kept.pop(name, None)
     if has_drafts and kept.pop("seed", None) is not None:
-        told.append("seed=none (asked)")
+        told["seed"] = _NOT
     for name in ("text", "output_config"):
         part = kept.get(name)
         if isinstance(part, dict) and part.get("format") is not None:
             kept[name] = {key: value for key, value in part.items() if key != "format"}
             if part["format"] != {"type": "text"}:
-                told.append(f"{name}.format=none (asked)")
+                told[f"{name}.format"] = _NOT
     choice = kept.get("tool_choice")
     if _is_forced(choice):
         kept["tool_choice"] = auto
-        told.append("tool_choice=auto (asked)")
-    return Ruled(kept, "; ".join(told)[:_MAX_HEADER])
+        told["tool_choice"] = "auto (asked)"
+    kinds = [tool.get("type") for tool in _list(kept.get("tools")) if isinstance(tool, dict)]
+    if foreign := [kind for kind in kinds if kind not in _OWN_TOOLS]:
+        told["server_tools"] = f"none (asked {_word(foreign)})"
+    if kept.get("truncation") == "auto":
+        told["truncation"] = '"disabled" (asked)'
+    if any(kind != "text" for kind in _list(kept.get("modalities"))):
+        told["modalities"] = '"text" (asked)'
+    thinking = kept.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("budget_tokens"):
+        told["thinking.budget_tokens"] = _NOT
+    header = "; ".join(f"{name}={value}" for name, value in told.items())
+    return Ruled(kept, header[:_MAX_HEADER], tuple(told))
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _is_forced(choice: object) -> bool:

@@ -117,7 +117,7 @@ class EnvironmentTalk:
             self._judge(verdict)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
-            if recording.num_turns >= sampling.max_turns:
+            if recording.num_turns >= max(1, sampling.max_turns):
                 return Status.TRUNCATED
             if renderer.cannot_fit(verdict.messages, sampling.max_episode_tokens):
                 return Status.TRUNCATED

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.settings.sampling_section import AGENT_TURNS
 from slipstream.core.template_values import read_values
-from slipstream.core.types import Failure, FailureKind, Status, Trajectory, VersionSpan
+from slipstream.core.types import IGNORED, Failure, FailureKind, Status, Trajectory, VersionSpan
 from slipstream.rollout_server.agents.limits import judge_sampling
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.chat import TemplateInputs
@@ -157,10 +158,11 @@ class Episode:
         api = await self._ask(self._services.agents.api())
         engine, values = self._services.engine, read_values(lease.template_values)
         most = min(max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
+        turns = lease.sampling.max_turns or AGENT_TURNS
         recorder = Recorder(
             engine,
             task.key,
-            dataclasses.replace(lease.sampling, max_reply_tokens=int(most)),
+            dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
             as_messages=api.as_messages,
             sampled=self._services.ledger.sampled,
             template_values=values,
@@ -187,6 +189,8 @@ class Episode:
             recording.generation_s = recorder.generation_s
             recording.environment_s = max(0.0, recording.environment_s - recorder.generation_s)
             recording.take_branches(recorder.conversations, shares, rewards)
+            for each in filter(None, (recorder, judge)):
+                recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
         if not recording.num_sampled:
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +11,14 @@ import numpy.typing as npt
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.reservation import max_text_bytes
-from slipstream.core.types import Branch, ImagePlace, LogprobArray, VersionSpan
+from slipstream.core.types import BRANCHES, Branch, ImagePlace, LogprobArray, VersionSpan
 from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.rollout_server.reference_server import ScoredSequence
 
-# Largest number of metrics that a trajectory carries, and of characters in their names.
+# Largest number of an environment's metrics that a trajectory carries, and of our own, and of
+# characters in their names.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
 # The metric of an episode that counts the tokens that its judge sampled.
@@ -41,6 +43,8 @@ class Recording:
     last_text: str | None = None
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    # Our own metrics, beside the environment's.
+    counts: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
@@ -85,8 +89,8 @@ class Recording:
     @property
     def short_metrics(self) -> dict[str, float]:
         """The metrics, cut to the number and to the names that a trajectory may carry."""
-        names = list(self.metrics)[:_MAX_METRICS]
-        return {name[:_MAX_METRIC_NAME]: self.metrics[name] for name in names}
+        named = [*self.metrics.items()][:_MAX_METRICS] + [*self.counts.items()][:_MAX_METRICS]
+        return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
 
     def clip(self, text: str) -> str:
         """Returns `text`, cut to the bytes that a trajectory of these tokens may carry."""
@@ -113,6 +117,7 @@ class Recording:
             self.expert_ids += _whole(branch, conversations.branches)
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
+        self.counts.update(BRANCHES + each.began for each in conversations.branches[1:])
         self.ended_branches = tuple(
             Branch(
                 len(branch.run_lengths),
@@ -125,7 +130,7 @@ class Recording:
 
     def judged(self, num_tokens: int) -> None:
         """Notes a reply of the episode's judge; its tokens are no part of the trajectory."""
-        self.metrics[JUDGE_TOKENS] = self.metrics.get(JUDGE_TOKENS, 0.0) + num_tokens
+        self.counts[JUDGE_TOKENS] += num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
         """Returns how many tokens the conversation may still take; `is_new`: a new conversation."""

@@ -477,6 +477,77 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
         assert str(caught.value).startswith(cause)
 
 
+MEETING = """
+import pathlib, time
+from slipstream.environments.echo import Echo
+
+class Meeting(Echo):
+    def __init__(self, own, other):
+        super().__init__()
+        pathlib.Path(own).touch()
+        while not pathlib.Path(other).exists():
+            time.sleep(0.01)
+        if own == "b":
+            raise ValueError("b came")
+        if other == "c":
+            raise ValueError("a met")
+"""
+
+
+@pytest.mark.process
+async def test_environments_are_loaded_side_by_side_and_the_first_error_in_order_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING)
+    monkeypatch.chdir(tmp_path)
+
+    def meeting(own: str, other: str) -> EnvironmentSection:
+        args = {"own": own, "other": other}
+        return EnvironmentSection(name=own, reference="meeting:Meeting", args=args)
+
+    met = (meeting("a", "x"), meeting("x", "a"))
+    failed = (meeting("a", "c"), meeting("c", "a"), meeting("b", "c"))
+    config = config_of(tmp_path)
+    async with asyncio.timeout(120):
+        await check_environments(config.model_copy(update={"environments": met}), at_once=2)
+        (tmp_path / "a").unlink()
+        with pytest.raises(ConfigError, match=r"^environment a: .*a met"):
+            await check_environments(config.model_copy(update={"environments": failed}), at_once=3)
+
+
+CALLER = """
+import urllib.request
+from slipstream.client import AgentEnvironment
+
+class Caller(AgentEnvironment):
+    def tasks(self):
+        return [1]
+
+    def run(self, task, endpoint):
+        headers = {"authorization": f"Bearer {endpoint.api_key}"}
+        request = urllib.request.Request(f"{endpoint.base_url}/models", headers=headers)
+        urllib.request.urlopen(request)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("max_turns", [0, 1, 2])
+async def test_an_agent_that_may_call_the_model_once_is_told_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    max_turns: int,
+) -> None:
+    (tmp_path / "caller.py").write_text(CALLER)
+    monkeypatch.chdir(tmp_path)
+    section = EnvironmentSection(name="e", reference="caller:Caller", timeout_s=20.0)
+    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    sampling = config.sampling.model_copy(update={"max_turns": max_turns})
+    await check_environments(config.model_copy(update={"sampling": sampling}))
+    told = "environment e: it is an agent, and with sampling.max_turns = 1 its second call"
+    assert (told in capsys.readouterr().out) == (max_turns == 1)
+
+
 PRINTING = """
 import os
 from slipstream.environments.echo import Echo

@@ -31,6 +31,15 @@ def call(arguments: object, *, id: str = "c1", name: str = "add") -> dict[str, o
             {"role": "assistant", "content": "a", "refusal": None, "audio": None},
             {"role": "assistant", "content": "a"},
         ),
+        ({**call("{}"), "content": "\n\n"}, call("{}")),
+        (
+            {
+                **call("{}"),
+                "content": [{"type": "text", "text": "\n"}, {"type": "text", "text": "a"}],
+            },
+            {**call("{}"), "content": "a"},
+        ),
+        ({"role": "assistant", "content": " \n"}, {"role": "assistant", "content": None}),
         (call('{"b": 1, "a": 2}'), call('{"a":2,"b":1}')),
         (call('{"a": 2}'), call({"a": 2})),
         (call(""), call("{}")),
@@ -45,6 +54,8 @@ def test_equal_messages_have_one_key(one, other) -> None:
     [
         ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
         ({"role": "user", "content": "a"}, {"role": "user", "content": "a "}),
+        ({"role": "user", "content": "\n"}, {"role": "user", "content": ""}),
+        ({**call("{}"), "content": "\n\na"}, {**call("{}"), "content": "a"}),
         (
             {"role": "tool", "content": "a", "tool_call_id": "1"},
             {"role": "tool", "content": "a", "tool_call_id": "2"},

@@ -38,6 +38,12 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format=none (asked)"),
         ({"min_tokens": 5}, "min_tokens=none (asked)"),
         ({"logit_bias": {"5": -100}}, 'logit_bias=null (asked {"5": -100})'),
+        ({"conversation": "conv_x"}, "conversation=none (asked)"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs=none (asked)"),
+        ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, "audio=none (asked); modal"),
+        ({"tools": [{"type": "web_search"}]}, 'server_tools=none (asked ["web_search"])'),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens=none"),
+        ({"truncation": "auto"}, 'truncation="disabled" (asked)'),
         ({"temperature": "hot\nhead\u00e9"}, 'temperature=1 (asked "hot'),
     ],
 )
@@ -46,6 +52,24 @@ def test_what_was_asked_otherwise_is_told(asked, told) -> None:
     assert ruled.told.startswith(told)
     assert ruled.told.isascii()
     assert "\n" not in ruled.told
+    assert ruled.ignored[0] == told.partition("=")[0]
+
+
+def test_everything_that_is_ignored_is_named() -> None:
+    asked = {
+        "temperature": 0.3,
+        "tool_choice": "required",
+        "response_format": {"type": "json_object"},
+        "conversation": {"id": "conv_x"},
+        "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
+        "modalities": ["text"],
+        "truncation": "disabled",
+    }
+    ruled = rule(asked, SAMPLING)
+    assert ruled.ignored == (
+        *("temperature", "response_format", "conversation", "tool_choice", "server_tools"),
+    )
+    assert not {"conversation", "response_format"} & ruled.body.keys()
 
 
 def test_what_would_constrain_the_reply_is_taken_out() -> None:
@@ -67,7 +91,9 @@ def test_a_length_holds_below_the_runs(name: str) -> None:
     assert rule({name: 32_000}, SAMPLING).body == {name: 100}
 
 
-@pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 3}, {"use_beam_search": True}])
-def test_several_replies_are_refused(asked) -> None:
+@pytest.mark.parametrize(
+    "asked", [{"n": 2}, {"best_of": 3}, {"use_beam_search": True}, {"background": True}]
+)
+def test_several_replies_and_those_in_the_background_are_refused(asked) -> None:
     with pytest.raises(RefusedRequest, match=next(iter(asked))):
         rule(asked, SAMPLING)

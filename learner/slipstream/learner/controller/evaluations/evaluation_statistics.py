@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.types import Status, Trajectory
+from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def evaluation_statistics(
     rewards = [episode.reward for episode in episodes]
     replies = [tokens for episode in episodes for tokens in episode.reply_tokens]
     return {
-        **_means_of_metrics(episodes),
+        **means_of_metrics([dict(episode.metrics) for episode in episodes]),
         "reward_mean": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "reward_min": min(rewards),
@@ -88,11 +89,3 @@ def _pass_rates(
         if estimates:
             rates[f"pass_at_{k}"] = statistics.fmean(estimates)
     return rates
-
-
-def _means_of_metrics(episodes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.metrics:
-            values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}

@@ -32,18 +32,17 @@ class TokenTexts:
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """Opens the tokenizer if episodes have several turns; else, or without its file, returns None.
+    """Opens the tokenizer if episodes may have several turns; else, or without its file, is None.
 
-    Warns if the file is missing.
+    Warns if the file is missing and `sampling.max_turns` says that there are several.
     """
     if config.sampling.max_turns == 1:
         return None
     path = config.model.path / TOKENIZER
     if not path.is_file():
-        events.add(
-            f"trajectories.jsonl does not tell turns apart: {config.model.path} has no {TOKENIZER}",
-            Severity.WARNING,
-        )
+        if config.sampling.max_turns > 1:
+            what = f"{config.model.path} has no {TOKENIZER}"
+            events.add(f"trajectories.jsonl does not tell turns apart: {what}", Severity.WARNING)
         return None
     return await asyncio.to_thread(TokenTexts, path)
 

@@ -54,6 +54,8 @@ class EnvironmentEntry:
     episodes_failed: int = 0
     told_causes: set[str] = field(default_factory=set)
     told_ends: set[str] = field(default_factory=set)
+    # What agents asked for in vain, as far as events told it.
+    told_ignored: set[str] = field(default_factory=set)
     # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0

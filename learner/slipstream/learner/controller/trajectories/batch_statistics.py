@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from slipstream.core.rewards import has_variance
 from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Status, Trajectory
+from slipstream.core.types import BRANCHES, IGNORED, Status, Trajectory
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 
 _EQUAL = "equal_rewards_fraction"
@@ -52,12 +52,28 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
 
 def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean reward, and mean of each metric, of the episodes of each environment."""
-    values: dict[str, list[float]] = {}
+    episodes: dict[str, list[Mapping[str, float]]] = {}
     for trajectory in trajectories:
         measured = {**trajectory.metrics, "reward": trajectory.reward}
-        for name, value in measured.items():
-            values.setdefault(f"{trajectory.environment}/{name}", []).append(value)
-    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
+        episodes.setdefault(trajectory.environment, []).append(measured)
+    return {
+        f"{environment}/{name}": mean
+        for environment, measured in sorted(episodes.items())
+        for name, mean in means_of_metrics(measured).items()
+    }
+
+
+def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the `episodes` that have it; what is counted, over all of them."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for each in episodes for item in each.items()):
+        values.setdefault(name, []).append(value)
+    return {
+        name: sum(numbers) / len(episodes)
+        if name.startswith((BRANCHES, IGNORED))
+        else statistics.fmean(numbers)
+        for name, numbers in sorted(values.items())
+    }
 
 
 def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[str, float]:

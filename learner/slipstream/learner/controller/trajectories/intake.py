@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import (
+    IGNORED,
     Failure,
     FailureKind,
     GroupId,
@@ -99,6 +100,7 @@ class Intake:
                 if _is_progress(trajectory):
                     self._progress.moved()
                 self._run.signal.notify()
+                self._tell_ignored(trajectory)
                 self._file(trajectory)
         except FAULTS as error:
             logger.exception("delivery %s", delivery.trajectory_id)
@@ -173,6 +175,20 @@ class Intake:
         self._run.events.add(f"environment {environment} is suspended: {cause}", Severity.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
+
+    def _tell_ignored(self, trajectory: Trajectory) -> None:
+        """Tells once what the agents of an environment ask for in vain."""
+        found = [name for name in trajectory.metrics if name.startswith(IGNORED)]
+        asked = {name.removeprefix(IGNORED) for name in found}
+        entry = self._environments.entries.get(trajectory.environment)
+        if entry is not None and not asked <= entry.told_ignored:
+            news = ", ".join(sorted(asked - entry.told_ignored))
+            entry.told_ignored |= asked
+            self._run.events.add(
+                f"agents of {trajectory.environment} ask for {news}, which changes nothing: "
+                "docs/guides/agents.md says what holds",
+                Severity.WARNING,
+            )
 
     def _file(self, trajectory: Trajectory) -> None:
         group = self._book.groups.get(trajectory.group_id)

@@ -121,8 +121,26 @@ async def _outputs(
         raise RetryableRequestError(str(error)) from error
 
 
-def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAPI:
-    """Builds the application, in a second or two and without an event loop: call it in a thread."""
+def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple[FastAPI, FastAPI]:
+    """Builds the application of requests without tools, and that of requests with tools.
+
+    vLLM's parsers of calls cut calls out of replies to requests without tools too, and lose them.
+    It takes a second or two and no event loop: call it in a thread.
+    """
+    model = parts.vllm_config.model_config
+    shown = model.multimodal_config
+    max_images = 0 if shown is None else shown.get_limit_per_prompt("image")
+    images = image_tokens(Path(model.model), max_images=max_images)
+    renderer = PromptRenderer(parts.renderer, images)
+    plain = _open_application(parts, settings.model_copy(update={"tool_parser": None}), renderer)
+    if settings.tool_parser is None:
+        return plain, plain
+    return plain, _open_application(parts, settings, renderer)
+
+
+def _open_application(
+    parts: VllmParts, settings: RolloutServerSection, renderer: PromptRenderer
+) -> FastAPI:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     assert isinstance(arguments, argparse.Namespace)
     arguments.model = parts.vllm_config.model_config.model
@@ -142,8 +160,5 @@ def open_application(parts: VllmParts, settings: RolloutServerSection) -> FastAP
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     client: Any = RecordingClient(parts, settings.tool_parser)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
-    shown = parts.vllm_config.model_config.multimodal_config
-    max_images = 0 if shown is None else shown.get_limit_per_prompt("image")
-    images = image_tokens(Path(arguments.model), max_images=max_images)
-    app.state.online_renderer.renderer = PromptRenderer(parts.renderer, images)
+    app.state.online_renderer.renderer = renderer
     return app

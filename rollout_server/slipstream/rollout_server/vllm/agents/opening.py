@@ -6,9 +6,8 @@ Agents need its HTTP API, other environments the parsers of replies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import RolloutServerSection
@@ -62,17 +61,18 @@ class Agents:
 
     def _open(self) -> AgentApi:
         # These import vLLM's server, which takes a second.
-        from slipstream.rollout_server.vllm.agents.application import MODEL, open_application
+        from slipstream.rollout_server.vllm.agents.application import MODEL, open_applications
         from slipstream.rollout_server.vllm.agents.prompting import CURRENT
         from slipstream.rollout_server.vllm.agents.replies_as_messages import as_messages
 
         parts = self._engine.vllm_parts
         try:
-            application: Callable[..., Any] = open_application(parts, self._settings)
+            plain, with_tools = open_applications(parts, self._settings)
         except Exception as error:
             raise self._wrong("vLLM's application for agents", error) from error
         answering = Answering(
-            application,
+            plain,
+            with_tools,
             CURRENT,
             model=MODEL,
             has_tools=self.takes_tools,

@@ -35,19 +35,23 @@ class ReplyReader:
         self._tokenizer: Any = parts.renderer.get_tokenizer()
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self._settings = settings
-        kind = ParserManager.get_parser(
-            tool_parser_name=settings.tool_parser,
-            reasoning_parser_name=settings.reasoning_parser,
-            enable_auto_tools=settings.tool_parser is not None,
-            model_name=model.model,
-            is_harmony=family_of(model.hf_config.to_dict()).engine.is_harmony,
-            tokenizer=self._tokenizer,
-        )
-        assert kind is not None, "a run without parsers has no reader"
-        self._kind = kind
+        # A parser of calls would cut them out of replies without tools too, and lose them. The one
+        # with tools comes last: vLLM keeps the newest in the class where a model has its own.
+        self._plain_kind = self._parsing(None)
+        self._kind = self._parsing(settings.tool_parser)
         self._request = lru_cache(_CACHED_REQUESTS)(self._make_request)
         # A model that writes a call wrongly is no fault of the server.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+
+    def _parsing(self, tool_parser: str | None) -> type[Parser] | None:
+        return ParserManager.get_parser(
+            tool_parser_name=tool_parser,
+            reasoning_parser_name=self._settings.reasoning_parser,
+            enable_auto_tools=tool_parser is not None,
+            model_name=self._model.model,
+            is_harmony=family_of(self._model.hf_config.to_dict()).engine.is_harmony,
+            tokenizer=self._tokenizer,
+        )
 
     def check(self, inputs: TemplateInputs) -> None:
         """Raises EnvironmentFailed for tools that vLLM refuses."""
@@ -92,7 +96,9 @@ class ReplyReader:
         values = dict(self._settings.chat_template_kwargs)
         if inputs.values:
             values |= json.loads(inputs.values)
-        return self._kind(
+        kind = self._kind if inputs.tools else self._plain_kind
+        assert kind is not None, "replies that no parser reads have no reader"
+        return kind(
             self._tokenizer, request.tools, chat_template_kwargs=values, model_config=self._model
         )
 

@@ -121,7 +121,8 @@ def test_all_that_a_line_says_is_documented(model: Path) -> None:
 async def test_the_tokenizer_is_read_for_several_turns_only(model: Path) -> None:
     events = EventLog()
     assert await open_token_texts(with_turns(model, 1), events) is None
-    texts = await open_token_texts(with_turns(model, 2), events)
+    for max_turns in (0, 2):
+        texts = await open_token_texts(with_turns(model, max_turns), events)
     assert texts is not None
     assert texts.text(np.asarray([2, 1], np.uint32)) == "a </s>"
     assert not list(events.kept())
@@ -129,7 +130,8 @@ async def test_the_tokenizer_is_read_for_several_turns_only(model: Path) -> None
 
 async def test_a_model_without_tokenizer_json_is_one_warning(tmp_path: Path) -> None:
     events = EventLog()
-    assert await open_token_texts(with_turns(tmp_path, 2), events) is None
+    for max_turns in (0, 2):
+        assert await open_token_texts(with_turns(tmp_path, max_turns), events) is None
     (event,) = events.kept()
     assert event.text == (
         f"trajectories.jsonl does not tell turns apart: {tmp_path} has no tokenizer.json"

@@ -94,6 +94,17 @@ def test_each_environment_has_its_own_means():
     assert environment_means(batch) == {"e/reward": 0.5, "e/right": 0.5, "f/reward": 5.0}
 
 
+def test_what_is_counted_is_0_in_the_episodes_that_do_not_name_it():
+    batch = [
+        trajectory(1.0, 1, 1, metrics={"branches/edited": 3.0, "right": 1.0}),
+        trajectory(0.0, 1, 1, metrics={"ignored/temperature": 4.0}),
+    ]
+    means = {"branches/edited": 1.5, "ignored/temperature": 2.0, "right": 1.0}
+    assert environment_means(batch) == {f"e/{name}": mean for name, mean in means.items()} | {
+        "e/reward": 0.5
+    }
+
+
 def test_groups_with_equal_rewards_are_counted_for_each_environment(tmp_path: Path):
     groups = [
         [trajectory(1.0, 1, 1), trajectory(0.0, 1, 1)],
