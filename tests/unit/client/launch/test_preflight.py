@@ -24,7 +24,12 @@ from slipstream.client.launch.preflight import (
     free_port,
 )
 from slipstream.protocol.errors import ConfigError, SlipstreamError
-from slipstream.protocol.settings.config import Config, EnvironmentSection, SecuritySection
+from slipstream.protocol.settings.config import (
+    Config,
+    EnvironmentSection,
+    SamplingSection,
+    SecuritySection,
+)
 from support.fakes.small_configs import config_of
 from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.other_pythons import bare_python
@@ -243,7 +248,7 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(
 
 
 CALLING = """
-from slipstream.client import Environment, ResetResult
+from slipstream.client import Environment, ResetResult, StepResult
 
 class Calling(Environment):
     def tasks(self):
@@ -252,12 +257,15 @@ class Calling(Environment):
     def reset(self, task):
         look = {"type": "function", "function": {"name": "look"}}
         return ResetResult([{"role": "user", "content": "look"}], tools=[look])
+
+    def step(self, reply):
+        return StepResult(done=False, messages=[{"role": "user", "content": "again"}])
 """
 
 
 @pytest.mark.process
 async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "calling.py").write_text(CALLING)
     monkeypatch.chdir(tmp_path)
@@ -270,7 +278,18 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
         "calls: set it in the run's configuration"
     )
     server = config.rollout_server.model_copy(update={"tool_parser": "hermes"})
-    await check_environments(config.model_copy(update={"rollout_server": server}))
+    config = config.model_copy(update={"rollout_server": server})
+    assert not capsys.readouterr().err
+    await check_environments(config)
+    told = (
+        "slipstream: warning: environment e: episodes end after one reply, and the first one leads "
+        "to another: sampling.max_turns, the most replies of an episode, is 1 unless it is set\n"
+    )
+    assert capsys.readouterr().err == told
+    # Whoever sets it knows it.
+    sampling = SamplingSection(max_reply_tokens=4, max_episode_tokens=32, max_turns=1)
+    await check_environments(config.model_copy(update={"sampling": sampling}))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.process
@@ -383,7 +402,7 @@ async def test_an_environment_that_holds_its_process_is_given_up(
     config = hanging(tmp_path, monkeypatch, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
-            await check_environments(config, grace_s=-15.0)
+            await check_environments(config, grace_s=-55.0)
 
 
 @pytest.mark.process
