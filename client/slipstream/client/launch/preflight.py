@@ -251,8 +251,9 @@ def passes_to_megatron(config: Config) -> bool:
 async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
     """Plays a first step of every environment in a process of its own; ConfigError.
 
-    The first call of an agent is enough. An environment that names tools needs a tool_parser, one that shows images max_images; an agent
-    that asks the model as the run started needs adapters of their own.
+    The first call of an agent is enough. An environment that names tools needs a tool_parser, one
+    that shows images max_images; an agent that asks the model as the run started needs adapters of
+    their own.
 
     A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
