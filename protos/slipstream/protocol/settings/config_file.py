@@ -147,7 +147,7 @@ def check_sizes(config: Config) -> list[str]:
         raise ConfigError(problem)
     _check_routing(config, sizes)
     return [
-        *missing_files(config.model.path),
+        *missing_files(config.model.path, config.rollout_server.chat_template),
         *missing_weights(config),
         *_missing_checkpoint(config),
     ]
