@@ -153,6 +153,7 @@ COMMANDS = {
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
     "export of nothing": (["export", "nowhere"], "nowhere: no such folder"),
+    "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
     "replay of all runs": (
         ["replay", ".."],
         ".. is no run's folder: it has no config.toml; runs there are ",

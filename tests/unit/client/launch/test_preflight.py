@@ -8,12 +8,13 @@ import json
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import tomli_w
 from slipstream.client.launch.engine_checks import check_cache
-from slipstream.client.launch.launcher import run_learner
+from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_environments,
@@ -23,6 +24,7 @@ from slipstream.client.launch.preflight import (
     check_weights_host,
     free_port,
 )
+from slipstream.client.run_folder import write_config
 from slipstream.protocol.errors import ConfigError, SlipstreamError
 from slipstream.protocol.settings.config import (
     Config,
@@ -30,6 +32,7 @@ from slipstream.protocol.settings.config import (
     SamplingSection,
     SecuritySection,
 )
+from slipstream.protocol.settings.config_file import load_config
 from support.fakes.small_configs import config_of
 from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.other_pythons import bare_python
@@ -212,6 +215,28 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
         with pytest.raises(SlipstreamError, match="nothing can start here: model.path must hold"):
             await run
         assert "# 2 ranks" in capsys.readouterr().out
+
+
+async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = two_nodes(tmp_path, learner={"world_size": 1})
+    config = load_config(path)
+    journal = config.run_dir / "journal"
+    journal.mkdir(parents=True)
+    (journal / "journal.log").write_text("a record")
+    write_config(config, config.run_dir)
+    (config.run_dir / "checkpoints" / "final").mkdir(parents=True)
+    summary = {"state": "finished", "steps": 10, "solved": False, "cause": "all steps are done"}
+    (config.run_dir / "summary.json").write_text(json.dumps(summary))
+    redis = "queue.redis_url='redis://127.0.0.1:1'"
+    for run in (
+        run_all(path, [redis], dry_run=True),
+        run_learner(path, [redis], node_rank=0, master=None, dry_run=True),
+    ):
+        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
+            await run
+        assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 10
 
 
 SPY = """
