@@ -12,6 +12,7 @@ import random
 import shutil
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,9 +22,11 @@ import grpc
 import grpc.aio
 from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
+from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import check_model, check_sizes, dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
+from slipstream.core.exit_codes import WARNING
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables
@@ -51,6 +54,8 @@ RETRY_S = 0.2
 SETTINGS_LIMIT_S = 300.0
 # Seconds beyond an environment's own limit in which its worker starts and says what hangs.
 WORKER_GRACE_S = 30.0
+# The calls of such a check that may take as long as the limit: load, reset and step.
+CHECKED_CALLS = 3
 # Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Ports below every usual range from which the kernel assigns ports by itself.
@@ -227,6 +232,14 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
     if checked.code != 0:
         said = checked.lines[-1] if checked.lines else "it says nothing"
         raise ConfigError(said.removeprefix("slipstream: "))
+    _pass_on(checked.lines, "")
+
+
+def _pass_on(lines: Sequence[str], source: str) -> None:
+    """Shows the warnings among what a check has printed; stdout may be a file of settings."""
+    for line in lines:
+        if line.startswith(WARNING):
+            complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
 
 
 def passes_to_megatron(config: Config) -> bool:
@@ -236,12 +249,13 @@ def passes_to_megatron(config: Config) -> bool:
 
 
 async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S) -> None:
-    """Loads every environment in a process of its own and resets its first task; ConfigError.
+    """Plays a first step of every environment in a process of its own; ConfigError.
 
-    An environment that names tools needs a tool_parser, one that shows images max_images; an agent
-    that asks the model as the run started needs adapters of their own.
+    The first call of an agent is enough. An environment that names tools needs a tool_parser, one
+    that shows images max_images; an agent that asks the model as the run started needs adapters of
+    their own.
 
-    A process has `grace_s` more than the environment's limit to say itself where it hangs.
+    A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
     The run's preflight.log is written anew, with the last lines that each environment printed. A
     refusal makes no folder for this log, unless the environment has printed something.
@@ -261,14 +275,17 @@ async def check_environments(config: Config, *, grace_s: float = WORKER_GRACE_S)
             arguments.append("--no-tools")
         if not config.lora.publishes_adapters:
             arguments.append("--no-start")
-        with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
+        if "max_turns" not in config.sampling.model_fields_set:
+            arguments.append("--one-reply")
+        with _told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
             checked = await run_program(
                 [*worker_program(str(section.python or "")), *arguments],
-                limit_s=timeout_s + grace_s,
+                limit_s=CHECKED_CALLS * timeout_s + grace_s,
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
             )
         printed += [f"environment {name}:", *checked.lines]
+        _pass_on(checked.lines, f"environment {name}: ")
         if checked.code != 0:
             said = f"no answer within {timeout_s:g} s"
             if checked.code is not None:
