@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,23 @@ async def test_images_stay_in_the_conversation_that_continues(rig: AgentRig) -> 
     assert [place.offset for place in recording.image_places] == [
         image.offset for image in second.images
     ]
+
+
+async def test_the_template_of_the_settings_shows_images(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    make_model(tmp_path, "qwen2_5_vl", max_position_embeddings=4096)
+    template = (tmp_path / "chat_template.jinja").rename(tmp_path / "mine.jinja")
+    config = agent_config(tmp_path, tool_parser=None, chat_template=str(template))
+    engine = scripted_engine(config, lambda _: "red")
+    rig = AgentRig(engine, await Agents(engine, config.rollout_server).api())
+    rig.begin(SEEING)
+    answer = await ask(rig, "/v1/chat/completions", messages=[user(RED, "colour")])
+    assert answer.status_code == 200, answer.text
+    (sample,) = rig.engine.samples
+    (image,) = sample.images
+    assert sample.prompt[image.offset - 1 : image.offset + 5] == SHOWN
+    await rig.recorder.settled()
+    await rig.closed()
 
 
 async def test_another_branch_keeps_the_images_that_it_has_read(rig: AgentRig) -> None:

@@ -153,6 +153,7 @@ COMMANDS = {
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
     "export of nothing": (["export", "nowhere"], "nowhere: no such folder"),
+    "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
     "replay of all runs": (
         ["replay", ".."],
         ".. is no run's folder: it has no config.toml; runs there are ",
@@ -335,6 +336,16 @@ def test_a_dry_run_knows_the_names_of_vllms_arguments(folder: Path) -> None:
     override = "rollout_server.engine={blok_size=16}"
     result = run_command("rollout-server", "config.toml", override, "--dry-run", cwd=folder)
     check_refused(result, "unknown key rollout_server.engine.blok_size; did you mean 'block_size'?")
+
+
+def test_a_template_that_writes_no_tools_is_told_before_anything_starts(folder: Path) -> None:
+    parser = 'rollout_server.tool_parser="hermes"'
+    result = run_command("run", "config.toml", parser, "--dry-run", cwd=folder)
+    assert result.stderr.startswith(
+        "slipstream: warning: rollout_server.tool_parser is set, but the chat template in "
+    )
+    assert "writes no tools, so that the model never sees those that it is offered" in result.stderr
+    assert tomllib.loads(result.stdout)["rollout_server"]["tool_parser"] == "hermes"
 
 
 @pytest.mark.parametrize("command", ["run", "learner", "rollout-server"])

@@ -138,7 +138,8 @@ def settings_of(folder: Path) -> Path:
     if path.is_file():
         return path
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
+        is_file = f"a file, name its folder {folder.parent}"
+        raise ConfigError(f"{folder}: {is_file if folder.is_file() else 'no such folder'}")
     runs = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
     hint = f"; runs there are {', '.join(runs)}" if runs else ""
     raise ConfigError(f"{folder} is no run's folder: it has no {CONFIG}{hint}")

@@ -3,6 +3,8 @@
     python -m slipstream.client.worker --connect unix:PATH
     python -m slipstream.client.worker --check package.module:Class --args '{"digits": 3}'
 
+A check plays the first step of the first task; an agent's check waits for its first call.
+
 Consumes: commands of the server. Produces: one answer for each. Ends when the server closes the
 stream, or dies.
 """
@@ -15,18 +17,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from slipstream.v1 import environment_pb2 as pb
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
 # Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
-ONE_CALL = (
-    "it is an agent, and with sampling.max_turns = 1 its second call of the model is refused (400)"
-)
+# The key of a check's episode.
+CHECK = "check"
 NEED_ADAPTERS = (
     'it asks the model as the run started, which needs lora.publish = "adapters": set it in the '
     "run's configuration, or name a judge with an address of its own"
@@ -43,37 +46,33 @@ def main(argv: list[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the server")
-    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and begin its first task")
+    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and play a first step")
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
-    parser.add_argument("--one-turn", action="store_true", help="tell agents (--check)")
     parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of --check")
+    parser.add_argument("--reply", default="ok", metavar="TEXT", help="what it judges (--check)")
+    parser.add_argument("--max-turns", type=int, help="warn of a limit that ends it (--check)")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
-    arguments = parser.parse_args(argv)
-    if arguments.check is not None and arguments.python is not None:
-        _become_other(arguments.python, arguments)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(given)
+    if arguments.check is not None and arguments.python:
+        _become_other(arguments.python, [*given, "--python", ""])
     report = _keep_stdout()
     if arguments.check is not None:
         _check(arguments, report)
     return _serve(arguments.connect, arguments.record)
 
 
-def _become_other(python: str, arguments: argparse.Namespace) -> NoReturn:
-    """Goes on as the same check with the interpreter `python`; exits with 2 without one."""
+def _become_other(python: str, arguments: list[str]) -> NoReturn:
+    """Goes on with `arguments` and the interpreter `python`; exits with 2 without one."""
     from slipstream.core.machine.other_python import worker_program
 
-    command = [*worker_program(python), "--check", arguments.check, "--args", arguments.args]
-    command += ["--search-path", arguments.search_path, "--timeout-s", str(arguments.timeout_s)]
-    command += ["--no-tools"] * arguments.no_tools + ["--no-start"] * arguments.no_start
-    command += ["--one-turn"] * arguments.one_turn
-    if arguments.max_images is not None:
-        command += ["--max-images", str(arguments.max_images)]
     try:
-        os.execvp(python, command)
+        os.execvp(python, [*worker_program(python), *arguments])
     except OSError as error:
         print(f"--python must be an interpreter, got {python}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
@@ -150,74 +149,110 @@ async def _attach(address: str, token: str | None, record: int | None) -> None:
             raise _NotConnected(f"{address}: {error.details()}") from error
 
 
-def _check(options: argparse.Namespace, report: int) -> NoReturn:
-    from slipstream.client.serving import EpisodeHost
-    from slipstream.client.terminal import counted
-    from slipstream.client.witness import running_place
-    from slipstream.core.tool_schemas import NEED_PARSER
-    from slipstream.v1 import environment_pb2 as pb
+class _Check:
+    """Plays the first step of an environment's first task; ends the process when it fails."""
 
-    reference, timeout_s = options.check, options.timeout_s
-    main_thread = threading.get_ident()
-    host = EpisodeHost()
+    def __init__(self, options: argparse.Namespace) -> None:
+        from slipstream.client.serving import EpisodeHost
 
-    def fail(cause: str) -> NoReturn:
+        self._options = options
+        self._host = EpisodeHost()
+        self._main_thread = threading.get_ident()
+
+    async def run(self) -> str:
+        """Returns what an environment that works has shown."""
+        from slipstream.client.terminal import counted
+        from slipstream.v1 import environment_pb2 as pb
+
+        options = self._options
+        spec = pb.EnvironmentSpec(
+            reference=options.check, args_json=options.args, search_path=options.search_path
+        )
+        num_tasks = (await self._ask(load=pb.LoadCommand(spec=spec))).loaded.num_tasks
+        if self._host.asks_start and options.no_start:
+            self._fail(NEED_ADAPTERS)
+        opening = (await self._ask(reset=pb.ResetCommand(episode_key=CHECK))).observation
+        self._look_at(opening)
+        if opening.is_agent:
+            played = await self._begin_agent()
+        else:
+            played = await self._step(opening.given_reply)
+        await self._ask(close=pb.CloseCommand(episode_key=CHECK))
+        tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
+        return f"environment {options.check} is ready: {tasks}, {played}"
+
+    async def _begin_agent(self) -> str:
+        from slipstream.v1 import environment_pb2 as pb
+
+        answer = await self._ask(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
+        if answer.HasField("agent_result"):
+            self._fail("run() ended without a call to its endpoint")
+        if self._options.max_turns == 1:
+            self._warn("with sampling.max_turns = 1 an agent's second call is refused (400)")
+        return f"the first call is {answer.agent_call.method} {answer.agent_call.path}"
+
+    async def _step(self, given: str) -> str:
+        from slipstream.v1 import environment_pb2 as pb
+
+        step = pb.StepCommand(episode_key=CHECK, reply=given or self._options.reply)
+        verdict = (await self._ask(step=step)).verdict
+        if not verdict.done and self._options.max_turns == 0:
+            self._warn(
+                "episodes end after one reply, and the first one leads to another: "
+                "sampling.max_turns, the most replies of an episode, is not set"
+            )
+        whose = "its own reply" if given else f"the reply {step.reply!r}"
+        return f"reward {verdict.reward:g} for {whose}"
+
+    async def _ask(self, **command: Any) -> pb.WorkerMessage:
+        from slipstream.v1 import environment_pb2 as pb
+
+        timer = threading.Timer(self._options.timeout_s, self._abandon)
+        timer.daemon = True
+        timer.start()
+        answer = await self._host.answer(pb.WorkerCommand(**command))
+        timer.cancel()
+        if answer.HasField("failure"):
+            self._fail(answer.failure.message)
+        return answer
+
+    def _look_at(self, opening: pb.Observation) -> None:
+        from slipstream.client.terminal import counted
+        from slipstream.core.tool_schemas import NEED_PARSER
+
+        if opening.tools_json and self._options.no_tools:
+            self._fail(NEED_PARSER)
+        parts = [part for message in opening.messages for part in message.parts]
+        images, most = {part.image for part in parts if part.image}, self._options.max_images
+        if most is not None and len(images) > most:
+            shown = counted(len(images), "image")
+            self._fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
+
+    def _warn(self, what: str) -> None:
+        from slipstream.core.exit_codes import WARNING
+
+        print(f"{WARNING}{what}", file=sys.stderr)
+
+    def _abandon(self) -> NoReturn:
+        from slipstream.client.witness import running_place
+
+        place = running_place(self._main_thread)
+        innermost = sys._current_frames()[self._main_thread].f_code.co_filename
+        if Path(innermost).name == "selectors.py":
+            place = self._host.agent_place(CHECK) or "it awaits something that does not come"
+        self._fail(f"no answer within {self._options.timeout_s:g} s ({place})")
+
+    def _fail(self, cause: str) -> NoReturn:
         # This is the last line of stderr, after all that the environment has printed.
         sys.stdout.flush()
         sys.stderr.flush()
-        line = f"environment {reference}: {cause}\n"
+        line = f"environment {self._options.check}: {cause}\n"
         os.write(2, line.encode(errors="backslashreplace"))
         os._exit(2)
 
-    def abandon() -> NoReturn:
-        place = running_place(main_thread)
-        innermost = sys._current_frames()[main_thread].f_code.co_filename
-        if Path(innermost).name == "selectors.py":
-            place = host.agent_place("check") or "it awaits something that does not come"
-        fail(f"no answer within {timeout_s:g} s ({place})")
 
-    async def commands() -> AsyncIterator[pb.WorkerMessage]:
-        spec = pb.EnvironmentSpec(
-            reference=reference, args_json=options.args, search_path=options.search_path
-        )
-        yield await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
-        if host.asks_start and options.no_start:
-            fail(NEED_ADAPTERS)
-        observed = await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="check")))
-        yield observed
-        if observed.observation.tools_json and options.no_tools:
-            fail(NEED_PARSER)
-        parts = [part for message in observed.observation.messages for part in message.parts]
-        images, most = {part.image for part in parts if part.image}, options.max_images
-        if most is not None and len(images) > most:
-            shown = counted(len(images), "image")
-            fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
-        if observed.observation.is_agent:
-            if options.one_turn:
-                print(ONE_CALL, file=sys.stderr)
-            asked = pb.FollowAgentCommand(episode_key="check")
-            yield await host.answer(pb.WorkerCommand(follow_agent=asked))
-        yield await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="check")))
-
-    async def check() -> None:
-        num_tasks, first_call = 0, ""
-        async for answer in commands():
-            match answer.WhichOneof("message"):
-                case "failure":
-                    fail(answer.failure.message)
-                case "agent_result":
-                    fail("run() ended without a call to its endpoint")
-                case "agent_call":
-                    call = answer.agent_call
-                    first_call = f", the first call is {call.method} {call.path}"
-            num_tasks = max(num_tasks, answer.loaded.num_tasks)
-        tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
-        os.write(report, f"environment {reference} is ready: {tasks}{first_call}\n".encode())
-
-    timer = threading.Timer(timeout_s, abandon)
-    timer.daemon = True
-    timer.start()
-    asyncio.run(check())
+def _check(options: argparse.Namespace, report: int) -> NoReturn:
+    os.write(report, f"{asyncio.run(_Check(options).run())}\n".encode())
     # Threads of the environment must not keep the process alive.
     sys.stdout.flush()
     sys.stderr.flush()

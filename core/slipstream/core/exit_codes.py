@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# A program that checks something begins each line of a warning so; its exit code is 0.
+WARNING = "slipstream: warning: "
+
 DONE = 0
 # The program failed; a restart may help.
 FAILED = 1

@@ -59,7 +59,8 @@ def read_rows(path: Path | HubData) -> Iterable[Row]:
     if isinstance(path, HubData):
         return read_hub_rows(path, read_rows)
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist; the working directory is {Path.cwd()}")
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {what}; the working directory is {Path.cwd()}")
     match path.suffix:
         case ".jsonl":
             return _json_lines(path)

@@ -1,6 +1,7 @@
 """Checks that vLLM takes a run's settings: `python -m slipstream.rollout_server.check < FILE`.
 
-The types of its arguments decide, and its lists of parsers. No model is read, no engine started.
+The types of its arguments decide, and its lists of parsers. With a parser of tool calls the chat
+template is tried too. No weights are read, no engine started.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+from collections.abc import Iterator
 from itertools import chain
 
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.exit_codes import USAGE_ERROR, WARNING
+from slipstream.core.models.model_files import missing_tokenizer
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import SECTION
 from slipstream.rollout_server import process
 
@@ -31,7 +35,30 @@ def main() -> int:
     if problem is not None:
         print(f"slipstream: {problem}", file=sys.stderr)
         return USAGE_ERROR
+    for warning in _tool_warnings(config):
+        print(f"{WARNING}{warning}", file=sys.stderr)
     return 0
+
+
+def _tool_warnings(config: Config) -> Iterator[str]:
+    """Tries the chat template, if it is there: a dry run needs no tokenizer."""
+    server, folder = config.rollout_server, config.model.path
+    if server.tool_parser is None or missing_tokenizer(folder, server.chat_template):
+        return
+    from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+
+    template, values = server.chat_template, server.chat_template_kwargs
+    try:
+        if Renderer(folder, template=template, values=values).writes_tools:
+            return
+        cause = "writes no tools, so that the model never sees those that it is offered"
+    except RenderingFailed as error:
+        cause = f"fails where tools are offered: {error}"
+    yield (
+        f"rollout_server.tool_parser is set, but the chat template in {template or folder} "
+        f"{cause}: "
+        "name one that writes them in rollout_server.chat_template, or describe them in messages"
+    )
 
 
 if __name__ == "__main__":

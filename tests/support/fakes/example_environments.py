@@ -12,6 +12,9 @@ import urllib.request
 
 from slipstream.client import AgentEnvironment, Environment, StepResult
 
+# What `--check` has an environment judge.
+CHECKED = "ok"
+
 
 class Repeat(Environment[str]):
     """The reply should be the letter of the prompt, four times."""
@@ -31,54 +34,61 @@ class Repeat(Environment[str]):
         return StepResult(reward=words.count(self.letter) / 4, metrics={"words": len(words)})
 
 
-class Slow(Repeat):
+class Breaking(Repeat):
+    """Judges the reply of the check before a run, so that it comes into the run."""
+
+    def step(self, reply):
+        return StepResult() if reply == CHECKED else self.judge(reply)
+
+
+class Slow(Breaking):
     """Takes its time to judge."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__()
         self._step_s = step_s
 
-    async def step(self, reply):
+    async def judge(self, reply):
         await asyncio.sleep(self._step_s)
-        return await super().step(reply)
+        return await Repeat.step(self, reply)
 
 
-class Raising(Repeat):
+class Raising(Breaking):
     """Raises."""
 
-    async def step(self, reply):
+    async def judge(self, reply):
         raise KeyError(self.letter)
 
 
-class Sleeping(Repeat):
+class Sleeping(Breaking):
     """Waits for ever and lets others go on."""
 
-    async def step(self, reply):
+    async def judge(self, reply):
         await asyncio.Event().wait()
 
 
-class Blocking(Repeat):
+class Blocking(Breaking):
     """Waits for ever and holds up its whole process."""
 
-    def step(self, reply):
+    def judge(self, reply):
         time.sleep(3600)
 
 
-class NotANumber(Repeat):
+class NotANumber(Breaking):
     """Judges with a reward that is no number."""
 
-    def step(self, reply):
+    def judge(self, reply):
         return StepResult(reward=math.nan)
 
 
-class Exiting(Repeat):
+class Exiting(Breaking):
     """Takes its process down."""
 
-    def step(self, reply):
+    def judge(self, reply):
         os._exit(3)
 
 
-class Sabotaged(Repeat):
+class Sabotaged(Breaking):
     """Has 25 tasks, and every fourth one breaks in its own way.
 
     The reply should be the letter a, four times: a model learns that in a few steps.
@@ -90,7 +100,7 @@ class Sabotaged(Repeat):
         super().__init__(num_letters=25)
         self._kinds = dict(zip(self._letters[::4], self.KINDS, strict=False))
 
-    async def step(self, reply):
+    async def judge(self, reply):
         if (kind := self._kinds.get(self.letter)) is not None:
             return StepResult(reward=sabotage(kind))
         return StepResult(reward=reply.split()[:4].count("a") / 4)
@@ -113,7 +123,7 @@ class SabotagedAgent(AgentEnvironment[str]):
         answer = await asyncio.to_thread(urllib.request.urlopen, request)
         # Episodes share the judge: what it keeps is set and used without a pause.
         self._judge.letter = task
-        verdict = await self._judge.step(json.load(answer)["choices"][0]["message"]["content"])
+        verdict = await self._judge.judge(json.load(answer)["choices"][0]["message"]["content"])
         return verdict.reward
 
 

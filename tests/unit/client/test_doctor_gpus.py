@@ -11,7 +11,7 @@ import pytest
 from slipstream.client.doctor import fit, gpus
 from slipstream.client.doctor.findings import Finding, Verdict
 from slipstream.client.doctor.fit import Needs, check_fit
-from slipstream.client.doctor.gpus import check_gpus
+from slipstream.client.doctor.gpus import check_build, check_gpus
 from slipstream.client.launch import placement
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.gpus import Gpu
@@ -99,6 +99,42 @@ def config_of(**sections: dict[str, Any]) -> Config:
         "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
     }
     return parse_config(values | sections, source="test")
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({}, ""),
+        ({"learner": {"world_size": 2}}, ""),
+        ({"learner": {"world_size": 3}}, "3 trainer ranks on 2 cores"),
+        (
+            {"rollout_server": {"gpu_memory_utilization": 0.4}, "weights": {"transport": "nccl"}},
+            'rollout_server.gpu_memory_utilization, weights.transport = "nccl"',
+        ),
+        ({"learner": {"devices": [0]}}, "learner.devices"),
+    ],
+)
+def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(
+    sections: dict[str, dict[str, Any]], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(gpus, "version_of", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(gpus, "uses_gpus", lambda: False)
+    config = config_of(**sections)
+    seen = "none is used: torch 2.13.0+cpu is a build for CPUs"
+    here = f"{seen}, and this machine has 2 x NVIDIA H200 with 140 GiB"
+    (without,), (beside,) = check_build((), config), check_build(GPUS[:2], config)
+    if wanted:
+        assert without.verdict is beside.verdict is Verdict.PROBLEM
+        assert without.seen == f"{seen}; the configuration is for GPUs: {wanted}"
+        assert beside.seen == f"{here}; the configuration is for GPUs: {wanted}"
+        assert "requirements/gpu.txt" in without.remedy
+    else:
+        assert (without.verdict, without.seen) == (Verdict.OK, seen)
+        assert (beside.verdict, beside.seen) == (Verdict.ADVICE, here)
+        assert "requirements/gpu.txt" in beside.remedy
+    monkeypatch.setattr(gpus, "uses_gpus", lambda: True)
+    assert not list(check_build(GPUS[:2], config))
 
 
 def fits(

@@ -127,7 +127,8 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
 
 async def test_a_check_prints_the_number_of_tasks() -> None:
     echo = "slipstream.environments.echo:Echo"
-    assert await check(echo) == (0, f"environment {echo} is ready: 106 tasks\n", "")
+    ready = f"environment {echo} is ready: 106 tasks, reward 0 for the reply 'ok'\n"
+    assert await check(echo) == (0, ready, "")
 
 
 WAITS = """
@@ -143,7 +144,8 @@ class Waits(Environment):
 
 async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
     code, out, errors = await check("fake_workers:Plain", "--search-path", FAKES)
-    ready = "environment fake_workers:Plain is ready: tasks without end\n"
+    what = "tasks without end, reward 1 for the reply 'ok'"
+    ready = f"environment fake_workers:Plain is ready: {what}\n"
     assert (code, out, errors) == (0, ready, "printed by the environment")
 
 
@@ -170,6 +172,77 @@ async def test_a_failed_check_of_an_agent_says_why() -> None:
     for name, cause, (code, out, error) in zip(names, CAUSES.values(), ends, strict=True):
         assert (code, out) == (2, ""), name
         assert error.startswith(f"environment {name}: {cause}")
+
+
+STEPS = """
+import asyncio
+from slipstream.client import Environment, Message, ResetResult, StepResult
+class NoStep(Environment):
+    def tasks(self):
+        return [1]
+    def reset(self, task):
+        return [Message("user", "go on")]
+class NaN(NoStep):
+    def step(self, reply):
+        return StepResult(float("nan"))
+class Text(NoStep):
+    def step(self, reply):
+        return "well done"
+class Hangs(NoStep):
+    async def step(self, reply):
+        await asyncio.sleep(3600)
+class Picky(NoStep):
+    def step(self, reply):
+        return StepResult(float("nan") if reply == "b a" else 0.5)
+class Given(NoStep):
+    def reset(self, task):
+        return ResetResult([Message("user", "go on")], reply="mine")
+    def step(self, reply):
+        return StepResult(float(reply == "mine"))
+class Asks(NoStep):
+    def step(self, reply):
+        return StepResult(done=False, messages=[Message("user", "and?")])
+"""
+AWAITS = "no answer within 15 s (it awaits something that does not come)"
+FAILED_STEPS = {
+    "NoStep": "NotImplementedError: NoStep must define step()",
+    "NaN": "the reward must be a finite number, got nan",
+    "Text": "step() must return a StepResult, got 'well done'",
+    "Hangs": AWAITS,
+}
+
+
+async def test_a_check_plays_a_step(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    options = ("--search-path", str(tmp_path), "--timeout-s", "15")
+    ends = await asyncio.gather(*(check(f"steps:{name}", *options) for name in FAILED_STEPS))
+    for (name, cause), end in zip(FAILED_STEPS.items(), ends, strict=True):
+        assert end == (2, "", f"environment steps:{name}: {cause}")
+    refused = await check("steps:Picky", *options, "--reply", "b a")
+    assert refused == (2, "", f"environment steps:Picky: {FAILED_STEPS['NaN']}")
+    for name, said in (("Picky", "0.5 for the reply 'ok'"), ("Given", "1 for its own reply")):
+        ready = f"environment steps:{name} is ready: 1 task, reward {said}\n"
+        assert await check(f"steps:{name}", *options) == (0, ready, "")
+
+
+async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    for name, folder, limit, cause in (
+        (
+            "steps:Asks",
+            str(tmp_path),
+            0,
+            "episodes end after one reply, and the first one leads to",
+        ),
+        ("steps:Asks", str(tmp_path), 1, ""),
+        ("agents_for_checks:Calls", FAKES, 1, "with sampling.max_turns = 1 an agent's second call"),
+        ("agents_for_checks:Calls", FAKES, 0, ""),
+        ("steps:Given", str(tmp_path), 0, ""),
+    ):
+        code, _, told = await check(name, "--search-path", folder, "--max-turns", str(limit))
+        assert code == 0
+        assert told.startswith(f"slipstream: warning: {cause}") == bool(cause)
+        assert bool(told) == bool(cause)
 
 
 FAILED_CHECKS = [

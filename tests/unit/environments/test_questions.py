@@ -84,6 +84,7 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("none.jsonl") == (
         f"none.jsonl does not exist; the working directory is {tmp_path}"
     )
+    assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
     assert refusal("data.jsonl") == (
         "data.jsonl has no column 'question'; its columns are 'prompt', 'solution'"

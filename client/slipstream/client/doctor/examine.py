@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.client.doctor.findings import Finding, Verdict, problem, table
-from slipstream.client.doctor.gpus import check_gpus
+from slipstream.client.doctor.gpus import check_build, check_gpus
 from slipstream.client.doctor.machine import check_machine
 from slipstream.client.doctor.packages import check_packages
 from slipstream.client.doctor.queue import check_queue
@@ -42,6 +42,7 @@ async def examine(config: Config | None) -> list[Finding]:
     run_dir = config.run.dir if config is not None else Path("runs")
     findings = [*check_machine(run_dir=run_dir, has_gpu=has_gpu), *check_packages()]
     findings += check_gpus(gpus)
+    findings += check_build(gpus, config)
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:

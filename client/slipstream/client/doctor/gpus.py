@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.doctor.packages import version_of
+from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
+from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT
 
 GIB = 1 << 30
@@ -34,6 +37,40 @@ def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> 
         if len(gpus) > 1:
             yield _links(nvml, gpus)
     yield _environment(environ)
+
+
+def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]:
+    """Yields the finding about a build of torch for CPUs: who wants the GPU that it cannot use."""
+    version = version_of("torch")
+    if version is None or uses_gpus():
+        return
+    seen = f"none is used: torch {version} is a build for CPUs"
+    remedy = "install the builds for GPUs, of requirements/gpu.txt: docs/guides/deployment.md"
+    if gpus:
+        seen += f", and this machine has {_names(gpus)}"
+    if config is not None and (wanted := _wanted(config)):
+        yield problem("gpu", f"{seen}; the configuration is for GPUs: {wanted}", remedy)
+    elif gpus:
+        yield advice("gpu", seen, f"nothing, if runs are to use CPUs; else {remedy}")
+    else:
+        yield ok("gpu", seen)
+
+
+def _wanted(config: Config) -> str:
+    """Returns what in the settings wants GPUs; "" if CPUs will do."""
+    learner, server = config.learner, config.rollout_server
+    named = {
+        "learner.devices": learner.devices is not None,
+        "learner.gpu_memory_fraction": learner.gpu_memory_fraction is not None,
+        "rollout_server.devices": server.devices is not None,
+        "rollout_server.gpu_memory_utilization": "gpu_memory_utilization"
+        in server.model_fields_set,
+        'weights.transport = "nccl"': config.weights.transport == "nccl",
+    }
+    ranks, cores = learner.ranks_per_node or learner.world_size, len(os.sched_getaffinity(0))
+    if ranks > cores:
+        named[f"{ranks} trainer ranks on {cores} cores"] = True
+    return ", ".join(name for name, is_set in named.items() if is_set)
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.client.launch.engine_checks import describe_engine, processor_problems
@@ -33,9 +33,14 @@ class DryRun:
     # The changes that this machine needs before anything can start here.
     obstacles: tuple[str, ...]
 
-    def show(self) -> int:
-        """Prints the text; returns 0 if everything could start, else SlipstreamError says why."""
+    def show(self, check: Callable[[], None] | None = None) -> int:
+        """Prints the text; returns 0 if everything could start, else SlipstreamError says why.
+
+        `check` looks, after the text, at what the settings name: the run's folder and addresses.
+        """
         say(self.text.rstrip("\n"))
+        if check is not None:
+            check()
         if self.obstacles:
             lacking = "; ".join(self.obstacles)
             raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from slipstream.client.launch.children import first_failed, show_lines, start_child
@@ -70,14 +71,13 @@ async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int
     check_variables(config)
     await check_engine(config)
     await check_passed_settings(config)
-    # Settings come first: a port or a folder in use now may be free when they are right.
-    check_run_folder(config)
-    check_port(config.controller.address)
-    check_own_certificate(config)
     check_weights_host(config)
     ranks, servers = config.learner.world_size, config.rollout_server.count
+    # Settings come first: a port or a folder in use now may be free when they are right.
+    check_place = partial(_check_place, config)
     if dry_run:
-        return describe_dry_run(config, ranks=ranks, servers=servers).show()
+        return describe_dry_run(config, ranks=ranks, servers=servers).show(check_place)
+    check_place()
     check_processor(config)
     placement = place_here(config, ranks=ranks, servers=servers)
     config = share_memory(config, placement)
@@ -128,12 +128,11 @@ async def run_learner(
     await check_engine(config)
     if dry_run or has_controller:
         await check_passed_settings(config)
-    if has_controller:
-        check_run_folder(config)
-        check_port(config.controller.address)
-        check_own_certificate(config)
+    check_place = partial(_check_place, config) if has_controller else None
     if dry_run:
-        return describe_dry_run(config, ranks=per_node).show()
+        return describe_dry_run(config, ranks=per_node).show(check_place)
+    if check_place is not None:
+        check_place()
     placement = place_here(config, ranks=per_node)
     if has_controller:
         check_weights_host(config)
@@ -147,6 +146,13 @@ async def run_learner(
             processes.start_controller(num_servers=0)
         await processes.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
         return await processes.wait()
+
+
+def _check_place(config: Config) -> None:
+    """Checks that the run may begin or resume in its folder and at its address; ConfigError."""
+    check_run_folder(config)
+    check_port(config.controller.address)
+    check_own_certificate(config)
 
 
 async def run_rollout_server(

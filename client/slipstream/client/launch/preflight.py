@@ -12,6 +12,7 @@ import random
 import shutil
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,11 +22,11 @@ import grpc
 import grpc.aio
 from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
-from slipstream.client.terminal import say
-from slipstream.client.worker import ONE_CALL
+from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import check_model, check_sizes, dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
+from slipstream.core.exit_codes import WARNING
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables
@@ -55,6 +56,8 @@ SETTINGS_LIMIT_S = 300.0
 WORKER_GRACE_S = 30.0
 # Environments that are loaded side by side: one for each processor, few for the sake of memory.
 CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
+# The calls of such a check that may take as long as the limit: load, reset and step.
+CHECKED_CALLS = 3
 # Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Parts of gRPC's texts about a certificate that is not taken: it will not get better.
@@ -271,6 +274,14 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
     if checked.code != 0:
         said = checked.lines[-1] if checked.lines else "it says nothing"
         raise ConfigError(said.removeprefix("slipstream: "))
+    _pass_on(checked.lines, "")
+
+
+def _pass_on(lines: Sequence[str], source: str) -> None:
+    """Shows the warnings among what a check has printed; stdout may be a file of settings."""
+    for line in lines:
+        if line.startswith(WARNING):
+            complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
 
 
 def passes_to_megatron(config: Config) -> bool:
@@ -289,7 +300,7 @@ async def check_environments(
     An environment that names tools needs a tool_parser, one that shows images max_images; an agent
     that asks the model as the run started needs adapters of their own.
 
-    A process has `grace_s` more than the environment's limit to say itself where it hangs.
+    A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
     The run's preflight.log is written anew, with the last lines that each environment printed. A
     refusal makes no folder for this log, unless the environment has printed something.
@@ -334,18 +345,16 @@ async def _check_environment(
         arguments.append("--no-tools")
     if not config.lora.publishes_adapters:
         arguments.append("--no-start")
-    if config.sampling.max_turns == 1:
-        arguments.append("--one-turn")
+    arguments += ["--max-turns", str(config.sampling.max_turns)]
     async with places:
-        with _told_when_slow(f"environment {name} is loaded, within {timeout_s:g} s"):
+        with _told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
             checked = await run_program(
                 [*worker_program(str(section.python or "")), *arguments],
-                limit_s=timeout_s + grace_s,
+                limit_s=CHECKED_CALLS * timeout_s + grace_s,
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
             )
-    if ONE_CALL in checked.lines:
-        say(f"environment {name}: {ONE_CALL}")
+    _pass_on(checked.lines, f"environment {name}: ")
     if checked.code == 0:
         return name, "", checked.lines
     cause = f"no answer within {timeout_s:g} s"

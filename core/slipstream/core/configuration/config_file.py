@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 import types
 import typing
@@ -65,10 +66,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
-        in_file = _problems(tomllib.loads(text)) if overrides else [_describe(first)]
-        source = _source(path, first, overrides, in_file)
-        raise ConfigError(f"{source}: {_describe(first)}") from None
+        worst, line = _worst(error)
+        in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]
+        source = _source(path, worst, overrides, in_file)
+        raise ConfigError(f"{source}: {line}") from None
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
@@ -76,7 +77,7 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
     try:
         return Config.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_describe(error.errors()[0])}") from None
+        raise ConfigError(f"{source}: {_worst(error)[1]}") from None
 
 
 def dump_config(config: Config) -> str:
@@ -144,7 +145,7 @@ def check_sizes(config: Config) -> list[str]:
         raise ConfigError(problem)
     _check_routing(config, sizes)
     return [
-        *missing_files(config.model.path),
+        *missing_files(config.model.path, config.rollout_server.chat_template),
         *missing_weights(config),
         *_missing_checkpoint(config),
     ]
@@ -233,7 +234,11 @@ def _apply_override(table: Table, override: str) -> None:
     if len(values) > 1:
         raise ConfigError(f"an override has one value, got {override!r}")
     value = values["value"]
-    *parents, last = key.strip().removeprefix("--").split(".")
+    key = key.strip().removeprefix("--")
+    plain = re.sub(r"\[(\d+)\]", r".\1", key).lstrip("+~")
+    if plain != key:
+        raise ConfigError(f"an override names this setting {plain}, got {override!r}")
+    *parents, last = key.split(".")
     place: JsonValue = table
     for parent in parents:
         if isinstance(place, list):
@@ -277,6 +282,29 @@ def _problems(table: Table) -> list[str]:
     return []
 
 
+def _worst(error: ValidationError) -> tuple[ErrorDetails, str]:
+    """Returns the first problem and its line: all missing keys are one, behind an unknown key."""
+    errors = error.errors()
+    unknown = [each for each in errors if each["type"] == "extra_forbidden"]
+    if errors[0]["type"] != "missing" or unknown:
+        worst = unknown[0] if errors[0]["type"] == "missing" else errors[0]
+        return worst, _describe(worst)
+    missing = [each for each in errors if each["type"] == "missing"]
+    *others, last = (key for each in missing for key in _required(each["loc"]))
+    line = f"{', '.join(others)} and {last} are required" if others else f"{last} is required"
+    return errors[0], line
+
+
+def _required(location: tuple[int | str, ...]) -> list[str]:
+    """Returns the keys that a missing setting stands for: those which a table must have."""
+    where = ".".join(str(part) for part in location if part not in _FORMS)
+    table = _table_at(location)
+    if table is None:
+        return [where]
+    fields = table.model_fields
+    return [f"{where}.{name}" for name in fields if fields[name].is_required()]
+
+
 def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
@@ -313,6 +341,12 @@ def _shown(value: object) -> str:
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    table = _table_at(location)
+    return [] if table is None else list(table.model_fields)
+
+
+def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """Returns the type of the table at a place of the settings; None for another value."""
     model: type[BaseModel] = Config
     for part in location:
         if isinstance(part, int):
@@ -327,9 +361,9 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
             None,
         )
         if found is None:
-            return []
+            return None
         model = found
-    return list(model.model_fields)
+    return model
 
 
 def _alternatives(annotation: object) -> list[object]:

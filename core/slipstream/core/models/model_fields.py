@@ -61,6 +61,7 @@ HONOURED = frozenset(
 HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
+        "_model_name_or_path",
         "_name_or_path",
         "add_cross_attention",
         "attention_dropout",
@@ -144,6 +145,7 @@ HARMLESS = frozenset(
         "spatial_merge_size",
         "transformers.js_config",
         "transformers_version",
+        "unk_token_id",
         "unsloth_fixed",
         "unsloth_version",
         "use_cache",

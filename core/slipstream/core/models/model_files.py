@@ -16,24 +16,28 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 
 
-def missing_files(folder: Path) -> list[str]:
-    """Returns one clause for each thing that a folder with config.json lacks to be loaded."""
-    missing = missing_weights(folder, "model.path")
+def missing_files(folder: Path, template: Path | None = None) -> list[str]:
+    """Returns one clause for each thing that a folder with config.json lacks to be loaded.
+
+    With `template`, a file of the settings, the tokenizer needs no chat template of its own.
+    """
+    return [*missing_weights(folder, "model.path"), *missing_tokenizer(folder, template)]
+
+
+def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
+    """Returns a clause for what the tokenizer lacks, if anything, as `missing_files` does."""
+    rule = "model.path must hold the tokenizer too"
     if not (folder / "tokenizer_config.json").is_file():
-        missing.append(
-            f"model.path must hold the tokenizer too, but {folder} has no tokenizer_config.json"
-        )
-    elif not any((folder / name).is_file() for name in VOCABULARIES):
-        missing.append(
-            f"model.path must hold the tokenizer too, but {folder} has none of "
-            f"{', '.join(VOCABULARIES)}"
-        )
-    elif not _has_chat_template(folder):
-        missing.append(
+        return [f"{rule}, but {folder} has no tokenizer_config.json"]
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        return [f"{rule}, but {folder} has none of {', '.join(VOCABULARIES)}"]
+    if template is None and not _has_chat_template(folder):
+        return [
             f"model.path must hold a tokenizer with a chat template, but {folder} has neither "
-            "chat_template.jinja nor chat_template in tokenizer_config.json"
-        )
-    return missing
+            "chat_template.jinja nor chat_template in tokenizer_config.json: name a file with one "
+            "in rollout_server.chat_template"
+        ]
+    return []
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:

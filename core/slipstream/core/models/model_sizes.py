@@ -200,6 +200,11 @@ def read_model_sizes(folder: Path) -> ModelSizes:
 def read_model_table(folder: Path) -> dict[str, Any]:
     """Returns the config.json of a Hugging Face folder; ConfigError if it cannot be read."""
     path = folder / "config.json"
+    if folder.is_file():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder, got the file {folder}: name its folder, "
+            f"{folder.parent}"
+        )
     if not folder.is_dir():
         # Relative paths: a run is exported or replayed in the folder in which it was started.
         here = "" if folder.is_absolute() else f" below {Path.cwd()}"

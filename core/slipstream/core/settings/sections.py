@@ -37,7 +37,8 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model, a Hugging Face folder with its tokenizer."""
 
-    # A folder with config.json, safetensors and a tokenizer with a chat template.
+    # A folder with config.json, safetensors and a tokenizer. Its chat template may be a file of its
+    # own, rollout_server.chat_template.
     path: Path
     # Element type of the learner's parameters and of the rollout engine.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

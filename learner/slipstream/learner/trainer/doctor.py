@@ -44,7 +44,7 @@ def findings() -> Iterator[Line]:
 def _without_gpu() -> Iterator[Line]:
     build = torch.version.cuda
     if build is None:
-        yield "gpu", "ok", f"none is used: torch {torch.__version__} is a build for CPUs", ""
+        # `slipstream doctor` itself tells of a build for CPUs: it knows who wants a GPU.
         return
     seen = f"torch {torch.__version__} was built for CUDA {build} and sees no GPU"
     yield "gpu", "problem", seen, "check nvidia-smi and the driver, or install torch's CPU build"

@@ -34,6 +34,21 @@ _CACHED_CHARACTERS = 1000
 _LONG_TOKEN = 128
 
 
+# A tool with which a template is tried.
+TOOLS = json.dumps(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Adds two numbers.",
+                "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+            },
+        }
+    ]
+)
+
+
 class RenderingFailed(Exception):
     """The chat template refuses these messages; the message says why."""
 
@@ -62,7 +77,10 @@ class Renderer:
         if template is not None:
             self._tokenizer.chat_template = _read(template)
         if not self._tokenizer.chat_template:
-            raise ConfigError(f"model.path: the tokenizer in {folder} has no chat template")
+            raise ConfigError(
+                f"model.path: the tokenizer in {folder} has no chat template: name a file with one "
+                "in rollout_server.chat_template"
+            )
         self._special = frozenset(self._tokenizer.get_added_vocab().values())
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
         # The members of a group have the same prompt.
@@ -137,6 +155,12 @@ class Renderer:
             return self._images.expanded(tokens, images)
         except ValueError as error:
             raise RenderingFailed(str(error)) from error
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether a prompt says which tools are offered; RenderingFailed if it has no place."""
+        asked = (ChatMessage("user", "a"),)
+        return self._text(asked, TemplateInputs(TOOLS)) != self._text(asked, NO_INPUTS)
 
     def _has_place_for_results(self, inputs: TemplateInputs) -> bool:
         try:

@@ -10,13 +10,14 @@ import socket
 import ssl
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import grpc
 import pytest
 import tomli_w
 from slipstream.client.launch.engine_checks import check_cache
-from slipstream.client.launch.launcher import run_learner
+from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_controller,
@@ -29,8 +30,15 @@ from slipstream.client.launch.preflight import (
     check_weights_host,
     free_port,
 )
+from slipstream.client.run_folder import write_config
+from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
+from slipstream.core.settings.config import (
+    Config,
+    EnvironmentSection,
+    SamplingSection,
+    SecuritySection,
+)
 from slipstream.core.settings.queue_section import QueueSection, QueueUserSection
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -340,6 +348,28 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
             await check_queue_user(QueueSection(kind="redis", redis_url=url))
 
 
+async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = two_nodes(tmp_path, learner={"world_size": 1})
+    config = load_config(path)
+    journal = config.run_dir / "journal"
+    journal.mkdir(parents=True)
+    (journal / "journal.log").write_text("a record")
+    write_config(config, config.run_dir)
+    (config.run_dir / "checkpoints" / "final").mkdir(parents=True)
+    summary = {"state": "finished", "steps": 10, "solved": False, "cause": "all steps are done"}
+    (config.run_dir / "summary.json").write_text(json.dumps(summary))
+    redis = "queue.redis_url='redis://127.0.0.1:1'"
+    for run in (
+        run_all(path, [redis], dry_run=True),
+        run_learner(path, [redis], node_rank=0, master=None, dry_run=True),
+    ):
+        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
+            await run
+        assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 10
+
+
 SPY = """
 import os
 from slipstream.environments.echo import Echo
@@ -374,7 +404,7 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(
 
 
 CALLING = """
-from slipstream.client import Environment, ResetResult
+from slipstream.client import Environment, ResetResult, StepResult
 
 class Calling(Environment):
     def tasks(self):
@@ -383,12 +413,15 @@ class Calling(Environment):
     def reset(self, task):
         look = {"type": "function", "function": {"name": "look"}}
         return ResetResult([{"role": "user", "content": "look"}], tools=[look])
+
+    def step(self, reply):
+        return StepResult(done=False, messages=[{"role": "user", "content": "again"}])
 """
 
 
 @pytest.mark.process
 async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "calling.py").write_text(CALLING)
     monkeypatch.chdir(tmp_path)
@@ -401,7 +434,18 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
         "calls: set it in the run's configuration"
     )
     server = config.rollout_server.model_copy(update={"tool_parser": "hermes"})
-    await check_environments(config.model_copy(update={"rollout_server": server}))
+    config = config.model_copy(update={"rollout_server": server})
+    assert not capsys.readouterr().err
+    await check_environments(config)
+    told = (
+        "slipstream: warning: environment e: episodes end after one reply, and the first one leads "
+        "to another: sampling.max_turns, the most replies of an episode, is not set\n"
+    )
+    assert capsys.readouterr().err == told
+    # Whoever sets it knows it.
+    sampling = SamplingSection(max_reply_tokens=4, max_episode_tokens=32, max_turns=1)
+    await check_environments(config.model_copy(update={"sampling": sampling}))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.process
@@ -585,7 +629,7 @@ async def test_an_environment_that_holds_its_process_is_given_up(
     config = hanging(tmp_path, monkeypatch, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
-            await check_environments(config, grace_s=-15.0)
+            await check_environments(config, grace_s=-55.0)
 
 
 @pytest.mark.process

@@ -10,6 +10,7 @@ from support.rigs.other_pythons import bare_python, furnished_python
 
 FAKES = str(Path(__file__).parents[3] / "support" / "fakes")
 LIMIT_S = 60.0
+READY = "environment fake_workers:Good is ready: 3 tasks, reward 0.25 for the reply 'ok'\n"
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +37,7 @@ def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished:
     assert lacks.returncode != 0
     ended = check(furnished, "fake_workers:Good")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "environment fake_workers:Good is ready: 3 tasks\n"
+    assert ended.stdout == READY
 
 
 def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Pat
         done = subprocess.run(given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         return done.returncode, done.stdout + done.stderr
 
-    assert ended(furnished) == (0, "environment fake_workers:Good is ready: 3 tasks\n")
+    assert ended(furnished) == (0, READY)
     missing = tmp_path / "python"
     assert ended(missing) == (
         2,

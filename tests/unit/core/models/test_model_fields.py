@@ -299,6 +299,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     # Fields with which SmolLM2 and a distilled Qwen2 were published.
     (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
     (QWEN2, {"use_mrope": False, "sliding_window": 4096, "use_sliding_window": False}),
+    # Fields that transformers takes over from a GGUF file, as `make smollm2` does.
+    (LLAMA, {"_model_name_or_path": "Smollm2 135M", "unk_token_id": 0, "pretraining_tp": 1}),
     (LLAMA, {"head_dim": 32, "rope_scaling": None, "rope_theta": 1e6, "pretraining_tp": 2}),
     (QWEN2, {"attention_bias": True, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
     (QWEN2, {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}),

@@ -86,6 +86,8 @@ def test_a_tokenizer_without_a_chat_template_is_found(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     (problem,) = missing_files(folder)
     assert problem.startswith("model.path must hold a tokenizer with a chat template")
+    assert problem.endswith("name a file with one in rollout_server.chat_template")
+    assert missing_files(folder, folder / "mine.jinja") == []
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert missing_files(folder) == []
 

@@ -296,7 +296,20 @@ def test_a_missing_key_is_named() -> None:
     del table["algorithm"]["learning_rate"]  # type: ignore[union-attr,index,arg-type]
     assert refusal(table) == "algorithm.learning_rate is required"
     del table["model"]
-    assert refusal(table) == "model is required"
+    assert refusal(table) == "model.path and algorithm.learning_rate are required"
+
+
+def test_all_missing_keys_are_named_in_one_line() -> None:
+    table: Table = {"run": {}, "environments": [{}]}
+    missing = (
+        "run.name, run.steps, model.path, algorithm.group_size, algorithm.groups_per_step, "
+        "algorithm.learning_rate, sampling.max_reply_tokens, sampling.max_episode_tokens, "
+        "environments.0.name and environments.0.reference are required"
+    )
+    assert refusal(table) == missing
+    # A mistyped key is why another one is missing.
+    table["modle"] = {"path": "x"}
+    assert refusal(table) == "unknown key 'modle'; did you mean 'model'?"
 
 
 def test_settings_never_change() -> None:
@@ -337,6 +350,11 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
         ("run.name.x=3", "'run.name.x=3': run.name is no section"),
         ("run.name.x.y=3", "'run.name.x.y=3': run.name.x is no section"),
         ("environments.0.weight=3", "'environments.0.weight=3': there is no entry 0"),
+        (
+            "environments[0].weight=2",
+            "an override names this setting environments.0.weight, got 'environments[0].weight=2'",
+        ),
+        ("+run.steps=3", "an override names this setting run.steps, got '+run.steps=3'"),
         ("environments=[]\nx=3", "an override has one value, got 'environments=[]\\nx=3'"),
         ("environments.0=3", "'environments.0=3': there is no entry 0"),
         ("learner.devices=0", "learner.devices: input should be a list, got 0"),
@@ -458,6 +476,12 @@ def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
     assert problem() == (
         f"model.path must be a Hugging Face folder, got {folder}, which does not exist"
     )
+    folder.write_text("{}")
+    assert problem() == (
+        f"model.path must be a Hugging Face folder, got the file {folder}: name its folder, "
+        f"{tmp_path}"
+    )
+    folder.unlink()
     folder.mkdir()
     assert problem() == (
         f"model.path must be a Hugging Face folder, but {folder} has no config.json"

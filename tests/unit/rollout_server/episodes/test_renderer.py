@@ -86,8 +86,20 @@ def test_a_template_that_drops_replies_cannot_continue(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match="no chat template: name .* rollout_server.chat_template"):
         Renderer(tmp_path)
+    template = tmp_path / "mine.jinja"
+    template.write_text(CHAT)
+    assert Renderer(tmp_path, template=template).prompt([user("a")])
+
+
+def test_a_template_that_writes_no_tools_is_found(tmp_path: Path) -> None:
+    assert not with_template(tmp_path, CHAT).writes_tools
+    tools = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    assert with_template(tmp_path, tools + CHAT).writes_tools
+    refuses = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    with pytest.raises(RenderingFailed, match="no tools"):
+        assert with_template(tmp_path, refuses + CHAT).writes_tools
 
 
 def test_a_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
