@@ -387,6 +387,14 @@ def test_a_step_that_drops_is_retrained_from_a_checkpoint_bit_by_bit(
     assert all(torch.equal(found["retrained"][n], t) for n, t in found["weights"].items())
 
 
+@pytest.mark.parametrize("job", list(DROPOUT))
+def test_gradients_are_those_of_the_loss_with_what_was_dropped(
+    job: str, dropout: dict[str, dict]
+) -> None:
+    norm, slope = dropout[job]["slopes"]
+    assert slope == pytest.approx(norm, rel=5e-3)
+
+
 def test_only_training_drops(
     folder: Path, found: dict[str, dict], dropout: dict[str, dict]
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
 from support.ranks.parity_layouts import SETTINGS, STEPS, batches, probe
@@ -75,8 +76,11 @@ DROPOUT: dict[str, tuple[int, str, dict]] = {
     "dropout-again": (1, "llama", {}),
     "dropout-recompute": (1, "llama", {"transformer": RECOMPUTE}),
     "dropout-experts": (1, "moe", {}),
-    "dropout-tp2": (2, "llama", {"parallel": SP}),
+    "dropout-tp2": (2, "llama", {"parallel": {"tp": 2}}),
+    "dropout-tp2-sp": (2, "llama", {"parallel": SP}),
 }
+# Without ratios and weights a loss has no other log-probabilities than those of its own pass.
+REINFORCE = {"loss": "reinforce", "correction": {"weight": "none"}}
 # Jobs that also load the checkpoint of another layout.
 OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
 ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
@@ -146,6 +150,7 @@ def run_rank(folder: Path, job: str) -> None:
     loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
     step.run(batches(config)[-1])
     retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    slopes = slopes_of(policy, config, batches(config)[0]) if job in DROPOUT else ()
     state = offload.optimizer_state(policy.optimizer, policy.chunks)
     trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
     result = {
@@ -158,12 +163,46 @@ def run_rank(folder: Path, job: str) -> None:
         "loaded": loaded,
         "others": others,
         "retrained": retrained,
+        "slopes": slopes,
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),
     }
     if policy.ranks.is_main:
         torch.save(result, folder / f"lora-{job}.pt")
     policy.ranks.close()
+
+
+def slopes_of(
+    policy: Policy, config: Config, batch: Batch, adapter: str = ""
+) -> tuple[float, float]:
+    """The slope of a step's loss along its gradient, by the gradient and by a finite difference.
+
+    The weights become others, of which none is 0: all factors have a gradient.
+    """
+    from slipstream.learner.trainer.model import offload
+    from slipstream.learner.trainer.step import TrainingStep
+
+    table = config.model_dump(mode="json", exclude_unset=True)
+    table["algorithm"] |= REINFORCE
+    step = TrainingStep(policy, parse_config(table, source="slopes"))
+    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
+    random = torch.Generator().manual_seed(policy.ranks.tp_group.rank())
+    with torch.no_grad():
+        start = [p + 0.2 * torch.randn(p.shape, generator=random) for p in trained]
+
+    def metrics_at(distance: float, direction: list[torch.Tensor]) -> dict[str, float]:
+        with policy.adapters.active(adapter), torch.no_grad():
+            for parameter, value, part in zip(trained, start, direction, strict=True):
+                parameter.copy_(value + distance * part)
+        return step.run(batch).metrics
+
+    norm = metrics_at(0.0, start)["grad_norm"]
+    # Clipping has scaled the gradients.
+    gradients = [p.main_grad.clone() for p in trained]
+    length = policy.ranks.sum(sum(g.square().sum() for g in gradients)).sqrt()
+    direction = [g / length for g in gradients]
+    above, below = (metrics_at(d, direction)["loss"] for d in (1e-3, -1e-3))
+    return norm, (above - below) / 2e-3
 
 
 def note_sent(

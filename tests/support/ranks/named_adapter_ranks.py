@@ -17,7 +17,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 
-from support.ranks.lora_ranks import SP, save
+from support.ranks.lora_ranks import SP, save, slopes_of
 from support.ranks.parity_layouts import OVERLAP, SETTINGS, batches
 
 if TYPE_CHECKING:
@@ -30,12 +30,16 @@ ALL_AWAY = dict.fromkeys(("parameters", "gradients", "optimizer"), True)
 # name -> (ranks, model, changes of sections)
 LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one": (1, "llama", {}),
-    "one-dropout": (1, "llama", {"lora": {"dropout": 0.25}}),
     "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
     "one-bfloat16": (1, "llama", {"model": {"dtype": "bfloat16"}}),
     "one-experts": (1, "moe", {}),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
     "tp2-sp": (2, "llama", {"learner": {"parallel": SP}}),
+    "tp2-dropout": (
+        2,
+        "llama",
+        {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}},
+    ),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
     "dp2": (2, "llama", {}),
     "dp2-distributed": (2, "llama", {"learner": OVERLAP}),
@@ -52,7 +56,6 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
 }
 # What others show too, so that it need not be tried at every change.
 SLOW = {
-    "one-dropout",
     "one-mini-batches",
     "one-experts",
     "pp2",
@@ -163,6 +166,9 @@ def run_rank(folder: Path, job: str) -> None:
         "loaded": loaded,
         "retrained": adapters_of(policy),
     }
+    if config.lora.dropout and config.lora.adapters:
+        part = dict(planned[0].by_adapter(NAMES))["math"]
+        result["slopes"] = slopes_of(policy, config, part, "math")
     if policy.ranks.is_main:
         torch.save(result, folder / f"named-{job}.pt")
     policy.ranks.close()

@@ -196,7 +196,7 @@ class TrainingStep:
         totals = _Totals(StepStatistics(epochs))
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
-            place = (batch.step, len(totals.grad_norms), self._policy.ranks.rank)
+            place = (batch.step, len(totals.grad_norms), self._policy.ranks.rank_of_inputs)
             with dropping(self._policy.chunks, self._config, place):
                 losses, total = self._add_gradients(share, old, totals)
             if not math.isfinite(total):

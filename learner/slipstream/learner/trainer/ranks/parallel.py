@@ -123,6 +123,15 @@ class Ranks:
         return group
 
     @property
+    def rank_of_inputs(self) -> int:
+        """The lowest rank whose layers get the same inputs as this rank's.
+
+        Ranks that share matrices do, unless norms and dropout take a part of the tokens each.
+        """
+        shared = not self._parallel.sequence_parallel
+        return dist.get_process_group_ranks(self.tp_group)[0] if shared else self.rank
+
+    @property
     def cp_rank(self) -> int:
         """This rank's part of each sequence."""
         return int(self._groups.get_context_parallel_rank())
