@@ -11,7 +11,8 @@ WORDS = [*string.ascii_lowercase, "0", "1"]
 CHAT_TEMPLATE = (
     "{{ '<s>' }}"
     "{% for message in messages %}"
-    "{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ '</s>' }}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ '<reply>' + message['content'] + '</s>' }}"
+    "{% else %}{{ message['content'] }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
 )

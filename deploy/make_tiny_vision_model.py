@@ -12,6 +12,7 @@ WORDS = ["red", "green", "blue", "yellow", "colour", "0", "1"]
 CHAT_TEMPLATE = (
     "{{ '<s>' }}"
     "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '<reply>' }}{% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<vision><image></vision>' }}"

@@ -204,7 +204,7 @@ class _Check:
         whose = "its own reply" if given else f"the reply {step.reply!r}"
         return f"reward {verdict.reward:g} for {whose}"
 
-    async def _ask(self, **command: Any) -> pb.WorkerMessage:
+    async def _ask(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401
         from slipstream.v1 import environment_pb2 as pb
 
         timer = threading.Timer(self._options.timeout_s, self._abandon)

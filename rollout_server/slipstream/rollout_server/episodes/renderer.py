@@ -32,6 +32,8 @@ _CACHED_PROMPTS = 128
 _CACHED_CHARACTERS = 1000
 # Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
+# Characters of a prompt that an error shows.
+_SHOWN = 40
 
 
 # A tool with which a template is tried.
@@ -90,6 +92,7 @@ class Renderer:
         # Whether the result of a tool can follow a reply whose calls are part of its text. Some
         # templates write results where they write calls, others refuse results without calls.
         self.has_place_for_results = lru_cache(_CACHED_PROMPTS)(self._has_place_for_results)
+        self._ends = lru_cache(_CACHED_PROMPTS)(self._end_of_reply)
         try:
             self._text((ChatMessage("user", "a"),), NO_INPUTS)
         except RenderingFailed as error:
@@ -127,14 +130,37 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens that a model would sample to reply `text` behind `messages`.
 
-        The last one is the token with which the template ends a reply, or the tokenizer's end of a
-        sequence where the template writes none.
+        They are what the template writes behind its generation prompt, up to the token with which
+        it ends a reply, or the tokenizer's end of a sequence where it writes none. RenderingFailed
+        if it does not continue its generation prompt.
         """
-        after = self._tokens(self._tail((*messages, REPLY), inputs))
-        end = self._tokenizer.eos_token_id
-        if after and after[0] in self._special:
-            end = after[0]
-        return [*self._tokenise(text), *([] if end is None else [end])]
+        prompt = self._text(tuple(messages), inputs)
+        whole = self._text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
+        closing, end = self._ends(inputs)
+        if not (whole.startswith(prompt) and whole.endswith(closing)):
+            raise RenderingFailed(
+                "the chat template writes this reply otherwise than behind its generation prompt, "
+                f"which ends with {prompt[-_SHOWN:]!r}: begin the reply as that ends, or name a "
+                "template in rollout_server.chat_template that continues it"
+            )
+        said = whole[len(prompt) : len(whole) - len(closing)]
+        last = self._tokenizer.eos_token_id
+        return [*self._tokenise(said + end), *([] if end or last is None else [last])]
+
+    def _end_of_reply(self, inputs: TemplateInputs) -> tuple[str, str]:
+        """Returns what the template writes behind a last reply, and the end of any reply.
+
+        The end goes up to a special token, with which a following message begins if need be; ""
+        without one.
+        """
+        asked = ChatMessage("user", "a")
+        closing = self._tail((asked, REPLY), inputs, is_closed=True)
+        for tail in (closing, self._tail((asked, REPLY, asked), inputs, is_closed=True)):
+            text = tail.lstrip()
+            for token in self._tokenizer.get_added_vocab():
+                if text.startswith(token):
+                    return closing, tail[: len(tail) - len(text)] + token
+        return closing, ""
 
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]
@@ -194,14 +220,19 @@ class Renderer:
         ids = np.asarray(token_ids, dtype=np.int64)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def _tail(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
+    def _tail(
+        self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
+    ) -> str:
         """Returns the text behind the last stand-in for a reply."""
-        _, found, tail = self._text(messages, inputs).rpartition(PLACEHOLDER)
+        _, found, tail = self._text(messages, inputs, is_closed=is_closed).rpartition(PLACEHOLDER)
         if not found:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
         return tail
 
-    def _text(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
+    def _text(
+        self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
+    ) -> str:
+        """Returns what the template writes; without a generation prompt if it `is_closed`."""
         from jinja2.exceptions import TemplateError
 
         values = self._values
@@ -213,7 +244,7 @@ class Renderer:
             return str(
                 self._tokenizer.apply_chat_template(
                     [message.for_template() for message in messages],
-                    add_generation_prompt=True,
+                    add_generation_prompt=not is_closed,
                     tokenize=False,
                     **values,
                 )

@@ -28,7 +28,7 @@ def test_turns_are_appended_and_can_be_read_as_a_whole(renderer) -> None:
     assert renderer.decode_all(history.continuation(EOS)) == "c <reply>"
     history.add(ChatMessage("assistant", " d "), [ChatMessage("user", " e ")])
     assert renderer.decode_all(history.continuation(17)) == "</s> e <reply>"
-    whole = "<s> a b </s> c d </s> e <reply>"
+    whole = "<s> a <reply> b </s> c <reply> d </s> e <reply>"
     assert renderer.decode_all(history.prompt()) == whole
 
 
@@ -40,7 +40,9 @@ def test_an_assistants_message_of_the_environment_is_no_reply(renderer) -> None:
     ]
     history = History(renderer, shown, NO_INPUTS)
     history.add(ChatMessage("assistant", " d "), [ChatMessage("user", " e ")])
-    assert renderer.decode_all(history.prompt()) == "<s> a b </s> c d </s> e <reply>"
+    assert (
+        renderer.decode_all(history.prompt()) == "<s> a <reply> b </s> c <reply> d </s> e <reply>"
+    )
 
 
 def test_earlier_results_stand_behind_their_calls_where_a_template_demands_it(tmp_path) -> None:

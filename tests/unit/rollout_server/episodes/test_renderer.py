@@ -7,6 +7,7 @@ from make_tiny_model import make_tokenizer
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, ToolCall
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+from support.fakes.chat_models import make_chat_tokenizer
 
 EOS = 2
 # Like ChatML: something follows the end of a reply ("0" stands for its line break).
@@ -81,6 +82,75 @@ def test_a_template_that_drops_replies_cannot_continue(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, NO_REPLIES)
     with pytest.raises(RenderingFailed, match="leaves out"):
         renderer.continuation([user("a"), REPLY], [user("b")], EOS)
+
+
+USER = "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
+REST = "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+# What stands for a reply, the generation prompt, and what is trained of a reply "b".
+GIVEN = {
+    "ChatML": (
+        "<|im_start|>assistant\n{{ m.content }}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        "b<|im_end|>",
+    ),
+    "an empty thought": (
+        "<|im_start|>assistant\n{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        "<think>\n\n</think>\n\nb<|im_end|>",
+    ),
+    "a thought that the prompt opens": (
+        "<|im_start|>assistant\n{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n",
+        "<|im_start|>assistant\n<think>\n",
+        "\n</think>\n\nb<|im_end|>",
+    ),
+    "a channel, and an end of its own for the last reply": (
+        "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+        "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}",
+        "<|start|>assistant",
+        "<|channel|>final<|message|>b<|return|>",
+    ),
+    "a space": (" {{ m.content }}<|im_end|>", "", " b<|im_end|>"),
+    "a last reply without an end": (
+        "<|im_start|>assistant\n{{ m.content }}{% if not loop.last %}<|im_end|>\n{% endif %}",
+        "<|im_start|>assistant\n",
+        "b<|im_end|>",
+    ),
+    "no end but the next message": ("<|reply|>{{ m.content }}", "<|reply|>", "b<|im_start|>"),
+    "no end at all": ("\nA: {{ m.content }}\nQ: ", "\nA:", " b<|im_end|>"),
+    "several ends": (
+        "<|reply|>{{ m.content }}<|end|>\n{% if loop.last %}<|return|>{% endif %}",
+        "<|reply|>",
+        "b<|end|>",
+    ),
+}
+
+
+def given_renderer(folder: Path, reply: str, prompt: str) -> Renderer:
+    names = ("start", "end", "channel", "message", "return", "reply")
+    template = f"{USER}{{% else %}}{reply}{REST}{prompt}{{% endif %}}"
+    make_chat_tokenizer(folder, template, words=[f"<|{name}|>" for name in names])
+    return Renderer(folder)
+
+
+@pytest.mark.parametrize("name", list(GIVEN))
+def test_a_given_reply_is_what_the_template_writes_behind_its_prompt(
+    name: str, tmp_path: Path
+) -> None:
+    reply, prompt, trained = GIVEN[name]
+    renderer = given_renderer(tmp_path, reply, prompt)
+    for messages in ([user("a")], [user("a"), REPLY, user("c")]):
+        assert renderer.decode_all(renderer.reply("b", messages)) == trained
+
+
+def test_a_given_reply_is_refused_unless_the_template_continues_its_prompt(tmp_path: Path) -> None:
+    reply, prompt, _ = GIVEN["ChatML"]
+    renderer = given_renderer(tmp_path, reply, prompt + "<think>\n")
+    with pytest.raises(RenderingFailed, match=r"ends with '.*assistant\\n<think>\\n': begin the"):
+        renderer.reply("b", [user("a")])
+    found = renderer.reply("<think>\nc\n</think>\nb", [user("a")])
+    assert renderer.decode_all(found) == "c\n</think>\nb<|im_end|>"
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:

@@ -92,13 +92,19 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Lays out keys and values by paths, and gives the attention its true bounds."""
-    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences, SharedSequences
+    """Changes the arguments of an attention in a micro batch with paths."""
+    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
 
     shared = named["packed_seq_params"]
-    if not isinstance(shared, SharedSequences):
-        return None
-    assert shared.paths is not None
+    return by_paths(arguments, named, shared) if isinstance(shared, SharedSequences) else None
+
+
+def by_paths(
+    arguments: tuple[Any, ...], named: dict[str, Any], shared: Megatron
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Lays out keys and values by the paths of `shared`; gives the attention its true bounds."""
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+
     query, key, value, *others = arguments
     by_path = RoutedSequences(
         qkv_format="thd",

@@ -3,7 +3,8 @@
 Kernels differ by GPU, by library and by the size of heads, and some are wrong: for heads of 256
 dimensions on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and now and then
 NaN. A run would go on with them. So each kind of attention in a model is computed once more with
-plain operations in float64, over a few short packed sequences.
+plain operations in float64, over a few short packed sequences. A model that shares beginnings does
+so a second time, over sequences that share theirs: such calls may take another kernel.
 
 Produces: nothing, or ConfigError. Waits for: the other context parallel ranks, which compute parts
 of the same sequences. Unblocked by: their parts, or the limit of their group.
@@ -14,10 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.learner.trainer.batches.micro_batch import Paths
 from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
 from slipstream.learner.trainer.untyped import Megatron
@@ -27,10 +31,14 @@ from torch import Tensor
 MOST_ERROR = 0.03
 # Lengths in units of `2 * cp` tokens: one token, whole blocks of kernels, and others.
 _LENGTHS = (1, 32, 19, 96, 7)
+# The sequence whose keys come before each one's own, where beginnings are shared.
+_BEFORE = (None, None, 0, 2, 2)
 # About what all scores of the second sequence are; kernels have made NaN of that. Its gradients are
 # too badly conditioned to be compared.
 _LOW_SCORE = -120.0
 _SEED = 20
+# The queries of a sequence, and the places of the keys that they see.
+Path = tuple[range, list[int]]
 _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
 
 
@@ -62,7 +70,9 @@ def check_attention(model: ParallelModel) -> None:
     for attention in _attentions(model.chunks):
         kinds.setdefault(kind_of(attention), attention)
     for kind, attention in kinds.items():
-        _check(model, kind, attention)
+        _check(model, kind, attention, shares=False)
+        if model.sharing is not None:
+            _check(model, kind, attention, shares=True)
 
 
 def _attentions(chunks: Sequence[Megatron]) -> Iterator[Megatron]:
@@ -98,12 +108,13 @@ def kind_of(attention: Megatron) -> Kind:
     )
 
 
-def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
+def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: bool) -> None:
     from slipstream.learner.trainer.layers.attention import CoreAttention
 
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
     bounds = [0, *itertools.accumulate(lengths)]
+    paths = _paths(bounds, _BEFORE if shares else [None] * len(lengths))
     random = torch.Generator().manual_seed(_SEED)
 
     def drawn(heads: int, size: int) -> Tensor:
@@ -117,19 +128,19 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
     places = zigzag(bounds, ranks.cp_rank, ranks.cp_size).to(ranks.device)
     is_compared = (places < low.start) | (places >= low.stop)
     own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
+    named = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
     with torch.enable_grad():
+        if shares:
+            arguments, named = _shared(own, named, bounds, paths)
+        else:
+            arguments = (*own, None)
+            named["packed_seq_params"] = _packed(bounds, ranks.cp_size, ranks.device)
         # Hooks of data parallelism run in `__call__`: they would gather the sinks.
-        output = attention.core_attention.forward(
-            *own,
-            None,
-            attn_mask_type=attention.attn_mask_type,
-            attention_bias=None,
-            packed_seq_params=_packed(bounds, ranks.cp_size, ranks.device),
-        )
+        output = attention.core_attention.forward(*arguments, **named)
         # The parameters, whose gradients the training collects, get none.
         found = torch.autograd.grad(output, own, gradient[places].view_as(output))
         sinks = attention.core_attention.softmax_offset if kind.has_sinks else None
-        expected = _plain(kind, (query, key, value, gradient), bounds, sinks)
+        expected = _plain(kind, (query, key, value, gradient), paths, sinks)
     computed = output.view(len(places), kind.heads, -1), *found
     for name, mine, theirs in zip(_COMPARED, computed, expected, strict=True):
         error = relative_error(mine[is_compared], theirs[places][is_compared])
@@ -137,9 +148,11 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron) -> None:
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
             kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
+            where = " and shared beginnings" if shares else ""
+            remedy += ", or learner.shared_prefix_tokens = 0" if shares else ""
             raise ConfigError(
-                f"the attention of this machine is wrong for heads of {kind.size} dimensions: "
-                f"{kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
+                f"the attention of this machine is wrong for heads of {kind.size} dimensions"
+                f"{where}: {kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
                 f"Take {remedy}"
             )
 
@@ -167,8 +180,34 @@ def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatr
     return packed
 
 
+def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
+    """Returns the queries of each sequence as a range, and the places of all keys on its path."""
+    found: list[Path] = []
+    for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
+        seen = [] if earlier is None else found[earlier][1]
+        found.append((range(start, end), [*seen, *range(start, end)]))
+    return found
+
+
+def _shared(
+    own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of an attention in a micro batch with `paths`."""
+    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+    from slipstream.learner.trainer.layers.prefix_sharing import by_paths
+
+    device = own[0].device
+    keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])
+    shared = SharedSequences(
+        bounds=torch.tensor(bounds, dtype=torch.int32, device=device),
+        max_queries=max(len(queries) for queries, _ in paths),
+        paths=keys.to(device),
+    )
+    return by_paths((*own, None), named | {"packed_seq_params": shared}, shared)
+
+
 def _plain(
-    kind: Kind, packed: Sequence[Tensor], bounds: Sequence[int], sinks: Tensor | None
+    kind: Kind, packed: Sequence[Tensor], paths: Sequence[Path], sinks: Tensor | None
 ) -> list[Tensor]:
     """Returns `_COMPARED` in float64; `packed` are queries, keys, values and outputs' gradients.
 
@@ -186,9 +225,10 @@ def _plain(
             for tensor, place in zip(inputs, places, strict=True)
         ]
         sink = None if sinks is None else sinks[head].detach().double()
+        query, *others = own
         parts = [
-            _attended(kind, [tensor[start:end] for tensor in own], sink)
-            for start, end in itertools.pairwise(bounds)
+            _attended(kind, [query[queries.start : queries.stop], *(t[keys] for t in others)], sink)
+            for queries, keys in paths
         ]
         output = torch.cat(parts)
         outputs[:, head] = output.detach()
@@ -199,14 +239,18 @@ def _plain(
 
 
 def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
-    """Returns what each query attends to; `own` are those of one sequence, its keys and values."""
+    """Returns what each query of a sequence attends to; `own` are these, the keys and values.
+
+    The last key is that of the last query.
+    """
     query, key, value = own
     scores = query @ key.T * kind.scale
     if kind.cap:
         scores = kind.cap * (scores / kind.cap).tanh()
-    seen = torch.ones_like(scores, dtype=torch.bool).tril()
+    num_before = len(key) - len(query)
+    seen = torch.ones_like(scores, dtype=torch.bool).tril(num_before)
     if kind.window:
-        seen &= seen.triu(1 - kind.window)
+        seen &= seen.triu(num_before + 1 - kind.window)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
