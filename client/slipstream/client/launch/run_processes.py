@@ -27,6 +27,7 @@ from slipstream.client.stopping import stop_signal
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.errors import QueueError, RunFailed
 from slipstream.protocol.exit_codes import FAILED
+from slipstream.protocol.machine.owned_folder import remove_abandoned
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.run_folder import LOGS, log_path
 from slipstream.protocol.settings.config import Config
@@ -103,6 +104,8 @@ class RunProcesses:
         if self._trainers is not None:
             await self._trainers.stop(grace_s)
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
+        # Killed processes leave their sockets, and those of their engines.
+        await asyncio.to_thread(remove_abandoned)
 
     def start_controller(self, *, num_servers: int) -> None:
         """Starts the controller; this command starts `num_servers` rollout servers beside it."""
