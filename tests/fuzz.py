@@ -28,9 +28,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 import grpc.aio  # noqa: E402
 from slipstream.client.run_folder import write_config  # noqa: E402
 from support.rigs.controller_runs import make_config  # noqa: E402
+from support.rigs.counted_work import counted  # noqa: E402
 from support.rigs.fuzz_calls import FATAL, METHODS, Answers, answered, random_case  # noqa: E402
 from support.rigs.fuzz_files import file_readers  # noqa: E402
-from support.rigs.fuzz_readers import LONGEST_S, Reader, message_readers, request_readers, sample  # noqa: E402
+from support.rigs.fuzz_readers import MOST_LINES, Reader, message_readers, request_readers, sample  # noqa: E402
 from support.rigs.fuzz_results import result_readers  # noqa: E402
 
 CALLS = tuple(name for name in METHODS if name not in FATAL)
@@ -58,18 +59,18 @@ class Readings:
         """Gives random bytes to a random reader."""
         reader = self._draw.choice(self._readers)
         data = sample(reader, self._draw)
-        begun_s = time.thread_time()
-        try:
-            reader.read(data, self._folder)
-            self.counts["accepted"] += 1
-        except reader.errors as error:
-            self.counts["refused"] += 1
-            if "\n" in str(error):
-                self._break(reader, data, f"more than one line: {str(error)!r}")
-        except Exception as error:  # noqa: BLE001 - what a reader must not raise
-            self._break(reader, data, f"{type(error).__name__}: {str(error)[:200]}")
-        if time.thread_time() - begun_s > LONGEST_S:
-            self._break(reader, data, f"{time.thread_time() - begun_s:.1f} s of processor")
+        with counted() as work:
+            try:
+                reader.read(data, self._folder)
+                self.counts["accepted"] += 1
+            except reader.errors as error:
+                self.counts["refused"] += 1
+                if "\n" in str(error):
+                    self._break(reader, data, f"more than one line: {str(error)!r}")
+            except Exception as error:  # noqa: BLE001 - what a reader must not raise
+                self._break(reader, data, f"{type(error).__name__}: {str(error)[:200]}")
+        if work.num_lines > MOST_LINES:
+            self._break(reader, data, f"{work.num_lines} lines of Python")
 
     def _break(self, reader: Reader, data: bytes, what: str) -> None:
         if not self.broken[f"{reader.name}: {what}"]:

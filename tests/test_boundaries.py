@@ -371,6 +371,25 @@ def test_modules_can_be_read_in_one_sitting() -> None:
     assert not long
 
 
+def judged_times(path: Path) -> Iterator[tuple[int, str]]:
+    """Each assertion that a length of time is short, and each processor clock."""
+    for line, text in enumerate(path.read_text().splitlines(), start=1):
+        if found := re.search(r"\b(thread|process)_time\(|assert .*\b[a-z_]+\(\) - \w+ <", text):
+            yield line, found[0]
+
+
+def test_no_test_judges_time() -> None:
+    # The program that fuzzes for hours prints how long the controller's loop was held.
+    printed = ROOT / "tests" / "support" / "fakes" / "watched_controller.py"
+    wrong = [
+        f"{where(path, line)}: {what}: count the work instead (support/rigs/counted_work.py)"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path not in (printed, Path(__file__))
+        for line, what in judged_times(path)
+    ]
+    assert not wrong
+
+
 @pytest.mark.process
 def test_the_generated_code_is_what_the_proto_files_say() -> None:
     pytest.importorskip("grpc_tools")
@@ -400,6 +419,8 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         assert [what for _, what in unpickling(file)] == [found]
+    file.write_text("a = time.process_time()\nassert time.monotonic() - a < 3\nb() - a < 3\n")
+    assert [line for line, _ in judged_times(file)] == [1, 2]
     file.write_text(
         "dist.all_gather_object(x, y)\nload(trust_remote_code=True)\nwait(timeout=None)\n"
         "get(verify=False)\nload(trust_remote_code=False)\nwait(timeout=1)\n"

@@ -140,7 +140,6 @@ def test_a_learner_that_is_killed_leaves_receivers_alive() -> None:
     with pytest.raises(WeightSyncError, match="is gone"):
         list(second.receive(incoming))
     report(test="killed", seconds=round(time.perf_counter() - started_s, 3))
-    assert time.perf_counter() - started_s < DEADLINE_S / 2
     first.close()
     second.close()
     # The GPU goes on, and a new communicator works.

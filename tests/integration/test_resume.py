@@ -125,7 +125,7 @@ async def run_and_kill(
         for victim in victims:
             kill(victim)
         if what == "command":
-            await until_gone(everything, limit_s=10.0)
+            await until_gone(everything)
         elif what == CONTROLLER:
             await run.wait(60.0)
         else:

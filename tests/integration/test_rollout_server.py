@@ -146,8 +146,8 @@ async def test_the_program_serves_a_group_and_drains(
         if server.returncode is None:
             server.kill()
     assert list((settings.parent / "test" / "logs").glob("*-environment-echo-0.log"))
-    # Neither its own sockets nor vLLM's are left.
-    left = [path for path in temporary.rglob("*") if path.is_socket()]
+    # Neither its own files nor vLLM's are left, but for what torch keeps for later programs.
+    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     shutil.rmtree(temporary)
     assert left == []
 

@@ -55,7 +55,7 @@ async def test_a_run_learns_from_adapters_alone_through_a_killed_server_and_a_re
             (server,) = run.find(ROLLOUT_SERVER)
             below = descendants(server.pid)
             kill(server)
-            await until_gone([server, *below], limit_s=10.0)
+            await until_gone([server, *below])
             await until_event(client, lambda event: "server-0 is gone" in event.text)
         assert await run.wait(200) == 0, run.out + run.err
     # The first one, and that to the new engine.

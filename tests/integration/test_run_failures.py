@@ -44,7 +44,6 @@ pytestmark = [
 # A run that is killed has ended so long after.
 END_LIMIT_S = 30.0
 # Processes whose end was waited for, or whose parent has died, are gone so long after.
-GONE_LIMIT_S = 15.0
 # A run that goes on to its end, with a new engine on the way.
 RUN_LIMIT_S = 150.0
 # Forked commands name themselves like this.
@@ -95,7 +94,7 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
             below = descendants(server.pid)
             assert run.engines()
             kill(server)
-            await until_gone([server, *below], limit_s=GONE_LIMIT_S)
+            await until_gone([server, *below])
             await until_back(client, "server-0")
             assert (await client.status()).ledger.lost > 0
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
@@ -123,7 +122,7 @@ async def test_steps_go_on_while_one_of_two_servers_is_away(
             (server,) = run.find(ROLLOUT_SERVER, "server-1")
             below = descendants(server.pid)
             kill(server)
-            await until_gone([server, *below], limit_s=GONE_LIMIT_S)
+            await until_gone([server, *below])
             meanwhile = await until_back(client, "server-1")
             assert sum(event.step > 0 for event in meanwhile) >= 3
             back = meanwhile[-1].number
@@ -150,7 +149,7 @@ async def test_a_server_that_is_drained_leaves_and_loses_nothing(
             below = descendants(server.pid)
             await client.drain("server-1", "test")
             left = await until_event(client, lambda e: e.text.endswith("server-1 has left"))
-            await until_gone([server, *below], limit_s=GONE_LIMIT_S)
+            await until_gone([server, *below])
             await until_event(client, lambda event: event.number > left.number and event.step > 0)
             states = {s.server_id: s.state for s in (await client.status()).servers}
             assert states == {"server-0": "serving", "server-1": "left"}
@@ -208,7 +207,7 @@ async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
         (victim,) = victims if what != CONTROLLER else run.find(what)
         kill(victim)
         assert await run.wait(END_LIMIT_S) == 1
-        await until_gone(everything, limit_s=GONE_LIMIT_S)
+        await until_gone(everything)
     log = tmp_path / "run" / "logs" / f"{name}.log"
     assert run.err == f"slipstream: {name} was killed by SIGKILL (log: {log})\n"
 
@@ -226,7 +225,7 @@ async def test_a_signal_ends_the_run_in_order(
         # A terminal sends it to the whole group.
         os.killpg(run.process.pid, number)
         assert await run.wait(END_LIMIT_S) == 128 + number, run.out + run.err
-        await until_gone(everything, limit_s=GONE_LIMIT_S)
+        await until_gone(everything)
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
     summary = summary_of(tmp_path / "run")
@@ -257,7 +256,7 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
         os.killpg(run.process.pid, signal.SIGINT)
         # Servers get no time for their episodes.
         assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
-        await until_gone(everything, limit_s=GONE_LIMIT_S)
+        await until_gone(everything)
     assert run.err == ""
     assert run.out.endswith(f"! the run is ended at once; {RESUME}\n")
 
@@ -308,4 +307,4 @@ async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Pat
         assert run.engines()
         kill(psutil.Process(run.process.pid))
         assert await run.wait(END_LIMIT_S) == -signal.SIGKILL
-        await until_gone(everything, limit_s=GONE_LIMIT_S)
+        await until_gone(everything)

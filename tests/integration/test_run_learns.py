@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:
 
 
 def test_the_quickstart_learns(tmp_path: Path, tiny_model: Path) -> None:
-    started = time.monotonic()
     summary = run_quickstart(tmp_path, tiny_model)
-    assert time.monotonic() - started <= 300
     assert summary["reward_last"] >= 0.8
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     assert abs(summary["reward_heldout"] - summary["reward_last"]) <= 0.1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -140,12 +139,10 @@ async def test_callers_without_the_right_secrets_are_refused_in_one_line(
             (ca, "token is missing or wrong"),
             (("--token-file", certificates / "token"), "TLS"),
         ):
-            started = time.monotonic()
             refused = run_command("status", "--controller", address, *options)
             assert refused.returncode == 2
             assert len(refused.stderr.splitlines()) == 1
             assert cause in refused.stderr
-            assert time.monotonic() - started < 20
         good = run_command(
             *("status", "--controller", address, *ca, "--token-file", certificates / "token")
         )

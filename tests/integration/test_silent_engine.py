@@ -1,9 +1,12 @@
-"""An engine process that is there and never answers."""
+"""An engine process that is there and never answers, and what ended engines leave."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ pytest.importorskip("vllm")
 from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import EngineDied, Sampling  # noqa: E402
 from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
+from support.rigs.engine_rig import engine_rig  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
@@ -102,3 +106,21 @@ def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPa
     now_s[0] += 5.0
     with pytest.raises(EngineDied, match="made no step for 10 s, with 3 open requests"):
         watchdog.check(heard_s=counter.heard_s, num_requests=3)
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
+async def test_whoever_ends_an_engine_removes_its_files(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A short path: those of sockets have a limit.
+    temporary = Path(tempfile.mkdtemp(prefix="t"))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    async with engine_rig(tmp_path) as rig:
+        (folder,) = temporary.glob("slipstream-sockets-*")
+        assert any(path.is_socket() for path in folder.iterdir())
+        assert (folder / "store").exists()
+        for process in rig.engine._processes if is_killed else ():
+            process.kill()
+    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    shutil.rmtree(temporary)
+    assert left == []

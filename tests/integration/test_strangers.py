@@ -86,7 +86,6 @@ def test_weights_join_beside_strangers(host: str) -> None:
         received.extend(part.clone() for part in transport.receive(incoming))
 
     receiving = threading.Thread(target=receive)
-    started_s = time.monotonic()
     with strangers(sorted(listening_ports() - before), host) as opened:
         assert len(opened) == len(noise())
         receiving.start()
@@ -98,7 +97,6 @@ def test_weights_join_beside_strangers(host: str) -> None:
             sender.finish()
             receiving.join(20)
     sender.abort()
-    assert time.monotonic() - started_s < 40
     (got,) = received
     assert torch.equal(got, data)
 
@@ -107,13 +105,11 @@ def test_strangers_alone_do_not_make_a_communicator() -> None:
     before = listening_ports()
     sender = GlooSender(WeightsSection(join_deadline_s=2.0))
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
-    started_s = time.monotonic()
     with (
         strangers(sorted(listening_ports() - before), HOST),
         pytest.raises(WeightSyncError, match="1 others joining members-secret"),
     ):
         sender.connect(announced, 0)
-    assert time.monotonic() - started_s < 20
 
 
 def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_server_id(options.server_id)
         config = read_settings(options.config, options.max_episodes)
         check_model(config)
-        with process.engine_sockets():
-            uvloop.run(_serve(config, options))
+        uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from slipstream.core.errors import ConfigError
@@ -61,15 +62,15 @@ def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[
 
 
 @contextlib.contextmanager
-def engine_sockets() -> Iterator[None]:
-    """Removes the sockets that vLLM makes in the block: it leaves them, however it ends.
+def engine_folder() -> Iterator[Path]:
+    """Keeps a folder for the files of the engine that starts in the block; vLLM leaves them.
 
-    Enter it before vLLM is imported. Where temporary folders have too long a path they are left.
+    Where temporary folders have too long a path for sockets these lie beside it, and are left.
     """
     with contextlib.closing(OwnedFolder("sockets")) as folder:
         if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder.path)
-        yield
+        yield folder.path
 
 
 def check_companions() -> None:

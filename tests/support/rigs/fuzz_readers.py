@@ -60,8 +60,8 @@ from support.rigs.fuzz_calls import METHODS, WORDS, honest_trajectory, honest_tr
 from support.rigs.fuzz_honest import HONEST, LAYOUT, REPORT, SPEC, VERSION
 from support.rigs.fuzzing import bounded, mutated, nearly, wild
 
-# Most processor time that one reading may take.
-LONGEST_S = 1.0
+# The lines of Python that one reading may run at most.
+MOST_LINES = 2_000_000
 
 
 @dataclass(frozen=True)

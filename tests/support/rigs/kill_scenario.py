@@ -200,7 +200,6 @@ def check(outcome: Outcome, *, gap_mean: float) -> None:
         # The trainer's own error may be missing: if the survivor leaves first, NCCL lets the last
         # broadcast of the trainer end as if it had been received.
         assert kill.freed_s > 0, f"the trainer had sent all before the kill: {kill}"
-        assert kill.freed_s <= 5.0, kill
     # Torn weights would sample tokens that the learner finds far less probable than they said.
     assert max(mean for mean, _ in outcome.gaps) <= gap_mean, outcome.gaps
     number = len(outcome.kills)

@@ -259,7 +259,6 @@ def check(found: Found, *, num_senders: int, num_receivers: int, num_kept: int =
     for number, (result, answers) in enumerate(zip(found.results, found.answers, strict=True)):
         if number == failed:
             assert result.error
-            assert found.seconds[number] < 15
             assert not result.bucket_digests
             assert answers[-1] == {}
             assert all("error" in answer for answer in answers[:-1])

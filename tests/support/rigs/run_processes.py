@@ -192,7 +192,7 @@ async def command(folder: Path, *arguments: object, cwd: Path) -> AsyncIterator[
             for each in below:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-            await until_gone(below, limit_s=10.0)
+            await until_gone(below)
 
 
 @asynccontextmanager
@@ -244,13 +244,12 @@ async def until_status(
     return status
 
 
-async def until_gone(processes: list[psutil.Process], *, limit_s: float) -> float:
-    """Waits until all are gone; seconds that it took. Fails with those that are left."""
-    started_s = time.monotonic()
+async def until_gone(processes: list[psutil.Process], *, limit_s: float = 30.0) -> None:
+    """Waits until all are gone; fails with those that are left."""
+    until_s = time.monotonic() + limit_s
     while alive := [describe(p) for p in processes if is_alive(p)]:
-        assert time.monotonic() - started_s < limit_s, f"after {limit_s:g} s: {alive}"
+        assert time.monotonic() < until_s, f"after {limit_s:g} s: {alive}"
         await asyncio.sleep(0.05)
-    return time.monotonic() - started_s
 
 
 def descendants(pid: int) -> list[psutil.Process]:

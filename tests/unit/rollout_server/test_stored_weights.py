@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,10 +307,8 @@ def test_storage_that_hangs_is_named_with_its_limit(
         "fsspec.implementations.local.LocalFileSystem.cat_file",
         lambda *_, **__: release.wait(60) and b"",
     )
-    began_s = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"within 1 s \(weights.storage_deadline_s\)"):
         server.fetch(manifest, NEVER)
-    assert time.monotonic() - began_s < 20
     release.set()
 
 

@@ -27,6 +27,7 @@ from slipstream.client.stopping import stop_signal
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import QueueError, RunFailed
 from slipstream.core.exit_codes import FAILED
+from slipstream.core.machine.owned_folder import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials
@@ -103,6 +104,8 @@ class RunProcesses:
         if self._trainers is not None:
             await self._trainers.stop(grace_s)
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
+        # Killed processes leave their sockets, and those of their engines.
+        await asyncio.to_thread(remove_abandoned)
 
     def start_controller(self, *, num_servers: int) -> None:
         """Starts the controller; this command starts `num_servers` rollout servers beside it."""

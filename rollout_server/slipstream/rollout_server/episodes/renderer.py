@@ -83,7 +83,6 @@ class Renderer:
                 f"model.path: the tokenizer in {folder} has no chat template: name a file with one "
                 "in rollout_server.chat_template"
             )
-        self._special = frozenset(self._tokenizer.get_added_vocab().values())
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
         # The members of a group have the same prompt.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)

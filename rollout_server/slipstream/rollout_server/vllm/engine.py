@@ -7,6 +7,7 @@ Waits for: the engine process. Unblocked by: its answers, a cancelled request, o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import os
@@ -17,6 +18,7 @@ from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.weights_section import StageSetting
 from slipstream.core.types import LogprobArray, PolicyVersion
+from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     EngineUse,
@@ -46,6 +48,7 @@ from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
@@ -69,6 +72,8 @@ class VllmEngine:
         answer_limit_s: float = ANSWER_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
+        # Closed when the engine's processes are gone.
+        self._files = contextlib.ExitStack()
         self._llm, self._processes, self._adapters = llm, processes, adapters
         self._silence_limit_s = silence_limit_s
         self._pauses = EnginePause(
@@ -81,6 +86,17 @@ class VllmEngine:
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
         """Starts the engine processes and pauses the engine; blocks the event loop meanwhile."""
+        with contextlib.ExitStack() as files:
+            folder = files.enter_context(process.engine_folder())
+            for executor in (uniproc_executor, multiproc_executor):
+                # vLLM's own name lies beside all others in the temporary folder.
+                executor.get_file_store_init_method = lambda: f"file://{folder}/store"
+            engine = await cls._start(config, seed)
+            engine._files = files.pop_all()
+        return engine
+
+    @classmethod
+    async def _start(cls, config: Config, seed: int) -> VllmEngine:
         before = set(psutil.Process().children(recursive=True))
         settings = engine_config(config, seed)
         # On CPU the line above chose "spawn" for the sake of thread binding, which is off. Forked
@@ -285,8 +301,10 @@ class VllmEngine:
         self._workers.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
-        for process in alive:
-            process.kill()
+        for each in alive:
+            each.kill()
+        psutil.wait_procs(alive, timeout=_EXIT_LIMIT_S)
+        self._files.close()
         # The finalisers of vLLM's client log errors when they run after those of vLLM's modules.
         gc.unfreeze()
         del self._llm

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from slipstream.client.launch.run_calls import RunCalls, end_in_order
 from slipstream.client.launch.run_processes import RunProcesses
 from slipstream.client.terminal import this_command
 from slipstream.core.errors import RunFailed
+from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
@@ -61,6 +63,20 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
         await grpc_server.stop(None)
     cause = "rollout server server-0 cannot be started: No such file or directory"
     assert (request.reason, request.failed) == (cause, True)
+
+
+async def test_what_a_killed_server_has_left_is_removed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "slipstream-sockets-abcdefgh"
+    left.mkdir(mode=0o700)
+    used = OwnedFolder("sockets")
+    async with RunProcesses(config_of(tmp_path), OPEN, Placement()):
+        pass
+    assert not left.exists()
+    assert used.path.exists()
+    used.close()
 
 
 def deaf_config(tmp_path: Path) -> Config:

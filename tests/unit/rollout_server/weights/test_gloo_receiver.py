@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -20,7 +19,8 @@ INCOMING = Incoming(tuple(layout_from_pb(LAYOUT)), LONG_S, own_buffers=True)
 
 
 def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
-    sender = GlooSender("members-1")
+    # Beyond the limit of the test itself.
+    sender = GlooSender("members-1", deadline_s=3600.0)
     errors: list[RuntimeError] = []
 
     def send() -> None:
@@ -34,10 +34,8 @@ def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
     transport = GlooReceiver(Seat(sender.communicator, 1, LONG_S), torch.device("cpu"))
     buckets = transport.receive(INCOMING)
     assert torch.equal(next(buckets).view(torch.float32), WEIGHTS["a"])
-    started_s = time.monotonic()
     transport.close()
     sending.join(LONG_S)
     assert len(errors) == 1
-    assert time.monotonic() - started_s < LONG_S / 2
     with pytest.raises(WeightSyncError, match="the communicator was left"):
         next(buckets)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -13,15 +12,14 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import Grant
 from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import MAX_GRANTS_IN_A_PASS, Scheduler
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
 from support.fakes.fake_trajectories import GOOD
+from support.rigs.counted_work import counted
 from support.rigs.lease_rig import Rig
 
 NUM_RUNS = 150
-# Processor time of a pass, however busy the machine is.
-LONGEST_S = 0.05
 
 
 class PlainScheduler(Scheduler):
@@ -243,21 +241,31 @@ async def test_a_pass_grants_what_the_plain_rule_grants(tmp_path: Path) -> None:
     assert all(seen[WORDS[wait]] > 2 for wait in waits), seen
 
 
-async def test_a_pass_over_a_big_fleet_is_short_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal") as journal:
-        sizes = {"group_size": 16, "groups_per_step": 512, "max_staleness": 1}
-        rig = Rig(tmp_path, journal, algorithm=sizes, queue={"max_bytes": 1 << 40})
-        for number in range(512):
+async def lines_of_passes(folder: Path, num_servers: int) -> list[int]:
+    """The work of each pass that leases two groups to each server of an idle fleet."""
+    lines: list[int] = []
+    with Journal(folder / "journal") as journal:
+        sizes = {"group_size": 16, "groups_per_step": num_servers, "max_staleness": 1}
+        rig = Rig(folder, journal, algorithm=sizes, queue={"max_bytes": 1 << 40})
+        for number in range(num_servers):
             rig.serving(f"s{number}", 0, max_episodes=64)
-        passes_s = []
         while True:
-            started_s = time.thread_time()
-            durable = rig.scheduler.lease_all()
-            passes_s.append(time.thread_time() - started_s)
+            before = len(rig.book.groups)
+            with counted() as work:
+                durable = rig.scheduler.lease_all()
             if durable is None:
                 break
+            assert len(rig.book.groups) - before <= MAX_GRANTS_IN_A_PASS
+            lines.append(work.num_lines)
             await durable
-        assert len(rig.book.groups) == 1024
+        assert len(rig.book.groups) == 2 * num_servers
         # A holder has two groups of 16 before another one has three.
         assert set(rig.book.groups_by_holder().values()) == {2}
-        assert sorted(passes_s)[len(passes_s) // 2] < LONGEST_S, passes_s
+    return lines
+
+
+async def test_a_pass_over_a_big_fleet_is_short_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    small, large = [await lines_of_passes(tmp_path / str(number), number) for number in (128, 512)]
+    assert len(large) > len(small) > 1
+    # A pass looks at each server a few times, and not again for each lease.
+    assert max(large) < 3 * max(small)

