@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import statistics
 
 import grpc.aio
@@ -12,6 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client import Client
 from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.errors import ConfigError
@@ -289,6 +292,49 @@ async def test_a_run_whose_only_environment_always_fails_says_why(tmp_path):
     assert summary["code"] == 1
     assert "ValueError: broken" in summary["cause"]
     assert "e" in summary["cause"]
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (None, "RuntimeError: it returned"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (ValueError("no lease"), "ValueError: no lease"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
+    tmp_path, monkeypatch, end, cause
+):
+    async def lease_forever(self, **_):
+        await asyncio.sleep(0.1)
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(Scheduler, "lease_forever", lease_forever)
+    config = make_config(tmp_path)
+    address = config.controller.address
+    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    assert (summary["code"], summary["state"]) == (1, "failed")
+    assert summary["cause"] == f"task scheduler of the controller ended: {cause}"
+
+
+async def test_the_error_of_a_publish_fails_the_run_with_the_name_of_its_task(
+    tmp_path, monkeypatch
+):
+    async def _follow(self, *_):
+        raise KeyError("no such publish")
+
+    monkeypatch.setattr(Deliveries, "_follow", _follow)
+    config = make_config(tmp_path)
+    address = config.controller.address
+    summary = await play(
+        config, FakeServer(address), trainer=FakeTrainer(address), wait_for_trainer=False
+    )
+    assert summary["state"] == "failed"
+    assert re.fullmatch(
+        "task .*_follow of the controller ended: KeyError: 'no such publish'", summary["cause"]
+    )
 
 
 async def test_an_environment_that_no_server_can_load_fails_the_run(tmp_path):
