@@ -149,6 +149,7 @@ class Controller:
             max_staleness=algorithm.max_staleness,
             num_steps=config.run.steps,
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
+            min_group_share=config.controller.min_group_share,
         )
         curricula = {e.name: e.curriculum for e in config.environments if e.curriculum}
         self._environments = EnvironmentBook(
