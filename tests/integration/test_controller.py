@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import statistics
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Failure, FailureKind, PolicyVersion
 from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.rich_errors import Reason, error_info
@@ -313,6 +316,49 @@ async def test_a_run_whose_only_environment_always_fails_says_why(tmp_path):
     assert "e" in summary["cause"]
 
 
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (None, "RuntimeError: it returned"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (ValueError("no lease"), "ValueError: no lease"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
+    tmp_path, monkeypatch, end, cause
+):
+    async def lease_forever(self, **_):
+        await asyncio.sleep(0.1)
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(Scheduler, "lease_forever", lease_forever)
+    config = make_config(tmp_path)
+    address = config.controller.address
+    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    assert (summary["code"], summary["state"]) == (1, "failed")
+    assert summary["cause"] == f"task scheduler of the controller ended: {cause}"
+
+
+async def test_the_error_of_a_publish_fails_the_run_with_the_name_of_its_task(
+    tmp_path, monkeypatch
+):
+    async def _follow(self, *_):
+        raise KeyError("no such publish")
+
+    monkeypatch.setattr(Deliveries, "_follow", _follow)
+    config = make_config(tmp_path)
+    address = config.controller.address
+    summary = await play(
+        config, FakeServer(address), trainer=FakeTrainer(address), wait_for_trainer=False
+    )
+    assert summary["state"] == "failed"
+    assert re.fullmatch(
+        "task .*_follow of the controller ended: KeyError: 'no such publish'", summary["cause"]
+    )
+
+
 async def test_an_environment_that_no_server_can_load_fails_the_run(tmp_path):
     config = make_config(tmp_path)
     trainer = FakeTrainer(config.controller.address)
@@ -580,7 +626,7 @@ async def test_a_task_that_never_makes_progress_is_set_aside(tmp_path):
         tmp_path, run__steps=4, controller__lease_timeout_s=1.5, controller__max_attempts=2
     )
     server = FakeServer(config.controller.address)
-    server.hangs = lambda lease, member, attempt: lease.group_id == "g000001" and member == 2
+    server.hangs = lambda lease, member, attempt: lease.group_id == "g000001" and member > 0
     summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
     assert summary["steps"] == 4
     records = read_records(config.run_dir / "journal")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from slipstream.core.errors import RunFailed
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 from support.fakes.fake_server import OPEN, FakeServer
@@ -334,3 +334,36 @@ async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "lost", "cause"),
+    [
+        (1, "batch", "journal/batches/step-000005.pb is of step 6"),
+        (STEPS, "step", "checkpoints/step-000006 is of version 6"),
+        (1, "step", ""),
+    ],
+)
+async def test_a_journal_that_lost_whole_lines_at_its_end_is_refused(
+    tmp_path, version, lost, cause
+):
+    config = make_config(tmp_path, run__steps=STEPS)
+    address = config.controller.address
+    await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    folder, log = config.run_dir, config.run_dir / "journal" / "journal.log"
+    save_checkpoint(folder / "checkpoints", version)
+    # The last record of the kind goes, with all lines behind it; where batches are newer too, two.
+    lines = log.read_bytes().splitlines(keepends=True)
+    places = [number for number, line in enumerate(lines) if f'"kind":"{lost}"'.encode() in line]
+    log.write_bytes(b"".join(lines[: places[-2 if lost == "batch" else -1]]))
+    if not cause:
+        summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+        assert (summary["steps"], summary["ledger"]["difference"]) == (STEPS, 0)
+        return
+    with pytest.raises(ConfigError) as caught:
+        await Controller(config, OPEN).run()
+    ends = "holds 4 batches" if lost == "batch" else "ends at version 5"
+    assert str(caught.value) == (
+        f"{folder / cause}, but {log} {ends}: lines at its end are lost; put it back from a copy "
+        "of the run, or begin anew with another run.name"
+    )

@@ -83,18 +83,20 @@ async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(
     assert summary["ledger"]["difference"] == 0
 
 
-async def test_a_task_that_is_quarantined_at_every_attempt_is_set_aside(tmp_path):
+async def test_a_group_goes_on_without_a_member_that_is_quarantined_at_every_attempt(tmp_path):
     config = make_config(tmp_path, run__steps=4)
     server = FakeServer(config.controller.address)
     server.spoil = lambda t: above_zero(t) if (t.task_index, t.member) == (3, 0) else t
     trainer = FakeTrainer(config.controller.address)
     summary = await play(config, server, trainer=trainer)
     assert summary["steps"] == 4
-    assert 3 not in {t.task_index for batch in trainer.batches for t in batch}
+    trained = {(t.task_index, t.member) for batch in trainer.batches for t in batch}
+    assert (3, 0) not in trained
+    assert {(3, 1), (3, 2), (3, 3)} <= trained
     records = list(read_records(config.run_dir / "journal"))
-    causes = [r["cause"] for r in records if r["kind"] == "set_aside"]
+    causes = [r["cause"] for r in records if r["kind"] == "gave_up"]
     assert causes[0] == "quarantined: a log-probability is 0.25, above 0"
-    first = next(r["group"] for r in records if r["kind"] == "set_aside")
+    first = next(r["group"] for r in records if r["kind"] == "gave_up")
     attempts = [r["id"] for r in records if r["kind"] == "end" and r["end"] == "quarantined"]
     assert [i.split(".")[:3] for i in attempts if i.startswith(first)] == [
         [first, "0", str(attempt)] for attempt in range(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -40,6 +41,29 @@ class Odd:
                 deadline_s = time.monotonic() + 60
                 while time.monotonic() < deadline_s:
                     pass
+            case "swallow" | "swallow all":
+                swallowed = Exception if self._what == "swallow" else BaseException
+                deadline_s = time.monotonic() + 60
+                while time.monotonic() < deadline_s:
+                    try:
+                        while time.monotonic() < deadline_s:
+                            pass
+                    except swallowed:
+                        pass
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "generator exit":
+                raise GeneratorExit
+            case "mute error":
+                raise MuteError
+            case "mute":
+                return Mute()
+            case "number":
+                return Number()
+            case "huge":
+                return 10**5000
+            case "text":
+                return "x" * 10_000
             case "float":
                 return 1.0
             case "true":
@@ -47,6 +71,25 @@ class Odd:
             case "outside":
                 return tasks.num_tasks
         return -1
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+class Number(int):
+    """No number can be compared with it."""
+
+    def __le__(self, other: object) -> bool:
+        raise GeneratorExit
+
+    __ge__ = __lt__ = __gt__ = __le__
 
 
 class Refusing:

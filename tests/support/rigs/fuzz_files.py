@@ -58,6 +58,7 @@ RECORDS = (
         "server": "s",
         "epoch": 7,
     },
+    {"kind": "gave_up", "group": "g000003", "members": [1], "cause": "x"},
     {"kind": "closed", "group": "g000001", "how": "filtered", "solved": True, "reward": 1.0},
     {"kind": "set_aside", "group": "g000002", "task": 2, "cause": "x"},
     {

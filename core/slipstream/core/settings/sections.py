@@ -57,7 +57,8 @@ class EnvironmentSection(Section):
     reference: Reference
     # Keyword arguments of the class.
     args: dict[str, JsonValue] = {}
-    # Share of the trained groups, relative to the other environments' weights.
+    # Share of the trained groups, relative to the other environments' weights; within twice that
+    # share of the leases where many groups fail or are filtered.
     weight: float = Field(1.0, gt=0)
     # Limit of one reset or step of the environment.
     timeout_s: Seconds = 60.0
@@ -88,13 +89,17 @@ class ControllerSection(Section):
     # Silence after which the controller takes a rollout server for dead. Time in which the
     # controller itself did not run does not count.
     heartbeat_timeout_s: Silence = 5.0
-    # Attempts at an episode before its task is set aside.
+    # Attempts at an episode before its group goes on without it.
     max_attempts: Positive = 3
+    # Share of a group that must finish, at least two members. A group of which more have had their
+    # last attempt is set aside; any other is trained with the members that finished.
+    min_group_share: float = Field(0.5, gt=0, le=1)
     # Time of serving in which some episode of a leased group must end; else the controller takes
     # the group back and leases it elsewhere, which counts as an attempt.
     lease_timeout_s: Silence = 3600.0
-    # Consecutive failed groups before their environment is suspended.
-    max_failed_groups: Positive = 8
+    # Number of an environment's newest groups that must all have been set aside for it to be
+    # suspended: the newest in the order of their leases, and none of them still open.
+    max_failed_groups: Positive = 32
     # Consecutive batches that may be set aside because the trainer cannot train them; the next one
     # fails the run. 0: the first one does.
     max_set_aside_batches: int = Field(3, ge=0)

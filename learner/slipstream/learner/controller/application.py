@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any, TypeVar
 
 import grpc.aio
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
@@ -48,6 +52,7 @@ from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.trajectories.receivers import open_receiver
 from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.bounds import one_line
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -67,6 +72,54 @@ GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
 # Least time between two looks at the files of results, which ask the disk.
 LOOK_S = 0.05
+# Characters of the cause for which a task of the controller ended.
+MAX_CAUSE = 500
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RunTasks(asyncio.TaskGroup):
+    """The tasks of a controller; one that ends with an error fails the run and ends no other."""
+
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        """`fail` gets the name of a task and the error with which it ended."""
+        super().__init__()
+        self._fail = fail
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        """Makes a task whose error cancels those that await it."""
+        name = name or str(getattr(coro, "__qualname__", coro))
+        return super().create_task(self._told(coro, name), name=name, context=context)
+
+    @staticmethod
+    async def lasting(coro: Coroutine[Any, Any, None]) -> None:
+        """Awaits what ends only when it is cancelled; its return is an error too."""
+        await coro
+        raise RuntimeError("it returned")
+
+    async def _told(self, coro: Coroutine[Any, Any, T], name: str) -> T:
+        try:
+            return await coro
+        except BaseException as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            if isinstance(error, SlipstreamError):
+                self._fail(str(error))
+            else:
+                kind = type(error).__name__
+                log.exception("task %s", name)
+                said = one_line(": ".join(filter(None, (kind, str(error)))), MAX_CAUSE)
+                self._fail(f"task {name} of the controller ended: {said}")
+            raise asyncio.CancelledError from None
 
 
 class Controller:
@@ -96,6 +149,7 @@ class Controller:
             max_staleness=algorithm.max_staleness,
             num_steps=config.run.steps,
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
+            min_group_share=config.controller.min_group_share,
         )
         curricula = {e.name: e.curriculum for e in config.environments if e.curriculum}
         self._environments = EnvironmentBook(
@@ -123,7 +177,7 @@ class Controller:
             receiver = AccountedReceiver(
                 await open_receiver(stack, server, journal, history, self._run)
             )
-            async with asyncio.TaskGroup() as tasks:
+            async with RunTasks(self._progress.fail) as tasks:
                 books = Books(
                     self._book, self._environments, self._fleet, journal, self._ledger, receiver
                 )
@@ -135,13 +189,16 @@ class Controller:
                 for warning in self._config.algorithms.staleness_warnings:
                     self._run.events.add(warning, Severity.WARNING)
                 background = [
-                    tasks.create_task(self._intake.consume(), name="intake"),
-                    tasks.create_task(self._endings.flush(), name="flush"),
-                    tasks.create_task(self._scheduler.lease_forever(), name="scheduler"),
-                    tasks.create_task(self._watch.watch_forever(), name="watch"),
-                    tasks.create_task(self._checkpoints.watch_forever(), name="checkpoints"),
-                    tasks.create_task(self._stored.run_forever(), name="storage"),
-                    tasks.create_task(self._evaluator.run_forever(), name="evaluator"),
+                    tasks.create_task(tasks.lasting(lasting), name=name)
+                    for name, lasting in {
+                        "intake": self._intake.consume(),
+                        "flush": self._endings.flush(),
+                        "scheduler": self._scheduler.lease_forever(),
+                        "watch": self._watch.watch_forever(),
+                        "checkpoints": self._checkpoints.watch_forever(),
+                        "storage": self._stored.run_forever(),
+                        "evaluator": self._evaluator.run_forever(),
+                    }.items()
                 ]
                 await self._until_over()
                 await self._wind_down()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError
-from slipstream.core.run_folder import check_journal_not_lost
+from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.busy_seconds import BusySeconds
@@ -23,6 +23,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,30 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
     start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history(itertools.chain([] if first is None else [first], records, [start]))
+    _check_end(journal, history, folder)
     journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
     run.progress.begin(history.run_id, _bytes_of(key), history.version)
     return history
+
+
+def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
+    """Raises ConfigError when the newest checkpoint or batch is newer than the journal.
+
+    A crash leaves no version and at most one batch without a record.
+    """
+    version, num_batches, newer = history.version.step, history.next_step, ""
+    saved = max(complete_steps(folder.parent / CHECKPOINTS), default=0)
+    step, attempt = max(journal.kept_batches(), default=(0, 0))
+    if saved > version:
+        path = checkpoint_path(folder.parent / CHECKPOINTS, saved)
+        newer, ends = f"{path} is of version {saved}", f"ends at version {version}"
+    elif step > num_batches:
+        path = journal.path(step, attempt)
+        newer, ends = f"{path} is of step {step + 1}", f"holds {num_batches} batches"
+    if newer:
+        log = folder / JOURNAL_LOG
+        raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
 
 
 def _bytes_of(key: str) -> bytes:

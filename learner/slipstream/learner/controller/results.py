@@ -58,6 +58,9 @@ class Results:
                 "leased_groups": float(len(books.leases.training_groups())),
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
+                "missing_members": float(
+                    max(books.leases.group_size * len(batch.groups) - len(batch.trajectories), 0)
+                ),
                 "filtered_groups": float(self._intake.group_filter.by_step[batch.step]),
                 "set_aside_batches": float(self._former.num_set_aside),
                 "quarantined_trajectories": float(self._intake.inspector.quarantine.total),

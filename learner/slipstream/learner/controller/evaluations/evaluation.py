@@ -265,13 +265,13 @@ class Evaluator:
                 episodes.append(EvaluatedEpisode.of(group.finished[0]))
                 self._intake.end_evaluated(group)
                 del round_.running[group_id]
+            elif group_id not in self._book.groups:
+                round_.failed[group.environment] += 1
+                del round_.running[group_id]
             elif group.holder is None:
                 # The server handed the lease back.
                 self._intake.start_afresh(group)
                 round_.waiting.append((group.environment, group.task_index))
-                del round_.running[group_id]
-            elif group_id not in self._book.groups:
-                round_.failed[group.environment] += 1
                 del round_.running[group_id]
 
     def _finish(self, round_: Round) -> None:

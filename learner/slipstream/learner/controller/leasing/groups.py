@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ class Group:
     deadline_step: int
     holder: ServerKey | None
     finished: dict[int, Trajectory] = field(default_factory=dict)
+    # Members that had their last attempt: the group goes on without them.
+    failed: set[int] = field(default_factory=set)
     # The last attempt that ended, by member.
     attempts: dict[int, int] = field(default_factory=dict)
     # First attempt of the present lease; first attempt that no closed lease has begun.
@@ -46,18 +49,19 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every member is back with a reward."""
-        return len(self.finished) == self.size
+        """Whether every member is back with a reward or had its last attempt."""
+        return self.num_missing == 0
 
     @property
     def missing(self) -> list[int]:
-        """The members that are not back yet."""
-        return [member for member in range(self.size) if member not in self.finished]
+        """The members that are to come back."""
+        over = self.finished.keys() | self.failed if self.failed else self.finished
+        return [member for member in range(self.size) if member not in over]
 
     @property
     def num_missing(self) -> int:
-        """Number of members that are not back yet."""
-        return self.size - len(self.finished)
+        """Number of members that are to come back."""
+        return self.size - len(self.finished) - len(self.failed)
 
     @property
     def num_running(self) -> int:
@@ -135,6 +139,15 @@ class GroupIds:
         return GroupId(f"e{self._starts}-{self._next_evaluation - 1:06d}")
 
 
+def fewest_members(size: int, share: float) -> int:
+    """Returns the number of members of a group of `size` that must finish: `share`, at least 2.
+
+    An advantage that compares the members of a group needs two of them.
+    """
+    # Rounded, since 0.1 * 30 is a little more than 3.
+    return max(math.ceil(round(share * size, 9)), min(2, size))
+
+
 def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
     """Returns the group of an earlier start's record; it waits for a server."""
     allowed = range(record.num_leases * attempts_per_lease)
@@ -147,6 +160,7 @@ def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
         size=size,
         deadline_step=record.deadline_step,
         holder=None,
+        failed=record.failed.intersection(range(size)),
         attempts=dict(record.attempts),
         allowed=dict.fromkeys(record.epochs, allowed),
     )
@@ -161,8 +175,8 @@ class Fate(Enum):
     COMPLETED_GROUP = "completed group"
     # The member runs again.
     RETRIED = "retried"
-    # The member failed for the last time: the group is over.
-    SET_ASIDE = "set aside"
+    # The member had its last attempt.
+    FAILED = "failed"
     CANCELLED = "cancelled"
     # The member is finished already, or the group is over.
     SUPERSEDED = "superseded"

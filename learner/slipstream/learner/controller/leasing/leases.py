@@ -5,14 +5,22 @@ Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from slipstream.core import staleness
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
 from slipstream.learner.controller.leasing.closing_leases import ClosingLeases
-from slipstream.learner.controller.leasing.groups import Fate, Group, GroupIds, reopened
+from slipstream.learner.controller.leasing.groups import (
+    Fate,
+    Group,
+    GroupIds,
+    fewest_members,
+    reopened,
+)
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.servers.server_states import ServerKey
 
 
@@ -32,13 +40,14 @@ class LeaseBook:
         max_staleness: int,
         num_steps: int,
         attempts_per_lease: int,
+        min_group_share: float = 1.0,
     ) -> None:
         self.groups_per_step = groups_per_step
         self.group_size = group_size
         # Bound for new leases; deliveries are checked against `algorithm.max_staleness`.
         self.max_staleness = max_staleness
         self.num_steps = num_steps
-        self._attempts_per_lease = attempts_per_lease
+        self._attempts_per_lease, self._min_share = attempts_per_lease, min_group_share
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
@@ -150,9 +159,12 @@ class LeaseBook:
         if not trajectory.will_retry:
             self.closing.end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
-        if group is None or trajectory.member >= group.size or trajectory.member in group.finished:
-            return Fate.SUPERSEDED
         member = trajectory.member
+        if group is None or member >= group.size or member in group.finished:
+            return Fate.SUPERSEDED
+        if member in group.failed:
+            # Late, from a lease that is over.
+            return Fate.SUPERSEDED
         group.note_attempt(member, trajectory.attempt)
         may_end = group.may_end(trajectory.server_epoch, trajectory.attempt)
         if trajectory.has_reward:
@@ -169,7 +181,29 @@ class LeaseBook:
             return Fate.CANCELLED if trajectory.failure is None else Fate.RETRIED
         group.ended.add(member)
         self._hand_back(group)
-        return Fate.CANCELLED if trajectory.failure is None else Fate.SET_ASIDE
+        return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
+
+    def give_up(self, group: Group, members: Collection[int]) -> bool:
+        """Lets a group go on without `members`; False, and no change, if too few would be left."""
+        left = group.size - len(group.failed.union(members))
+        if left < fewest_members(group.size, self._min_share):
+            return False
+        if still_run := set(members).intersection(group.running):
+            self.closing.keep(group, still_run)
+        group.failed.update(members)
+        self._hand_back(group)
+        return True
+
+    def oldest_open(self, environment: str) -> float:
+        """The smallest number of an environment's groups that are not complete; inf: all are."""
+        return min(
+            (
+                group_number(group.group_id) or 0
+                for group in self.training_groups()
+                if group.environment == environment and not group.is_complete
+            ),
+            default=math.inf,
+        )
 
     def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
         """Notes a quarantined trajectory; returns its group if the member must run again.

@@ -41,6 +41,8 @@ class OpenGroup:
     deadline_step: int
     # The last attempt that ended, by member.
     attempts: dict[int, int] = field(default_factory=dict)
+    # Members that had their last attempt.
+    failed: set[int] = field(default_factory=set)
     # Epochs of the servers that the group was leased to.
     epochs: set[int] = field(default_factory=set)
     num_leases: int = 1
@@ -73,7 +75,9 @@ class EnvironmentHistory:
     """Counts of an environment's groups, and results of its tasks."""
 
     next_number: int = 0
+    # Groups that were in a batch or filtered; those of them that were filtered.
     accepted: int = 0
+    filtered: int = 0
     failed: int = 0
     results: TaskResults = field(default_factory=TaskResults)
 
@@ -159,6 +163,9 @@ class RunHistory:
                 results.note(GroupId(record["group"]), record["task"], record["reward"])
             case "end":
                 self._end(record)
+            case "gave_up":
+                if (group := self.open_groups.get(GroupId(record["group"]))) is not None:
+                    group.failed.update(record["members"])
             case "set_aside" | "closed":
                 self._close(record)
             case "batch":
@@ -239,6 +246,7 @@ class RunHistory:
             history.failed += 1
         elif record["how"] == "filtered":
             history.accepted += 1
+            history.filtered += 1
             solved, reward = record.get("solved", False), record.get("reward", 0.0)
             self.filtered.add(group.environment, reward, solved=solved)
             self.filtered_groups[self.next_step] += 1

@@ -31,6 +31,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     "evaluation_lease": _SERVER,
     "result": {"group": str, "environment": str, "task": int, "reward": _NUMBER},
     "end": {"id": str},
+    "gave_up": {"group": str, "members": [int]},
     "set_aside": {"group": str},
     "closed": {"group": str, "how": str},
     "batch": {"step": int, "batch_id": str, "crc32": int, "groups": [str], "tokens": _TOKENS},

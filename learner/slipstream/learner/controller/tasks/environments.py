@@ -1,6 +1,6 @@
 """The environments of a run: their states, and the choice of the next environment and task.
 
-Weights govern leased and accepted groups: the environment furthest behind its share is next.
+Weights govern leased and trained groups: the environment furthest behind its share is next.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ MAX_SHUFFLED_TASKS = 1_000_000
 MAX_TOLD_CAUSES = 3
 # Tasks in a row with too long a prompt that suspend an environment; if it has fewer, all of them.
 MAX_SKIPPED_TASKS = 1000
+# Groups that an environment may end for one that is trained and still get its share of these: where
+# more fail or are filtered, it would else take the leases of all others.
+MAX_ENDED_PER_TRAINED = 2
 # Tasks in a row that a curriculum passes over at most.
 MAX_PASSED_OVER = 1000
 
@@ -46,8 +49,11 @@ class EnvironmentEntry:
     client_episodes: int | None = None
     groups_leased: int = 0
     groups_accepted: int = 0
+    # Accepted groups that dynamic sampling left out of batches.
+    groups_filtered: int = 0
     groups_failed: int = 0
-    failed_in_a_row: int = 0
+    # Number of each group that failed since one was complete.
+    failed_in_a_row: list[int] = field(default_factory=list)
     # Number of tasks skipped because their prompt is too long.
     tasks_skipped: int = 0
     skipped_in_a_row: int = 0
@@ -56,6 +62,8 @@ class EnvironmentEntry:
     told_ends: set[str] = field(default_factory=set)
     # What agents asked for in vain, as far as events told it.
     told_ignored: set[str] = field(default_factory=set)
+    # Whether an event told that a group goes on without some of its members.
+    told_partial: bool = False
     # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
@@ -82,8 +90,10 @@ class EnvironmentEntry:
 
     @property
     def share(self) -> float:
-        """Leased and accepted groups divided by the weight, plus the head start."""
-        dealt = self.groups_accepted + self.groups_leased
+        """Leased and trained groups divided by the weight, plus the head start."""
+        trained = self.groups_accepted - self.groups_filtered
+        ended = self.groups_accepted + self.groups_failed
+        dealt = self.groups_leased + max(trained, ended / MAX_ENDED_PER_TRAINED)
         return self.head_start + dealt / self.spec.weight
 
     def runs_on(self, key: ServerKey) -> bool:
@@ -156,6 +166,7 @@ class EnvironmentBook:
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
             entry.next_number = earlier.next_number
             entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed
+            entry.groups_filtered = earlier.filtered
             self.entries[spec.name] = entry
             return entry
         shares = [other.share for other in self.training() if other.is_ready]
@@ -297,21 +308,37 @@ class EnvironmentBook:
             entry.loaded_on.discard(key)
             entry.failed_on.pop(key, None)
 
-    def group_ended(self, name: str, *, cause: str | None) -> bool:
-        """Counts an accepted (`cause` None) or set-aside group; True when that suspends it."""
+    def group_complete(self, name: str) -> None:
+        """Notes that a group is complete: its environment works."""
+        entry = self.entries.get(name)
+        if entry is not None:
+            entry.failed_in_a_row.clear()
+            entry.skipped_in_a_row = 0
+
+    def group_accepted(self, name: str, *, is_filtered: bool = False) -> None:
+        """Counts a complete group that came into a batch, or that was filtered."""
+        self.group_withdrawn(name)
+        entry = self.entries.get(name)
+        if entry is not None:
+            entry.groups_accepted += 1
+            entry.groups_filtered += is_filtered
+
+    def group_failed(self, name: str, number: int, cause: str, *, oldest_open: float) -> bool:
+        """Counts a set-aside group; True when that suspends its environment.
+
+        `number` is its place among all leases, `oldest_open` that of the environment's first group
+        that has not ended. What failed after that one says nothing yet: failures come first.
+        """
+        self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:
             return False
-        entry.groups_leased = max(entry.groups_leased - 1, 0)
-        if cause is None:
-            entry.groups_accepted += 1
-            entry.failed_in_a_row = entry.skipped_in_a_row = 0
-            return False
         entry.groups_failed += 1
-        entry.failed_in_a_row += 1
+        entry.failed_in_a_row.append(number)
         entry.cause = cause
-        if entry.failed_in_a_row >= self._max_failed_groups and entry.is_ready:
-            entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
+        decided = sum(each < oldest_open for each in entry.failed_in_a_row)
+        if decided >= self._max_failed_groups and entry.is_ready:
+            self.suspend(entry, cause)
             return True
         return False
 

@@ -66,7 +66,7 @@ def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
         step=batch.step,
         batch_id=batch.batch_id,
         num_groups=len(batch.groups),
-        num_trajectories=sum(group.size for group in batch.groups),
+        num_trajectories=sum(len(group.finished) for group in batch.groups),
     )
 
 
@@ -87,7 +87,9 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
                 holder=None,
             )
         group.finished[trajectory.member] = trajectory
-        group.size += 1
+    for group in groups.values():
+        group.size = max(group.finished) + 1
+        group.failed = set(range(group.size)) - group.finished.keys()
     return FormedBatch(message.header.step, message.header.batch_id, tuple(groups.values()))
 
 

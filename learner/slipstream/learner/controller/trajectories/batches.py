@@ -101,15 +101,20 @@ class BatchFormer:
         }
         for batch in files.values():
             message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
-            for trajectory in from_record(message).trajectories:
-                group = self._book.groups.get(trajectory.group_id)
-                if group is None or trajectory.trajectory_id in history.ended:
+            for recorded in from_record(message).groups:
+                group = self._book.groups.get(recorded.group_id)
+                if group is None:
                     continue
-                key = ServerKey(trajectory.server_id, trajectory.server_epoch)
-                tokens = trajectory.num_sampled_tokens
-                if self._ledger.receive(key, trajectory.trajectory_id, tokens):
-                    group.finished[trajectory.member] = trajectory
-                    group.attempts[trajectory.member] = trajectory.attempt
+                # It was complete when it came into its batch.
+                group.failed = set(range(group.size)) - recorded.finished.keys()
+                for member, trajectory in recorded.finished.items():
+                    key = ServerKey(trajectory.server_id, trajectory.server_epoch)
+                    tokens = trajectory.num_sampled_tokens
+                    if trajectory.trajectory_id not in history.ended and self._ledger.receive(
+                        key, trajectory.trajectory_id, tokens
+                    ):
+                        group.finished[member] = trajectory
+                        group.attempts[member] = trajectory.attempt
 
     def trainer_joined(self) -> None:
         """Notes a new trainer, which has no batch and has reported nothing."""
@@ -167,7 +172,7 @@ class BatchFormer:
 
     async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
         for group in batch.groups:
-            self._environments.group_ended(group.environment, cause=None)
+            self._environments.group_accepted(group.environment)
         try:
             self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
         except RunFailed as failure:

@@ -58,7 +58,7 @@ class GroupFilter:
         self._newest.add(group.environment, mean, solved=solved)
         self.by_step[step] += 1
         self._book.remove(group.group_id)
-        self._environments.group_ended(group.environment, cause=None)
+        self._environments.group_accepted(group.environment, is_filtered=True)
         cause = "all rewards of its group are equal"
         self._journal.append(
             "closed",

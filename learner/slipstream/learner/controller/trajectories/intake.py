@@ -29,6 +29,7 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.group_filter import GroupFilter
@@ -112,7 +113,7 @@ class Intake:
         limit = self._run.config.controller.max_attempts
         if group is not None and group.setbacks[name.member] >= limit:
             failure = Failure(FailureKind.INFRASTRUCTURE, f"quarantined: {cause}")
-            self._set_aside(group, name.member, failure)
+            self._give_up(group, [name.member], failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
         """Takes groups out of the run: servers stop them, and finished members are cancelled."""
@@ -132,34 +133,34 @@ class Intake:
         self._cancel_members(group, "its task is leased afresh")
 
     def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
-        """Sets groups aside after `controller.max_attempts` lost servers; returns the others."""
+        """Gives up members that lost `controller.max_attempts` servers; returns the open groups."""
         limit = self._run.config.controller.max_attempts
-        kept = []
         for group in groups:
-            member, lost = max(group.setbacks.items(), key=lambda item: item[1], default=(0, 0))
-            if lost < limit:
-                kept.append(group)
-            elif group.purpose is Purpose.TRAINING:
+            gone = [member for member in group.missing if group.setbacks[member] >= limit]
+            if gone and group.purpose is Purpose.TRAINING:
+                lost = max(group.setbacks[member] for member in gone)
                 cause = f"its rollout server was lost, {lost} times"
-                self._set_aside(group, member, Failure(FailureKind.INFRASTRUCTURE, cause))
-        return kept
+                self._give_up(group, gone, Failure(FailureKind.INFRASTRUCTURE, cause))
+        return [g for g in groups if g.group_id in self._book.groups and not g.is_complete]
 
     def take_back(self, group: Group, cause: str) -> None:
         """Ends a lease that makes no progress; its group then goes to another server.
 
-        The group is set aside when a member has had `controller.max_attempts` setbacks.
+        Members with `controller.max_attempts` setbacks have had their last attempt.
         """
+        session, limit = self._fleet.find(group.holder), self._run.config.controller.max_attempts
         group.setbacks.update(group.running)
-        member, times = group.setbacks.most_common(1)[0]
-        if times >= self._run.config.controller.max_attempts:
-            self._set_aside(group, member, Failure(FailureKind.TIMEOUT, cause))
+        gone = [member for member in group.running if group.setbacks[member] >= limit]
+        if gone:
+            self._give_up(group, gone, Failure(FailureKind.TIMEOUT, cause))
+        is_set_aside = group.group_id not in self._book.groups and not group.is_complete
+        if session is None or is_set_aside:
             return
-        session = self._fleet.find(group.holder)
-        if session is None:
-            return
-        self._run.events.add(
-            f"group {group.group_id} is taken back from {session.name}: {cause}", Severity.WARNING
-        )
+        if not group.is_complete:
+            self._run.events.add(
+                f"group {group.group_id} is taken back from {session.name}: {cause}",
+                Severity.WARNING,
+            )
         # Members that the server reports as unfinished are leased again.
         order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
         session.send(fleet_pb2.ControllerMessage(cancel=order))
@@ -200,11 +201,11 @@ class Intake:
                 self._complete(group)
             case Fate.RETRIED:
                 self._fail(trajectory)
-            case Fate.SET_ASIDE:
+            case Fate.FAILED:
                 self._fail(trajectory)
                 assert group is not None
                 assert trajectory.failure is not None
-                self._set_aside(group, trajectory.member, trajectory.failure)
+                self._give_up(group, [trajectory.member], trajectory.failure)
             case Fate.CANCELLED:
                 self._endings.end(trajectory, End.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
@@ -216,6 +217,7 @@ class Intake:
             return
         entry = self._environments.entries.get(group.environment)
         rewards = [trajectory.reward for trajectory in group.in_order()]
+        self._environments.group_complete(group.environment)
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
@@ -258,6 +260,30 @@ class Intake:
                 )
         self._endings.end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
 
+    def _give_up(self, group: Group, members: Sequence[int], failure: Failure) -> None:
+        """Goes on without members that had their last attempt; sets a group of too few aside.
+
+        A prompt that is too long is that of all members.
+        """
+        is_too_long = failure.kind is FailureKind.PROMPT_TOO_LONG
+        if is_too_long or not self._book.give_up(group, members):
+            self._set_aside(group, members[0], failure)
+            return
+        self._journal.append(
+            "gave_up", group=group.group_id, members=list(members), cause=failure.message
+        )
+        entry = self._environments.entries.get(group.environment)
+        if entry is not None and not entry.told_partial:
+            entry.told_partial = True
+            self._run.events.add(
+                f"group {group.group_id} of environment {group.environment} goes on without "
+                f"episode {members[0]}, which had its last attempt: {failure.message}; "
+                "missing_members counts such episodes",
+                Severity.WARNING,
+            )
+        if group.is_complete:
+            self._complete(group)
+
     def _set_aside(self, group: Group, member: int, failure: Failure) -> None:
         cause = failure.message
         self._book.remove(group.group_id)
@@ -277,7 +303,12 @@ class Intake:
             )
         if failure.kind in OUTAGES:
             self._environments.group_withdrawn(group.environment)
-        elif self._environments.group_ended(group.environment, cause=cause):
+        elif self._environments.group_failed(
+            group.environment,
+            group_number(group.group_id) or 0,
+            cause,
+            oldest_open=self._book.oldest_open(group.environment),
+        ):
             count = self._run.config.controller.max_failed_groups
             last = "its last group" if count == 1 else f"its last {count} groups all"
             self.suspend(group.environment, f"{last} failed, the newest: {cause}")

@@ -22,7 +22,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.fuzz_budget import times
 
-SIZE = 2
+SIZE = 3
 NAMES = ("a", "b")
 FAILURE = Failure(FailureKind.ENVIRONMENT, "broken")
 
@@ -56,7 +56,12 @@ class World:
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
         self.book = LeaseBook(
-            attempts_per_lease=7, groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99
+            attempts_per_lease=7,
+            groups_per_step=4,
+            group_size=SIZE,
+            max_staleness=4,
+            num_steps=99,
+            min_group_share=0.5,
         )
         self.epoch = 0
         self.servers: dict[ServerKey, dict[GroupId, Lease]] = {}
@@ -160,8 +165,18 @@ class World:
             name = TrajectoryName.parse(trajectory.trajectory_id)
             assert name is not None
             self.book.quarantined(name, will_retry=trajectory.will_retry)
-        elif self.book.add(trajectory) is Fate.SET_ASIDE:
-            self.withdraw(self.book.groups[trajectory.group_id])
+        elif self.book.add(trajectory) is Fate.FAILED:
+            self.fail(self.book.groups[trajectory.group_id], trajectory.member)
+
+    def fail(self, group: Group, member: int) -> None:
+        if not self.book.give_up(group, [member]):
+            self.withdraw(group)
+
+    def lose_patience(self) -> None:
+        """A member has no attempt left, whether or not its server still runs it."""
+        group = self.pick([g for g in self.book.groups.values() if g.missing])
+        if group is not None:
+            self.fail(group, self.pick(group.missing))
 
     def withdraw(self, group: Group) -> None:
         self.book.remove(group.group_id)
@@ -205,6 +220,7 @@ def test_what_a_lease_reserved_is_free_when_all_has_ended(data: st.DataObject) -
         "end": world.end,
         "arrive": world.arrive,
         "give up": world.give_up,
+        "lose patience": world.lose_patience,
         "lose": world.lose,
     }
     for name in data.draw(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
@@ -14,7 +16,7 @@ from slipstream.core.types import (
     TrajectoryName,
     VersionSpan,
 )
-from slipstream.learner.controller.leasing.groups import Fate
+from slipstream.learner.controller.leasing.groups import Fate, fewest_members
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 
@@ -112,8 +114,63 @@ def test_a_failed_member_runs_again_until_its_last_attempt():
     first = reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True)
     last = reply(group, 0, attempt=1, status=Status.FAILED, failure=failure)
     assert book.add(first) is Fate.RETRIED
-    assert book.add(last) is Fate.SET_ASIDE
+    assert book.add(last) is Fate.FAILED
     assert group.next_attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "fewest"),
+    [(16, 0.5, 8), (16, 1.0, 16), (16, 0.01, 2), (5, 0.5, 3), (30, 0.1, 3), (2, 0.5, 2), (1, 1, 1)],
+)
+def test_a_group_needs_a_share_of_its_members_and_two(size, share, fewest):
+    assert fewest_members(size, share) == fewest
+
+
+def test_a_group_goes_on_with_those_that_finish_down_to_its_share():
+    book = make_book(group_size=4, groups_per_step=1, min_group_share=0.5)
+    group, failure = lease(book), Failure(FailureKind.ENVIRONMENT, "x")
+    for member in (3, 1):
+        lost = reply(group, member, status=Status.FAILED, failure=failure)
+        assert book.add(lost) is Fate.FAILED
+        assert book.give_up(group, [member])
+    assert group.missing == [0, 2]
+    assert book.episodes_by_holder()[A] == 2
+    # A third one would leave a group of one.
+    assert not book.give_up(group, [0])
+    assert group.missing == [0, 2]
+    assert book.add(reply(group, 0)) is Fate.HELD
+    # A late reply of a member that was given up fills no place.
+    assert book.add(reply(group, 1)) is Fate.SUPERSEDED
+    assert book.take_batch() is None
+    assert book.add(reply(group, 2)) is Fate.COMPLETED_GROUP
+    assert book.take_batch() == [group]
+    assert [t.member for t in group.in_order()] == [0, 2]
+
+
+def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it():
+    book = make_book(group_size=3, min_group_share=0.5)
+    group = lease(book)
+    book.add(reply(group, 0))
+    book.add(reply(group, 1))
+    assert book.give_up(group, [2])
+    assert group.is_complete
+    assert book.episodes_by_holder()[A] == 1
+    book.closed(group.group_id, A, [2], next_attempt=1)
+    assert book.episodes_by_holder()[A] == 0
+    assert book.orphans() == []
+
+
+def test_the_oldest_open_group_is_the_first_leased_of_its_environment_that_waits_for_members():
+    book = make_book(max_staleness=8)
+    groups = [lease(book) for _ in range(3)]
+    book.lease("f", 0, 0, A, 0)
+    assert (book.oldest_open("e"), book.oldest_open("f")) == (0, 3)
+    for group in groups[:2]:
+        book.add(reply(group, 0))
+        book.add(reply(group, 1))
+    assert book.oldest_open("e") == 2
+    book.remove(groups[2].group_id)
+    assert book.oldest_open("e") == math.inf
 
 
 def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough():

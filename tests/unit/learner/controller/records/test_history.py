@@ -399,6 +399,21 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     assert group.excess(1, 14) == "attempt 14 of g000000, which was leased for attempts 0 to 13"
 
 
+def test_members_that_were_given_up_are_not_leased_again() -> None:
+    history = RunHistory()
+    history.add(lease("g000000"))
+    history.add({"kind": "gave_up", "group": "g000000", "members": [1], "cause": "x"})
+    history.add({"kind": "gave_up", "group": "g000000", "members": [3], "cause": "x"})
+    # Its group may have ended meanwhile.
+    history.add({"kind": "gave_up", "group": "g000007", "members": [0], "cause": "x"})
+    book = LeaseBook(
+        attempts_per_lease=7, groups_per_step=1, group_size=4, max_staleness=1, num_steps=9
+    )
+    book.restore(history)
+    (group,) = book.orphans()
+    assert (group.missing, group.num_missing) == ([0, 2], 2)
+
+
 SET_ASIDE = {
     "kind": "batch_set_aside",
     "step": 0,

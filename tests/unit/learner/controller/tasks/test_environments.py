@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+import pytest
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
@@ -29,13 +31,37 @@ def accept(book, count):
     for _ in range(count):
         entry = book.next_for(KEY, {}, 4)
         entry.groups_leased += 1
-        book.group_ended(entry.spec.name, cause=None)
+        book.group_accepted(entry.spec.name)
         dealt[entry.spec.name] += 1
     return dealt
 
 
 def test_weights_govern_accepted_groups():
     assert accept(make_book(3.0, 1.0), 40) == {"e0": 30, "e1": 10}
+
+
+@pytest.mark.parametrize(
+    ("one_in", "trained", "leased"), [(1, 20, 20), (2, 20, 40), (4, 13, 53), (1000, 0, 53)]
+)
+@pytest.mark.parametrize("how", ["filtered", "failed"])
+def test_shares_are_of_trained_groups_within_twice_the_leases(how, one_in, trained, leased):
+    book, counts = make_book(1.0, 1.0), Counter()
+    while counts.total() < 40 if one_in <= 2 else counts["e1"] < 27:
+        entry = book.next_for(KEY, {}, 4)
+        entry.groups_leased += 1
+        name, number = entry.spec.name, entry.groups_accepted + entry.groups_failed + 1
+        if name == "e1" or number % one_in == 0:
+            book.group_accepted(name)
+            counts[name] += 1
+        elif how == "filtered":
+            book.group_accepted(name, is_filtered=True)
+        else:
+            book.group_complete(name)
+            book.group_failed(name, number, "broken", oldest_open=0)
+    entry = book.entries["e0"]
+    ended = entry.groups_accepted + entry.groups_failed
+    assert abs(counts["e0"] - trained) <= 1
+    assert abs(ended - leased) <= 1
 
 
 def test_a_latecomer_gets_its_share_from_now_on():
@@ -64,25 +90,39 @@ def test_an_environment_without_end_goes_on_counting():
     assert [book.next_task(book.entries["e0"])[0] for _ in range(4)] == [0, 1, 2, 3]
 
 
-def test_an_environment_that_fails_again_and_again_is_suspended():
+def fail(book, number, *, oldest_open=math.inf):
+    return book.group_failed("e0", number, "broken", oldest_open=oldest_open)
+
+
+def test_an_environment_whose_newest_groups_all_failed_is_suspended():
     book = make_book(1.0, 1.0)
-    assert not book.group_ended("e0", cause="broken")
-    assert book.group_ended("e0", cause="broken")
+    assert not fail(book, 0)
+    assert fail(book, 1)
     assert accept(book, 4) == {"e1": 4}
     assert book.entries["e0"].cause == "broken"
+
+
+def test_a_complete_group_clears_the_count_of_failures_long_before_its_batch():
+    book = make_book(1.0)
+    fail(book, 0)
+    book.group_complete("e0")
+    assert not fail(book, 2)
+    assert book.entries["e0"].groups_failed == 2
+
+
+def test_failures_do_not_count_before_older_groups_have_ended():
+    # What fails at once ends before groups that were leased earlier and may be fine.
+    book = make_book(1.0)
+    assert not fail(book, 1, oldest_open=0)
+    assert not fail(book, 2, oldest_open=0)
+    assert not fail(book, 5, oldest_open=2)
+    assert fail(book, 0, oldest_open=3)
 
 
 def test_people_read_once_that_a_task_is_set_aside_for_one_cause():
     entry = make_book(1.0).entries["e0"]
     told = [(0, "broken"), (0, "broken"), (1, "broken"), (0, "slow"), (0, "slow")]
     assert [entry.is_new_set_aside(*each) for each in told] == [True, False, True, True, False]
-
-
-def test_an_accepted_group_clears_the_count_of_failures():
-    book = make_book(1.0)
-    book.group_ended("e0", cause="broken")
-    book.group_ended("e0", cause=None)
-    assert not book.group_ended("e0", cause="broken")
 
 
 def test_a_client_is_leased_no_more_than_it_has_room_for():

@@ -63,8 +63,33 @@ def test_the_numbers_of_a_choice_follow_from_seed_and_number() -> None:
         ("exit", "task_choosers:Odd failed: SystemExit: 3 (task_choosers.py:NN in choose)"),
         (
             "hang",
-            "task_choosers:Odd failed: TimeoutError: a choice must take at most 0.3 s "
+            "task_choosers:Odd failed: a choice must take at most 0.3 s "
             "(task_choosers.py:NN in choose)",
+        ),
+        (
+            "swallow",
+            "task_choosers:Odd failed: a choice must take at most 0.3 s "
+            "(task_choosers.py:NN in choose)",
+        ),
+        (
+            "swallow all",
+            "task_choosers:Odd failed: a choice must take at most 0.3 s "
+            "(task_choosers.py:NN in choose)",
+        ),
+        (
+            "cancelled",
+            "task_choosers:Odd failed: CancelledError (task_choosers.py:NN in choose)",
+        ),
+        (
+            "generator exit",
+            "task_choosers:Odd failed: GeneratorExit (task_choosers.py:NN in choose)",
+        ),
+        ("mute error", "task_choosers:Odd failed: MuteError (task_choosers.py:NN in choose)"),
+        ("mute", "task_choosers:Odd must choose a task from 0 to 6, got <Mute instance at 0x>"),
+        ("huge", "task_choosers:Odd must choose a task from 0 to 6, got an object of type int"),
+        (
+            "text",
+            "task_choosers:Odd must choose a task from 0 to 6, got 'xxxxxxxxxxxx...xxxxxxxxxxxxx'",
         ),
         ("float", "task_choosers:Odd must choose a task from 0 to 6, got 1.0"),
         ("true", "task_choosers:Odd must choose a task from 0 to 6, got True"),
@@ -76,7 +101,12 @@ def test_a_class_that_makes_no_choice_is_named_with_its_fault(what: str, cause: 
     made = chooser("Odd", what=what)
     with pytest.raises(ChoiceFailed) as caught:
         made.choose(TaskView(7, 0, "s"))
-    assert re.sub(r":\d+ in", ":NN in", str(caught.value)) == cause
+    said = re.sub(r":\d+ in", ":NN in", str(caught.value))
+    assert re.sub(r"0x\w+", "0x", said) == cause
+
+
+def test_a_number_that_cannot_be_compared_is_an_index() -> None:
+    assert chooser("Odd", what="number").choose(TaskView(7, 0, "s")) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, from_record
+from slipstream.learner.controller.trajectories.batch import (
+    FormedBatch,
+    chunks,
+    from_record,
+    header,
+)
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_controller import make_batch
@@ -23,6 +28,16 @@ def test_trainer_gets_the_messages_that_the_journal_keeps(batch: FormedBatch) ->
     (chunk,) = chunks(batch)
     assert list(chunk.trajectories) == list(batch.record.trajectories)
     assert batch.record is batch.record
+
+
+def test_a_group_without_some_of_its_members_is_told_as_it_is(batch: FormedBatch) -> None:
+    del batch.groups[1].finished[0]
+    batch.groups[1].failed.add(0)
+    read = from_record(batch.record)
+    assert (header(read).num_groups, header(read).num_trajectories) == (3, 5)
+    assert header(read) == header(batch)
+    assert all(group.is_complete and not group.missing for group in read.groups)
+    assert read.record == batch.record
 
 
 @pytest.mark.parametrize("messages_each", [0.5, 1, 2.5])

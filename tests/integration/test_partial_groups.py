@@ -1,0 +1,229 @@
+"""Groups of which some members never finish are trained with the others, after a crash too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections import Counter
+
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Status
+from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.learner.trainer.replay import recorded_steps
+from support.fakes.fake_server import FakeServer, coin, environment_failure
+from support.fakes.fake_trainer import START, FakeTrainer
+from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+
+STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
+
+
+def fails(group_id: str, member: int) -> bool:
+    """A fifth of the members of all groups, on every attempt."""
+    return random.Random(f"{group_id}/{member}/fails").random() < 0.2
+
+
+def a_fifth_fails(lease, member, attempt):
+    if lease.environment != "sound" and fails(lease.group_id, member):
+        return environment_failure(lease, member, attempt)
+    return coin(lease, member, attempt)
+
+
+def with_sound(config: Config) -> Config:
+    """The same run with another environment, in which nothing fails."""
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["environments"].append({"name": "sound", "reference": "m:B"})
+    return parse_config(table, source="test")
+
+
+def trained(config: Config) -> dict[str, list[int]]:
+    """The trained members of each trained group, from the files of the batches."""
+    found: dict[str, list[int]] = {}
+    folder = config.run_dir / "journal"
+    for batch in read_history(read_records(folder)).batches.values():
+        message = read_batch(folder, batch.step, batch.crc32, batch.attempt)
+        assert message.header.num_trajectories == len(message.trajectories)
+        assert message.header.num_groups == GROUPS
+        for trajectory in message.trajectories:
+            found.setdefault(trajectory.group_id, []).append(trajectory.member)
+    return found
+
+
+def records_of(config: Config, kind: str) -> list[dict]:
+    return [r for r in read_records(config.run_dir / "journal") if r["kind"] == kind]
+
+
+def check(config: Config, summary: dict) -> dict[str, list[int]]:
+    """Every group has the members that did not fail, half of them or more; all accounts agree."""
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS), summary["cause"]
+    assert summary["suspended_environments"] == {}
+    assert summary["ledger"]["difference"] == 0
+    groups, sound = trained(config), set()
+    for record in records_of(config, "lease"):
+        if record["environment"] == "sound":
+            sound.add(record["group"])
+    assert len(groups) == STEPS * GROUPS
+    for group_id, members in groups.items():
+        expected = [m for m in range(MEMBERS) if group_id in sound or not fails(group_id, m)]
+        assert members == expected
+        assert len(members) >= MEMBERS / 2
+    number = sum(map(len, groups.values()))
+    assert STEPS * GROUPS < number < STEPS * GROUPS * MEMBERS
+    assert summary["ledger"]["trained"] == number * TOKENS
+    given_up = {(r["group"], m) for r in records_of(config, "gave_up") for m in r["members"]}
+    missing = {(g, m) for g, ms in groups.items() for m in range(MEMBERS) if m not in ms}
+    assert missing <= given_up
+    rows = [*map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())]
+    assert sum(row["missing_members"] for row in rows if "step" in row) == len(missing)
+    # What set a whole group aside left less than half of it.
+    aside = {r["group"] for r in records_of(config, "set_aside")}
+    assert not aside & groups.keys()
+    assert all(sum(fails(group, m) for m in range(MEMBERS)) > MEMBERS / 2 for group in aside)
+    assert [len(step.batch.trajectories) for step in recorded_steps(config.run_dir / "journal")]
+    return groups
+
+
+async def test_groups_are_trained_with_the_members_that_finished(tmp_path, caplog):
+    config = with_sound(make_config(tmp_path))
+    address = config.controller.address
+    servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.01) for i in range(2)]
+    trainer = FakeTrainer(address)
+    check(config, await play(config, *servers, trainer=trainer))
+    assert max(trainer.lags) <= 2
+    shares = Counter(t.environment for batch in trainer.batches for t in batch)
+    assert min(shares.values()) > len(shares) * STEPS
+    texts = [r.getMessage() for r in caplog.records if "goes on without" in r.getMessage()]
+    assert len(texts) == 1
+    assert texts[0].endswith(
+        "which had its last attempt: ValueError: broken; missing_members counts such episodes"
+    )
+
+
+async def test_a_share_of_one_trains_whole_groups_alone(tmp_path):
+    config = make_config(tmp_path, controller__min_group_share=1.0)
+    address = config.controller.address
+    server = FakeServer(address, judge=a_fifth_fails)
+    summary = await play(config, server, trainer=FakeTrainer(address))
+    assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
+    assert {len(members) for members in trained(config).values()} == {MEMBERS}
+    assert records_of(config, "gave_up") == []
+
+
+async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
+    config = make_config(tmp_path / "whole")
+    address, copies = config.controller.address, []
+    trainer = FakeTrainer(address, checkpoint_every=3, step_s=0.05)
+    servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.05) for i in range(2)]
+
+    async def crash(controller, tasks):
+        for step in (2, 5, 8):
+            while trainer.version.step < step:
+                await asyncio.sleep(0.001)
+            folder = tmp_path / f"crash-{step}"
+            ignored = shutil.ignore_patterns("*.partial")
+            shutil.copytree(config.run_dir, folder / "r", ignore=ignored)
+            copies.append((folder, trainer.newest_checkpoint))
+
+    check(config, await play(config, *servers, trainer=trainer, during=crash))
+    for folder, checkpoint in copies:
+        again = make_config(folder)
+        history = read_history(read_records(again.run_dir / "journal"))
+        given_up = {
+            (g.group_id, member) for g in history.open_groups.values() for member in g.failed
+        }
+        address = again.controller.address
+        server = FakeServer(address, judge=a_fifth_fails)
+        summary = await play(again, server, trainer=FakeTrainer(address, checkpoint=checkpoint))
+        check(again, summary)
+        leased = {(lease.group_id, m) for lease in server.leases for m in lease.members}
+        assert not leased & given_up
+
+
+async def test_a_partial_group_that_is_put_back_stays_as_it_is(tmp_path):
+    config, copy = make_config(tmp_path / "whole"), tmp_path / "crashed"
+
+    def poisoned(batch):
+        """Refuses the first batch with a partial group, for one of its whole groups."""
+        sizes = Counter(t.group_id for t in batch)
+        bad = next((g for g, n in sorted(sizes.items()) if n == MEMBERS), None)
+        if set(sizes.values()) == {MEMBERS} or bad is None or refused not in ([], [bad]):
+            return None
+        refused[:] = [bad]
+        return [bad]
+
+    class Crashing(FakeTrainer):
+        async def _refuse(self, header, group_ids) -> None:
+            await super()._refuse(header, group_ids)
+            shutil.copytree(config.run_dir, copy / "r")
+
+    refused: list[str] = []
+    address = config.controller.address
+    trainer = Crashing(address, checkpoint=START)
+    trainer.poisoned = poisoned
+    server = FakeServer(address, judge=a_fifth_fails)
+    check(config, await play(config, server, trainer=trainer))
+    (record,) = records_of(config, "batch_set_aside")
+    kept = {group for group, *_ in record["put_back"]}
+    assert any(len(trained(config)[group]) < MEMBERS for group in kept)
+    again = make_config(copy)
+    server = FakeServer(again.controller.address, judge=a_fifth_fails)
+    groups = check(again, await play(again, server, trainer=FakeTrainer(server.address)))
+    assert not {lease.group_id for lease in server.leases} & kept
+    assert {g: groups[g] for g in kept} == {g: trained(config)[g] for g in kept}
+
+
+async def test_a_member_without_progress_is_given_up_and_stopped(tmp_path):
+    config = make_config(tmp_path, controller__lease_timeout_s=1.0, controller__max_attempts=1)
+    server = FakeServer(config.controller.address)
+    server.hangs = lambda lease, member, attempt: (lease.group_id, member) == ("g000001", 2)
+    summary = await play(config, server, trainer=FakeTrainer(server.address))
+    assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
+    assert trained(config)["g000001"] == [0, 1, 3]
+    (record,) = records_of(config, "gave_up")
+    assert (record["group"], record["members"]) == ("g000001", [2])
+    assert summary["ledger"]["cancelled"] >= TOKENS
+    assert server.unfinished == {("g000001", 2)}
+
+
+async def test_failed_episodes_of_an_evaluation_leave_the_others_measured(tmp_path):
+    config = with_evaluations(
+        make_config(tmp_path, run__steps=2),
+        {"name": "held", "num_episodes": 10, "pass_at": [1]},
+    )
+    address = config.controller.address
+    server = FakeServer(address, judge=a_fifth_fails)
+    summary = await play(config, server, trainer=FakeTrainer(address))
+    rows, failed = evaluation_rows(config), Counter()
+    for record in records_of(config, "evaluation_lease"):
+        failed[record["version"]] += fails(record["group"], 0)
+    assert {row["evaluation_step"]: row["held/num_failed"] for row in rows} == dict(failed)
+    assert failed.total() > 0
+    assert all(row["held/num_episodes"] + row["held/num_failed"] == 10 for row in rows)
+    assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
+
+
+class SlowSuccess(FakeServer):
+    """What fails comes back at once, all else later."""
+
+    async def _deliver(self, lease, member, attempt, version, status, *rest, **fields) -> None:
+        if status is Status.COMPLETED:
+            await asyncio.sleep(0.3)
+        await super()._deliver(lease, member, attempt, version, status, *rest, **fields)
+
+
+async def test_an_environment_is_not_suspended_while_some_of_its_tasks_succeed(tmp_path):
+    config = make_config(tmp_path, run__steps=3, controller__max_failed_groups=4)
+
+    def three_of_four_fail(lease, member, attempt):
+        if int(lease.group_id[1:]) % 4 < 3:
+            return environment_failure(lease, member, attempt)
+        return coin(lease, member, attempt)
+
+    server = SlowSuccess(config.controller.address, judge=three_of_four_fail)
+    summary = await play(config, server, trainer=FakeTrainer(server.address))
+    assert (summary["state"], summary["suspended_environments"]) == ("finished", {})
+    assert summary["ledger"]["difference"] == 0
+    assert all(int(group[1:]) % 4 == 3 for group in trained(config))
