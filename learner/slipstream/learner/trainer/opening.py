@@ -34,6 +34,7 @@ from slipstream.learner.trainer.model.offload import (
     optimizer_state,
     parameters,
 )
+from slipstream.learner.trainer.model.precision import shared_scaler
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.model.router_replay import replay_routers
@@ -82,6 +83,7 @@ def open_policy(
         config.lora.adapters,
         chunks=model.chunks,
         optimizer=model.optimizer,
+        scaler=model.scaler,
         gather=model.gather_parameters,
         memory=model.memory,
     )
@@ -111,6 +113,7 @@ def load_trained(
     model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
     chunks = model.chunks
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
+    scaler = shared_scaler(optimizer)
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -130,7 +133,7 @@ def load_trained(
         recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     if load_weights:
         check_attention(model)
-    return TrainedModel(**vars(model), optimizer=optimizer, recompute=recompute)
+    return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
@@ -179,7 +182,6 @@ def _load(
         wrap_with_ddp=ddp_config is not None,
         data_parallel_random_init=False,
         use_cpu_initialization=provider.use_cpu_initialization,
-        bf16=provider.bf16,
     )
     vision = _vision(chunks, whole_config, config.model.path)
     sharing = _sharing(chunks, config) if vision is None else None

@@ -13,6 +13,7 @@ from slipstream.protocol.settings.measurement_sections import (
 )
 from slipstream.protocol.settings.section import (
     Address,
+    ElementType,
     Positive,
     Reference,
     Seconds,
@@ -48,11 +49,12 @@ class ModelSection(Section):
 
     # A folder with config.json, safetensors and a tokenizer with a chat template.
     path: Path
-    # Element type of the learner's parameters and of the rollout engine.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Element type of the learner's parameters and of the rollout engine. float16 has three more
+    # digits than bfloat16 and ends at 65504: a model that comes near it is refused at the start.
+    dtype: ElementType = "bfloat16"
     # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
     # logits
-    # in bfloat16 differently, so that their log-probabilities differ more.
+    # in half precision differently, so that their log-probabilities differ more.
     head_dtype: Literal["float32", "model"] = "float32"
 
 
