@@ -35,6 +35,7 @@ from slipstream.learner.trainer.model.offload import (
     parameters,
 )
 from slipstream.learner.trainer.model.precision import shared_scaler
+from slipstream.learner.trainer.model.range_check import check_range
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.model.router_replay import replay_routers
@@ -105,7 +106,8 @@ def load_trained(
 
     `ranks` must have this layout, and it must be in force. The weights come from
     `config.checkpoint.load` if that is set. Raises ConfigError where attention computes wrong
-    gradients; a model without its weights trains nothing, and is not checked.
+    gradients, or where the model leaves the range of float16; a model without its weights trains
+    nothing, and is not checked.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -133,6 +135,7 @@ def load_trained(
         recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     if load_weights:
         check_attention(model)
+        check_range(model, max_tokens=config.learner.micro_batch_tokens)
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
 
 
@@ -141,6 +144,7 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     model = _load(config, ranks, None, change=defer_projections, load_weights=True)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
+    check_range(model, max_tokens=config.learner.micro_batch_tokens)
     return model
 
 

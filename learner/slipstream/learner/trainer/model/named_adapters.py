@@ -55,8 +55,9 @@ class NamedAdapters:
     ) -> None:
         """Collective with several names, for which every moment is made at once.
 
-        `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which `optimizer` updates. `memory` may keep
-        these and the state of the active adapter on the host; the other adapters never leave.
+        `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which
+        `optimizer` updates. `memory` may keep these and the state of the active adapter on the
+        host; the other adapters never leave.
         """
         self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
