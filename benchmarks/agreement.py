@@ -170,8 +170,8 @@ def gap_figures(rows: Sequence[dict[str, float]]) -> dict[str, float]:
         "kl": mean("kl"),
         "outside": mean("masked_token_fraction"),
         "entropy": mean("entropy"),
-        "overflows": sum(row["gradient_overflows"] for row in rows),
-        "loss_scale": rows[-1]["loss_scale"],
+        "overflows": sum(row.get("gradient_overflows", 0) for row in rows),
+        "loss_scale": rows[-1].get("loss_scale", 1.0),
         "publish_s": float(np.median([row["publish_s"] for row in rows[1:]])),
     }
 
@@ -270,8 +270,8 @@ def learn(arguments: argparse.Namespace) -> None:
             "seconds": time.perf_counter() - started,
             "forward_backward_s": sum(one["forward_backward_s"] for one in metrics),
             "optimizer_s": sum(one["optimizer_s"] for one in metrics),
-            "overflows": sum(one["gradient_overflows"] for one in metrics),
-            "loss_scale": metrics[-1]["loss_scale"],
+            "overflows": sum(one.get("gradient_overflows", 0) for one in metrics),
+            "loss_scale": metrics[-1].get("loss_scale", 1.0),
         }
 
     for _ in range(WARMUP_TURNS):

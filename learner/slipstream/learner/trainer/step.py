@@ -323,12 +323,14 @@ class TrainingStep:
                 ) from fault
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
-        return totals.statistics.metrics() | {
+        found = totals.statistics.metrics() | {
             "grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
-            "gradient_overflows": float(totals.overflows),
             "learning_rate": rate,
-            "loss_scale": totals.loss_scale,
             "num_micro_batches": float(totals.num_micro_batches),
             "forward_backward_s": totals.forward_backward_s,
             "optimizer_s": totals.optimizer_s,
         }
+        if self._policy.scaler is not None:
+            found["gradient_overflows"] = float(totals.overflows)
+            found["loss_scale"] = totals.loss_scale
+        return found

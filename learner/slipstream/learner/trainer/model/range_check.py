@@ -32,7 +32,7 @@ LARGEST = torch.finfo(torch.float16).max
 # Of the range; training and other tokens make numbers larger than those of this pass.
 MOST_SHARE = 0.5
 NUM_SEQUENCES = 8
-LONGEST = 256
+LONGEST = 64
 _SEED = 35
 
 
@@ -51,9 +51,11 @@ def check_range(model: ParallelModel, *, max_tokens: int) -> None:
         for name, module in modules:
             hooks.enter_context(module.register_forward_hook(_noting(largest, name)))
         _forward(model, max_tokens)
-    own = max(((float(value), name) for name, value in largest.items()), default=(0.0, ""))
-    found = [json.loads(data) for data in model.ranks.gather_bytes(json.dumps(own).encode())]
-    number, name = max(found)
+    # Of several infinite ones it is the first, from which the others follow.
+    name = max(largest, key=lambda name: float(largest[name]))
+    own = json.dumps([name, float(largest[name])]).encode()
+    found = [json.loads(data) for data in model.ranks.gather_bytes(own)]
+    name, number = max(found, key=lambda pair: pair[1])
     logger.info("the largest number of a float16 model: %s reaches %.4g", name, number)
     if number > MOST_SHARE * LARGEST:
         raise ConfigError(

@@ -96,14 +96,16 @@ class Critic:
             # old parameters.
             self._model.gather_parameters()
         tokens = max(1.0, float(total[Sum.TOKENS]))
-        return {
+        found = {
             "value_loss": float(total[Sum.LOSS]) / tokens,
             "value_clip_fraction": float(total[Sum.CLIPPED]) / tokens,
             "value_mean": float(total[Sum.VALUE]) / tokens,
             "critic_grad_norm": sum(norms) / len(norms),
-            "critic_gradient_overflows": float(self._overflows),
             "explained_variance": _explained(sequences),
         }
+        if self._model.scaler is not None:
+            found["critic_gradient_overflows"] = float(self._overflows)
+        return found
 
     def _forward(self, share: Sequence[MicroBatch]) -> list[Tensor]:
         def finish(
