@@ -49,8 +49,9 @@ class ModelSection(Section):
 
     # A folder with config.json, safetensors and a tokenizer with a chat template.
     path: Path
-    # Element type of the learner's parameters and of the rollout engine. float16 has three more
-    # digits than bfloat16 and ends at 65504: a model that comes near it is refused at the start.
+    # Element type of the learner's parameters and of the rollout engine. float16 has three
+    # more bits of precision than bfloat16 and ends at 65504: the start refuses models that come
+    # near it.
     dtype: ElementType = "bfloat16"
     # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
     # logits

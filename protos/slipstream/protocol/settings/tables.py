@@ -31,7 +31,7 @@ from slipstream.protocol.settings.weights_section import StageSetting, WeightsSe
 TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
-# Of the element types; float16 rounds eight times finer than bfloat16.
+# Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
 PROBE_TOLERANCES: Mapping[ElementType, float] = {
     "float32": 1e-3,
     "float16": 0.02,

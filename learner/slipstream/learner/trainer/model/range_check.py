@@ -29,7 +29,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 LARGEST = torch.finfo(torch.float16).max
-# Of the range; training and other tokens make numbers larger than those of this pass.
+# The share of the range that is safe: training and other tokens make numbers larger.
 MOST_SHARE = 0.5
 NUM_SEQUENCES = 8
 LONGEST = 64
@@ -51,7 +51,7 @@ def check_range(model: ParallelModel, *, max_tokens: int) -> None:
         for name, module in modules:
             hooks.enter_context(module.register_forward_hook(_noting(largest, name)))
         _forward(model, max_tokens)
-    # Of several infinite ones it is the first, from which the others follow.
+    # The first one if several are infinite: the others follow from it.
     name = max(largest, key=lambda name: float(largest[name]))
     own = json.dumps([name, float(largest[name])]).encode()
     found = [json.loads(data) for data in model.ranks.gather_bytes(own)]

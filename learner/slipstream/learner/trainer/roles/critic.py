@@ -44,7 +44,7 @@ class Critic:
         self._settings = settings
         self._clip = settings.critic.value_clip
         self._learning_rate = settings.critic.learning_rate
-        # Of the newest `train`.
+        # Passes of the newest `train` that were made again.
         self._overflows = 0
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
