@@ -21,6 +21,7 @@ from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import missing_files
 from slipstream.core.models.model_rules import (
     FUSED_EXPERTS,
+    NOT_IN_FLOAT16,
     layout_problems,
     linear_problems,
     model_problems,
@@ -112,6 +113,11 @@ def check_sizes(config: Config) -> list[str]:
     """
     sizes = read_model_sizes(config.model.path)
     _check_layout(config, sizes)
+    if config.model.dtype == "float16" and sizes.architecture in NOT_IN_FLOAT16:
+        raise ConfigError(
+            f'model.dtype must be "bfloat16" or "float32" for a {sizes.architecture}, which vLLM '
+            "does not compute in float16, got 'float16'"
+        )
     longest = sizes.max_positions
     if longest and config.sampling.max_episode_tokens > longest:
         raise ConfigError(

@@ -47,6 +47,8 @@ WINDOWED = (
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
 )
+# Architectures that vLLM (0.32.0) refuses in float16, whatever their weights are.
+NOT_IN_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Why a scaling of the rotary embedding is refused.
 _ROPE_REFUSALS = {
