@@ -17,7 +17,8 @@ by token.
     python benchmarks/flow.py --shape qwen3-8b --memory 0.3 --kv-gib 34 \
         --quantization fp8_per_channel
 
-With `--quantization` the two engines are one in bfloat16 and one with linear layers in FP8, and
+With `--dtypes bfloat16 float16` there is one engine for each type of numbers. With
+`--quantization` the two engines are one in bfloat16 and one with linear layers in FP8, and
 with `--kv-cache-dtype fp8` the latter's KV cache too.
 
 Prints one table; benchmarks/results/flow.json, or flow-fp8.json with `--quantization`, is written
@@ -71,6 +72,7 @@ ROUND = (
 WAVE = f"wave: ours, {CHOSEN}"
 PLAIN = "bfloat16"
 FP8_TARGET = 1.40
+DTYPE_TARGET = 0.97
 
 
 @dataclass
@@ -102,11 +104,12 @@ class Benchmark:
         from support.fakes.fake_fleet import FakeFleet
 
         values, quantization = self.engine_values(name)
+        dtype = name if self.arguments.dtypes else self.arguments.dtype
         if self.arguments.kv_gib:
             values = values | {"kv_cache_memory_bytes": int(self.arguments.kv_gib * (1 << 30))}
-        own = {"engine": json.dumps(values), "quantization": quantization}
+        own = {"engine": json.dumps(values), "quantization": quantization, "dtype": dtype}
         arguments = argparse.Namespace(**{**vars(self.arguments), **own})
-        make_model(folder / "model", arguments.shape, arguments.dtype)
+        make_model(folder / "model", arguments.shape, dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
         fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
         sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
@@ -121,7 +124,7 @@ class Benchmark:
         """Returns vLLM's arguments of an engine, and its `rollout_server.quantization`."""
         if name in ENGINES:
             return ENGINES[name], "off"
-        if name == PLAIN:
+        if name == PLAIN or self.arguments.dtypes:
             return {}, "off"
         return {"kv_cache_dtype": self.arguments.kv_cache_dtype}, self.arguments.quantization
 
@@ -208,8 +211,8 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
         checked, turns = "ours", ROUND
-        if arguments.quantization != "off":
-            checked = arguments.quantization
+        if arguments.quantization != "off" or arguments.dtypes:
+            checked = arguments.engines[-1]
             turns = tuple((name, CHOSEN, False) for name in arguments.engines)
         if checked in found.servers:
             with part("check our log-probabilities and a pause", found.failures):
@@ -230,7 +233,8 @@ def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
     plain = f"flow: {PLAIN}, {CHOSEN}"
     base, party, target = (WAVE, "the wave", TARGET)
     if plain in turns:
-        base, party, target = (plain, PLAIN, FP8_TARGET)
+        others_gain = any(name.startswith("flow: fp8") for name in turns)
+        base, party, target = (plain, PLAIN, FP8_TARGET if others_gain else DTYPE_TARGET)
     header = ["", "tokens/s (min-max)", f"ratio to {party}", "steps that take prompts"]
     header += ["steps in a full graph, in several, in none", "replies in a step", "a step, ms"]
     header += ["engine's thread at work in one without and with prompts, ms"]
@@ -279,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--dtypes", nargs="+", default=[], help="an engine for each, plain")
     parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
     parser.add_argument(
         "--kv-gib",
@@ -288,7 +293,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help="of the quantised engine")
     arguments = parser.parse_args()
     arguments.name = NAME
-    if arguments.quantization != "off":
+    if arguments.dtypes:
+        arguments.name, arguments.engines = f"{NAME}-dtypes", arguments.dtypes
+    elif arguments.quantization != "off":
         arguments.name = f"{NAME}-fp8"
         arguments.engines = [PLAIN, arguments.quantization]
     arguments.out = arguments.out or HERE / "results" / f"{arguments.name}.json"

@@ -59,10 +59,19 @@ LOADS = {
 
 
 def shape_config(
-    name: str, load: Load, folder: Path, *, threads: int, head_dtype: str = "float32"
+    name: str,
+    load: Load,
+    folder: Path,
+    *,
+    threads: int,
+    head_dtype: str = "float32",
+    dtype: str | None = None,
 ) -> Config:
-    """Returns the settings of a run on a model; writes only its config.json to `folder`."""
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    """Returns the settings of a run on a model; writes only its config.json to `folder`.
+
+    Without a `dtype` it is bfloat16, on a CPU float32.
+    """
+    dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     shape = dataclasses.replace(SHAPES[name], layers=load.layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))

@@ -40,6 +40,7 @@ from slipstream.core.settings.config import Config
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 
 KL_TARGET = 1e-3
+DTYPES = ("bfloat16", "float16", "float32")
 START_LIMIT_S = 300.0
 STEPS_LIMIT_S = 300.0
 FRESH_LIMIT_S = 300.0
@@ -81,6 +82,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_staleness": 0,
             "learning_rate": arguments.learning_rate,
             "router_replay": "rollout" if arguments.replay else "off",
+            **json.loads(arguments.algorithm),
         },
         "sampling": {
             "max_reply_tokens": 32,
@@ -246,13 +248,14 @@ def parse_arguments() -> argparse.Namespace:
         default=True,
         help="export, and compare with an engine that loads the folder",
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")
+    parser.add_argument("--algorithm", default="{}", help="more of the table, as JSON")
     parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

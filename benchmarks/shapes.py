@@ -227,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("shape", choices=tuple(SHAPES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--max-positions", type=int, default=4096)
     arguments = parser.parse_args()

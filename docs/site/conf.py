@@ -47,6 +47,7 @@ CONTENTS = {
         "docs/guides/judges",
         "docs/guides/checkpoints",
         "docs/guides/models",
+        "docs/guides/agreement",
         "docs/guides/parallelism",
         "docs/guides/deployment",
         "docs/guides/migration",

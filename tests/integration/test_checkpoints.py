@@ -39,6 +39,13 @@ SAVED = {
     "distopt": {"learner": DISTOPT},
     "bf16": {"learner": {}, "dtype": "bfloat16"},
     "distopt-bf16": {"learner": DISTOPT, "dtype": "bfloat16"},
+    # The scale of the loss has fallen before the save.
+    "f16": {"learner": {}, "dtype": "float16"},
+    "ep2-distopt-moe-f16": {
+        "learner": {**EP2, "use_distributed_optimizer": True},
+        "model": "moe",
+        "dtype": "float16",
+    },
     "ep2-moe": {"learner": EP2, "model": "moe"},
     "ep2-distopt-moe": {"learner": {**EP2, "use_distributed_optimizer": True}, "model": "moe"},
     # A norm that is split over ranks, and latent attention with biases of experts.
@@ -57,6 +64,7 @@ LOADED = {
     "one-from-tp2": ("tp2", {}),
     "one-from-pp2-tied": ("pp2-tied", {}),
     "one-bf16-again": ("bf16", {}),
+    "one-f16-again": ("f16", {}),
     "one-from-distopt-1": ("distopt", {"use_distributed_optimizer": True}),
     "tp2-again": ("tp2", TP2),
     "pp2-from-tp2": ("tp2", PP2),
@@ -103,6 +111,8 @@ CONVERTED = {
     "distopt-from-one": ("one", DISTOPT),
     "one-from-distopt-bf16": ("distopt-bf16", {}),
     "distopt-from-bf16": ("bf16", DISTOPT),
+    "distopt-from-f16": ("f16", DISTOPT),
+    "ep2-from-distopt-f16": ("ep2-distopt-moe-f16", EP2),
     "ep2-moe-from-distopt": ("ep2-distopt-moe", EP2),
     "ep2-distopt-from-ep2-moe": ("ep2-moe", SAVED["ep2-distopt-moe"]["learner"]),
     "tp2-distopt-from-pp2-tied": ("pp2-tied", {**TP2, "use_distributed_optimizer": True}),
@@ -223,12 +233,12 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(
     assert found["loaded"] == 2
     assert found["digest"] == found["loaded_digest"]
     expected, metrics = saved["metrics"][2], found["metrics"][0]
-    # Another number of replicas rounds bfloat16 elsewhere.
-    is_bf16 = SAVED[LOADED[job][0]].get("dtype") == "bfloat16"
+    # Another number of replicas rounds half precision elsewhere.
+    is_half = "dtype" in SAVED[LOADED[job][0]]
     for name in ("loss", "grad_norm", "entropy", "kl"):
-        near = pytest.approx(expected[name], rel=2e-2 if is_bf16 else 1e-5, abs=2e-6)
+        near = pytest.approx(expected[name], rel=2e-2 if is_half else 1e-5, abs=2e-6)
         assert metrics[name] == near, name
-    if not is_bf16:
+    if not is_half:
         for name, weight in saved["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=2e-6)
 
@@ -249,6 +259,16 @@ def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[s
         saved["metrics"][2][name] for name in exact
     ]
     assert all(torch.equal(found["weights"][name], w) for name, w in saved["weights"].items())
+
+
+@pytest.mark.parametrize("job", ["one-f16-again", "distopt-from-f16", "ep2-from-distopt-f16"])
+def test_the_scale_of_the_loss_is_that_of_the_checkpoint(
+    job: str, results: dict[str, dict]
+) -> None:
+    found, saved = results[job], results[LOADED[job][0]]
+    before, after = saved["metrics"][1]["loss_scale"], found["metrics"][0]
+    assert before < 2.0**16
+    assert after["loss_scale"] * 2 ** after["gradient_overflows"] == before
 
 
 def test_a_save_beside_training_holds_the_weights_of_its_own_version(
@@ -302,8 +322,8 @@ def test_the_other_kind_of_optimizer_has_the_same_state_bit_for_bit(
     shared = saved.keys() & loaded.keys()
     kinds = {key.split(".")[2] for key in shared}
     # With float32 weights only the distributed optimizer has a copy of them.
-    is_bf16 = SAVED[run].get("dtype") == "bfloat16"
-    assert kinds == {"exp_avg", "exp_avg_sq"} | ({"param"} if is_bf16 else set())
+    is_half = "dtype" in SAVED[run]
+    assert kinds == {"exp_avg", "exp_avg_sq"} | ({"param"} if is_half else set())
     assert {key.split(".")[2] for key in saved.keys() ^ loaded.keys()} <= {"param"}
     assert all(torch.equal(saved[key], loaded[key]) for key in shared)
     assert all(group["step"] == 3 for group in results[job]["groups"])

@@ -121,9 +121,13 @@ def run_rank(folder: Path, job: str) -> None:
 
     before = np.concatenate(score())
     batches = rank_micro_batches(policy, sequences, range(len(sequences)), max_tokens=max_tokens)
-    policy.zero_grad()
-    forward_backward(policy, batches, loss, temperature=1.0)
-    norm = policy.optimizer_step(LEARNING_RATE)
+
+    def backward() -> None:
+        policy.zero_grad()
+        forward_backward(policy, batches, loss, temperature=1.0)
+
+    backward()
+    norm = policy.optimizer_step(LEARNING_RATE, backward)
     after = np.concatenate(score())
     weights = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
     if policy.ranks.is_main:

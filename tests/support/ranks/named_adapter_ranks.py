@@ -32,6 +32,12 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one": (1, "llama", {}),
     "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
     "one-bfloat16": (1, "llama", {"model": {"dtype": "bfloat16"}}),
+    # Each adapter has a scale of the loss of its own, which grows after each of its updates.
+    "one-float16": (
+        1,
+        "llama",
+        {"model": {"dtype": "float16"}, "learner": {"optimizer": {"loss_scale_window": 1}}},
+    ),
     "one-experts": (1, "moe", {}),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
     "tp2-sp": (2, "llama", {"learner": {"parallel": SP}}),

@@ -169,9 +169,13 @@ def run_rank(folder: Path, job: str) -> None:
         save_adapters(policy, config, folder / f"{job}-first")
     before = np.concatenate(outputs())
     batches = rank_micro_batches(policy, sequences, range(len(sequences)), max_tokens=MAX_TOKENS)
-    policy.zero_grad()
-    forward_backward(policy, batches, loss, temperature=1.0)
-    norm = policy.optimizer_step(LEARNING_RATE)
+
+    def backward() -> None:
+        policy.zero_grad()
+        forward_backward(policy, batches, loss, temperature=1.0)
+
+    backward()
+    norm = policy.optimizer_step(LEARNING_RATE, backward)
     after = np.concatenate(outputs())
     found = {
         "before": torch.from_numpy(before),

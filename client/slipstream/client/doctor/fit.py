@@ -27,7 +27,7 @@ from slipstream.core.settings.sections import ParallelSection
 GIB = 1 << 30
 # GiB that torch, Megatron and vLLM take by themselves: in a rank, in all processes of an engine.
 RANK_GIB, ENGINE_GIB = 0.6, 1.5
-# Bytes of optimizer state for a parameter: two moments, and the fp32 master of a bf16 weight.
+# Bytes of optimizer state for a parameter: two moments, and the fp32 master of a 16-bit weight.
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
 GRADIENT_BYTES = 4
@@ -99,11 +99,11 @@ def needs_of(config: Config) -> Needs | None:
     if not parameters:
         return None
     learner, parallel = config.learner, config.learner.parallel
-    is_bf16 = config.model.dtype == "bfloat16"
-    weight_bytes = 2 if is_bf16 else 4
-    state = MOMENT_BYTES + (MASTER_BYTES if is_bf16 else 0)
+    is_half = config.model.dtype != "float32"
+    weight_bytes = 2 if is_half else 4
+    state = MOMENT_BYTES + (MASTER_BYTES if is_half else 0)
     # The distributed optimizer's own float32 weights are saved beside the model's.
-    saved = MOMENT_BYTES + (MASTER_BYTES if is_bf16 or learner.use_distributed_optimizer else 0)
+    saved = MOMENT_BYTES + (MASTER_BYTES if is_half or learner.use_distributed_optimizer else 0)
     saved_bytes = weight_bytes + (0 if config.lora.rank else saved)
     rank_bytes = 0.0
     for number, split in (

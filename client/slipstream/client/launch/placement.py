@@ -138,8 +138,8 @@ def place_here(
 def _check_adapters(config: Config) -> None:
     if config.lora.publishes_adapters and config.model.dtype == "float32":
         raise ConfigError(
-            'model.dtype must be "bfloat16" where rollout servers on GPUs add the adapters '
-            '(vLLM does that in half precision only), or lora.publish "merged", got "float32"'
+            'model.dtype must be "bfloat16" or "float16" where rollout servers on GPUs add the '
+            'adapters (vLLM adds no others), or lora.publish "merged", got "float32"'
         )
 
 

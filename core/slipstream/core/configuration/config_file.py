@@ -21,7 +21,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import missing_files
-from slipstream.core.models.model_rules import engine_problems, layout_problems, model_problems
+from slipstream.core.models.model_rules import (
+    dtype_problems,
+    engine_problems,
+    layout_problems,
+    model_problems,
+)
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.models.vision_rules import sees_images, vision_problems
@@ -109,6 +114,8 @@ def check_sizes(config: Config) -> list[str]:
     """
     sizes = read_model_sizes(config.model.path)
     _check_layout(config, sizes)
+    for problem in dtype_problems(sizes, config.model.dtype):
+        raise ConfigError(problem)
     longest = sizes.max_positions
     if longest and config.sampling.max_episode_tokens > longest:
         raise ConfigError(

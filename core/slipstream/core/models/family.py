@@ -194,6 +194,7 @@ class Feature:
 
 FEATURES: Mapping[str, Feature] = MappingProxyType(
     {
+        "model.dtype": Feature(off="bfloat16", title="float16"),
         "learner.parallel.cp": Feature(off=1, title="context parallel"),
         "learner.parallel.etp": Feature(off=1, title="split experts"),
         "learner.transformer.moe_router_fusion": Feature(off=False, title="fused router"),

@@ -102,6 +102,12 @@ def _linear_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[s
             )
 
 
+def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
+    """Checks that vLLM computes the model's family in `dtype`."""
+    if dtype == "float16":
+        yield from refusals(sizes.family, sizes.architecture, {"model.dtype": dtype})
+
+
 def engine_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
     """Yields one line for each setting of a rollout server that the model's family cannot have."""
     chosen = {

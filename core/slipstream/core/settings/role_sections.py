@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.reference_logprobs import MAX_TOP_K
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
-from slipstream.core.settings.section import Positive, Seconds, Section
+from slipstream.core.settings.section import ElementType, Positive, Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 
 # Settings that a role may have in place of the learner's.
@@ -50,7 +50,7 @@ class ReferenceSection(Section):
     # A Hugging Face folder; None: model.path.
     path: Path | None = None
     # Element type of its parameters; None: model.dtype.
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: ElementType | None = None
     # Take the policy's weights after every n-th step; 0: never.
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.

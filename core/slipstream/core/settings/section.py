@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,8 @@ def _check_host_form(host: str) -> str:
     return host.strip("[]")
 
 
+# Types of the numbers of a model.
+ElementType = Literal["float32", "bfloat16", "float16"]
 Reference = Annotated[str, AfterValidator(_check_reference_form)]
 Address = Annotated[str, AfterValidator(check_address_form)]
 Host = Annotated[str, AfterValidator(_check_host_form)]

@@ -9,7 +9,15 @@ from pydantic import Field, JsonValue, model_validator
 from slipstream.core.settings.curriculum_section import CurriculumSection
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.core.settings.measurement_sections import ProfileSection
-from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section, Silence
+from slipstream.core.settings.section import (
+    Address,
+    ElementType,
+    Positive,
+    Reference,
+    Seconds,
+    Section,
+    Silence,
+)
 from slipstream.core.template_values import TemplateValues
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
@@ -40,11 +48,13 @@ class ModelSection(Section):
     # A folder with config.json, safetensors and a tokenizer. Its chat template may be a file of its
     # own, rollout_server.chat_template.
     path: Path
-    # Element type of the learner's parameters and of the rollout engine.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Element type of the learner's parameters and of the rollout engine. float16 has three
+    # more bits of precision than bfloat16 and ends at 65504: the start refuses models that come
+    # near it.
+    dtype: ElementType = "bfloat16"
     # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
     # logits
-    # in bfloat16 differently, so that their log-probabilities differ more.
+    # in half precision differently, so that their log-probabilities differ more.
     head_dtype: Literal["float32", "model"] = "float32"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.core.reference_logprobs import reference_bytes_per_token
@@ -14,7 +15,7 @@ from slipstream.core.settings.measurement_sections import EvaluationSection, Tra
 from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
 from slipstream.core.settings.sampling_section import SamplingSection
-from slipstream.core.settings.section import Section
+from slipstream.core.settings.section import ElementType, Section
 from slipstream.core.settings.sections import (
     ControllerSection,
     EnvironmentSection,
@@ -30,6 +31,12 @@ from slipstream.core.settings.weights_section import StageSetting, WeightsSectio
 TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
+# Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
+PROBE_TOLERANCES: Mapping[ElementType, float] = {
+    "float32": 1e-3,
+    "float16": 0.02,
+    "bfloat16": 0.16,
+}
 
 
 class Tables(Section):
@@ -65,8 +72,11 @@ class Tables(Section):
             return self.weights.probe_tolerance
         if computes_in_fp8(self.rollout_server):
             return 0.5
-        rounds = "bfloat16" in (self.model.dtype, self.weights.wire_dtype)
-        return 0.16 if rounds else 1e-3
+        return max(
+            PROBE_TOLERANCES[dtype]
+            for dtype in (self.model.dtype, self.weights.wire_dtype)
+            if dtype
+        )
 
     @property
     def staging(self) -> StageSetting:

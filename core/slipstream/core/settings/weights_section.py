@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
-from slipstream.core.settings.section import Host, Positive, Section, Silence
+from slipstream.core.settings.section import ElementType, Host, Positive, Section, Silence
 
 DeltaSetting = Literal["off", "gpu", "host"]
 StageSetting = Literal["auto"] | bool
@@ -36,7 +36,7 @@ class WeightsSection(Section):
     # Address of trainer rank 0's machine that the transport of weights uses.
     host: Host = "127.0.0.1"
     # Element type on the wire; None: model.dtype.
-    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    wire_dtype: ElementType | None = None
     # Size at which a bucket is closed; the size of the largest tensor, if that is more.
     bucket_mib: Positive = 64
     # Engines receive new weights beside those that serve, and requests wait for the copies alone.
@@ -68,6 +68,6 @@ class WeightsSection(Section):
     # publish always has a probe.
     verify_every: Positive = 10
     # Largest gap of a probe, in nats: the typical error of a logit, estimated from
-    # log-probabilities. None: 1e-3 in float32, and 0.16 if model.dtype or wire_dtype is bfloat16,
-    # where rounding alone gives 0.06; 0.5 with engines in FP8.
+    # log-probabilities. None: 1e-3 in float32, 0.16 if model.dtype or wire_dtype is bfloat16,
+    # where rounding alone gives 0.06, 0.02 with float16; 0.5 with engines in FP8.
     probe_tolerance: float | None = Field(None, gt=0)

@@ -71,6 +71,12 @@ class Results:
             },
         )
         journal_busy(books.journal, self._recorder.facts.busy.of_this_start())
+        overflows, scale = int(row.get("gradient_overflows", 0)), row.get("loss_scale")
+        if overflows:
+            self._run.events.add(
+                f"step {batch.version}: gradients left the range of float16 {overflows} times and "
+                f"were computed again; the scale of the loss is {scale:g} now"
+            )
         self._run.events.add(
             f"version {report.version.step}", step=report.version.step, metrics=row
         )

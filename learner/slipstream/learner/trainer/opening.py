@@ -38,6 +38,8 @@ from slipstream.learner.trainer.model.offload import (
     optimizer_state,
     parameters,
 )
+from slipstream.learner.trainer.model.precision import shared_scaler
+from slipstream.learner.trainer.model.range_check import check_range
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.ranks import compat, cpu
@@ -82,6 +84,7 @@ def open_policy(
         config.lora.adapters,
         chunks=model.chunks,
         optimizer=model.optimizer,
+        scaler=model.scaler,
         gather=model.gather_parameters,
         memory=model.memory,
     )
@@ -103,7 +106,8 @@ def load_trained(
 
     `ranks` must have this layout, and it must be in force. The weights come from
     `config.checkpoint.load` if that is set. Raises ConfigError where attention computes wrong
-    gradients; a model without its weights trains nothing, and is not checked.
+    gradients, or where the model leaves the range of float16; a model without its weights trains
+    nothing, and is not checked.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -111,6 +115,7 @@ def load_trained(
     model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
     chunks = model.chunks
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
+    scaler = shared_scaler(optimizer)
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -130,7 +135,8 @@ def load_trained(
         recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     if load_weights:
         check_attention(model)
-    return TrainedModel(**vars(model), optimizer=optimizer, recompute=recompute)
+        check_range(model, max_tokens=config.learner.micro_batch_tokens)
+    return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
@@ -138,6 +144,7 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     model = _load(config, ranks, None, change=defer_projections, load_weights=True)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
+    check_range(model, max_tokens=config.learner.micro_batch_tokens)
     return model
 
 
@@ -179,7 +186,6 @@ def _load(
         wrap_with_ddp=ddp_config is not None,
         data_parallel_random_init=False,
         use_cpu_initialization=provider.use_cpu_initialization,
-        bf16=provider.bf16,
     )
     vision = _vision(chunks, whole_config, config.model.path)
     sharing = _sharing(chunks, config) if vision is None else None

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +62,10 @@ class _Totals:
 
     statistics: StepStatistics
     grad_norms: list[float] = field(default_factory=list)
+    # Passes that were made again, with half the scale of the loss.
+    overflows: int = 0
+    # The smallest scale of the loss that was used.
+    loss_scale: float = math.inf
     num_micro_batches: int = 0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -70,6 +74,8 @@ class _Totals:
         """Adds what another adapter's part of the step did."""
         self.statistics.join(others.statistics)
         self.grad_norms += others.grad_norms
+        self.overflows += others.overflows
+        self.loss_scale = min(self.loss_scale, others.loss_scale)
         self.num_micro_batches += others.num_micro_batches
         self.forward_backward_s += others.forward_backward_s
         self.optimizer_s += others.optimizer_s
@@ -200,11 +206,15 @@ class TrainingStep:
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
             place = (batch.step, len(totals.grad_norms), self._policy.ranks.rank_of_inputs)
-            with dropping(self._policy.chunks, self._config, place):
-                losses, total = self._add_gradients(share, old, totals)
+            gradients = functools.partial(self._add_gradients, share, old, place)
+            started = time.monotonic()
+            losses = gradients()
+            total = totals.statistics.add([one.statistics for one in losses], self._policy.ranks)
+            totals.forward_backward_s += time.monotonic() - started
             if not math.isfinite(total):
                 raise self._loss_fault(batch, sequences, members, losses, total=total)
-            self._update(rate, totals)
+            totals.num_micro_batches += len(share) * self._policy.ranks.dp_size
+            self._update(rate, totals, gradients)
         return totals
 
     @property
@@ -223,9 +233,9 @@ class TrainingStep:
             return self._roles.estimates(batch)
 
     def _add_gradients(
-        self, share: Sequence[MicroBatch], old: Sequence[Tensor], totals: _Totals
-    ) -> tuple[list[TokenLoss], float]:
-        """Adds the gradients of `share`; returns this rank's losses and the sum over all ranks."""
+        self, share: Sequence[MicroBatch], old: Sequence[Tensor], place: Sequence[int]
+    ) -> list[TokenLoss]:
+        """Makes the gradients of `share` anew, and returns this rank's losses."""
         algorithm, *others = self._config.algorithms.distinct
         ranks = self._policy.ranks
 
@@ -243,23 +253,26 @@ class TrainingStep:
                 group=ranks.cp_group,
             )
 
-        started = time.monotonic()
         self._policy.zero_grad()
-        losses = forward_backward(
-            self._policy,
-            share,
-            loss,
-            temperature=self._temperature,
-            entropy_gradient=any(one.entropy_coefficient > 0 for one in (algorithm, *others)),
-        )
-        total = totals.statistics.add([one.statistics for one in losses], ranks)
-        totals.forward_backward_s += time.monotonic() - started
-        totals.num_micro_batches += len(share) * ranks.dp_size
-        return losses, total
+        with dropping(self._policy.chunks, self._config, place):
+            return forward_backward(
+                self._policy,
+                share,
+                loss,
+                temperature=self._temperature,
+                entropy_gradient=any(one.entropy_coefficient > 0 for one in (algorithm, *others)),
+            )
 
-    def _update(self, rate: float, totals: _Totals) -> None:
+    def _update(
+        self, rate: float, totals: _Totals, gradients: Callable[[], list[TokenLoss]]
+    ) -> None:
+        def again() -> None:
+            totals.overflows += 1
+            gradients()
+
         started = time.monotonic()
-        totals.grad_norms.append(self._policy.optimizer_step(rate))
+        totals.grad_norms.append(self._policy.optimizer_step(rate, again))
+        totals.loss_scale = min(totals.loss_scale, self._policy.loss_scale)
         self.num_updates += 1
         self._policy.ranks.activity.note()
         totals.optimizer_s += time.monotonic() - started
@@ -313,10 +326,14 @@ class TrainingStep:
                 ) from fault
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
-        return totals.statistics.metrics() | {
+        found = totals.statistics.metrics() | {
             "grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
             "learning_rate": rate,
             "num_micro_batches": float(totals.num_micro_batches),
             "forward_backward_s": totals.forward_backward_s,
             "optimizer_s": totals.optimizer_s,
         }
+        if self._policy.scaler is not None:
+            found["gradient_overflows"] = float(totals.overflows)
+            found["loss_scale"] = totals.loss_scale
+        return found

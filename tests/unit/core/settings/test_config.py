@@ -91,7 +91,11 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
         ("run.name", "a b", "run.name must be letters, digits and . _ - and begin with a letter"),
         ("run.steps", 0, "run.steps: input should be greater than or equal to 1, got 0"),
         ("run.seed", -1, "run.seed: input should be greater than or equal to 0, got -1"),
-        ("model.dtype", "int8", "model.dtype: input should be 'float32' or 'bfloat16', got 'int8'"),
+        (
+            "model.dtype",
+            "int8",
+            "model.dtype: input should be 'float32', 'bfloat16' or 'float16', got 'int8'",
+        ),
         ("algorithm.group_size", 0, "algorithm.group_size: input should be greater than or equal"),
         ("algorithm.max_staleness", -1, "algorithm.max_staleness: input should be greater than"),
         ("algorithm.learning_rate", 0, "algorithm.learning_rate: input should be greater than 0"),
@@ -524,6 +528,12 @@ def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
             {"rollout_server.tensor_parallel_size": 4},
             {"num_attention_heads": 6},
             "rollout_server.tensor_parallel_size must divide the model's 6 attention heads, got 4",
+        ),
+        (
+            {"model.dtype": "float16"},
+            {"architectures": ["Gemma2ForCausalLM"]},
+            'model.dtype must be "bfloat16" for a Gemma2ForCausalLM: vLLM (0.32.0) does not '
+            "compute it in float16, got 'float16'",
         ),
     ],
 )

@@ -21,6 +21,7 @@ _VALUES = {
     "tie_word_embeddings": (None, True),
 }
 _ROPE = Rope(kinds=("default", "linear"), is_by_layer=True)
+_NOT_IN_FLOAT16 = {"model.dtype": "vLLM (0.32.0) does not compute it in float16"}
 _NORMS = ("input", "pre_feedforward", "post_attention", "post_feedforward")
 
 FAMILIES = (
@@ -34,6 +35,7 @@ FAMILIES = (
         rope=_ROPE,
         norms=_NORMS,
         has_windows=True,
+        cannot=_NOT_IN_FLOAT16,
     ),
     Family(
         architecture="Gemma3ForCausalLM",
@@ -61,6 +63,7 @@ FAMILIES = (
             },
         ),
         cannot={
+            **_NOT_IN_FLOAT16,
             "sampling.max_images": (
                 "its tokens of an image attend to each other in both directions, the learner's "
                 "only to those before them"

@@ -263,6 +263,7 @@ class RunRecorder:
             },
             "filtered_groups": filtered_groups,
             "set_aside_batches": set_aside_batches,
+            "gradient_overflows": facts.gradient_overflows,
             **{name: value for name, value in publish.items()},
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,

@@ -27,6 +27,7 @@ class RunFacts:
     gap_sum: float = 0.0
     gap_tokens: float = 0.0
     gap_max: float = 0.0
+    gradient_overflows: int = 0
     busy: BusyMeter = field(default_factory=BusyMeter)
 
     def edge_rewards(self) -> tuple[list[float], list[float]]:
@@ -35,7 +36,8 @@ class RunFacts:
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 
     def count_row(self, row: Mapping[str, float]) -> None:
-        """Takes mean reward and log-probability gap from the row of a step."""
+        """Takes mean reward, log-probability gap and overflows from the row of a step."""
+        self.gradient_overflows += int(row.get("gradient_overflows", 0))
         self.last_rewards.append(row["reward_mean"])
         if len(self.first_rewards) < EDGE_STEPS:
             self.first_rewards.append(row["reward_mean"])

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 _DISTRIBUTED_COPY = "optimizer.state.param."
 _PLAIN_COPY = "optimizer.state.fp32_param."
 _STATE = "optimizer.state."
+_SCALER = "grad_scaler"
 
 # Nested dicts and lists, with Megatron's sharded tensors as leaves.
 Tree: TypeAlias = Any
@@ -66,15 +67,17 @@ def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -
     """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
 
     `wanted` is the optimizer's own sharded state, `saved` the structure around the saved tensors.
-    Settings of the parameter groups come from `wanted`, the number of steps from `saved`.
+    Settings of the parameter groups come from `wanted`, the number of steps and the scale of the
+    loss from `saved`.
     """
     if not is_distributed(optimizer):
         state = _read(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
-    elif optimizer.config.bf16:
+    elif optimizer.config.bf16 or optimizer.config.fp16:
         state = _read(wanted, lambda key: key.replace(_DISTRIBUTED_COPY, _PLAIN_COPY), load)
     else:
         state = _read(_read(wanted, _all_but_copies, load), _weights_for_copies, load)
     _set_steps(state, _steps(saved))
+    _set_scale(state, _scale(saved))
     return state
 
 
@@ -137,3 +140,18 @@ def _set_steps(state: Tree, steps: int) -> None:
             group["step"] = steps
         for value in state.values():
             _set_steps(value, steps)
+
+
+def _scale(saved: Tree) -> Tree:
+    """Returns the state of the loss's scaler, which all parts share; None without one."""
+    if not isinstance(saved, Mapping):
+        return next(filter(None, map(_scale, saved)), None) if isinstance(saved, list) else None
+    return saved.get(_SCALER) or next(filter(None, map(_scale, saved.values())), None)
+
+
+def _set_scale(state: Tree, scale: Tree) -> None:
+    for part in state if isinstance(state, list) else state.values():
+        if scale and isinstance(part, dict | list):
+            _set_scale(part, scale)
+    if isinstance(state, dict) and scale and _SCALER in state:
+        state[_SCALER] = scale

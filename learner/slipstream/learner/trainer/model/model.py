@@ -96,6 +96,8 @@ class TrainedModel(ParallelModel):
     """A model with gradients and optimizer."""
 
     optimizer: Megatron
+    # The scale of the loss in float16; None: gradients need none.
+    scaler: Megatron = None
     # None: what `learner.transformer` says is recomputed.
     recompute: Recompute | None = None
 
@@ -105,17 +107,51 @@ class TrainedModel(ParallelModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def optimizer_step(self, learning_rate: float) -> float:
+    @property
+    def loss_scale(self) -> float:
+        """The number that the loss is multiplied by before its gradients are taken."""
+        return 1.0 if self.scaler is None else float(self.scaler.scale)
+
+    def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        Raises UntrainableBatch, with unchanged weights, when the norm is not finite on any rank.
+        `again` makes the same gradients anew. It is called after numbers of float16 overflowed on
+        any rank, with half the scale of the loss, until none does: no batch is left out. Raises
+        UntrainableBatch, with unchanged weights and scale, when the norm is not finite on any rank.
         """
-        with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
-            return self._optimizer_step(learning_rate)
+        before = None if self.scaler is None else self.scaler.state_dict()
+        try:
+            while True:
+                with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+                    if self._prepare_gradients():
+                        return self._optimizer_step(learning_rate)
+                again()
+        except UntrainableBatch:
+            if before is not None:
+                self.scaler.load_state_dict(before)
+            raise
+
+    def _prepare_gradients(self) -> bool:
+        """Takes the gradients without their scale; False if they overflowed, and it is now lower.
+
+        Does what Megatron's `prepare_grads` does in each part; the scale changes once for all.
+        """
+        if self.scaler is None:
+            self.optimizer.prepare_grads()
+            return True
+        overflowed = False
+        with torch.no_grad():
+            for part in self.optimizer.chained_optimizers:
+                if not part.is_stub_optimizer:
+                    part._copy_model_grads_to_main_grads()
+                overflowed |= part._unscale_main_grads_and_check_for_nan()
+        overflowed = bool(self.ranks.max(torch.tensor([float(overflowed)])).item())
+        can_fall = bool(self.scaler.scale > self.scaler.min_scale)
+        self.scaler.update(overflowed)
+        return not (overflowed and can_fall)
 
     def _optimizer_step(self, learning_rate: float) -> float:
-        """Does the parts of Megatron's `step`, and checks the norm before weights change."""
-        self.optimizer.prepare_grads()
+        """Does the other parts of Megatron's `step`, and checks the norm before weights change."""
         norm = float(self.optimizer.get_grad_norm())
         # No rank may wait for one that has refused the batch.
         if self.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():

@@ -32,6 +32,8 @@ class _Waiting:
     # The torch optimizers' moments, and what each of their groups counts.
     moments: list[dict[Tensor, Any]]
     counts: list[Any]
+    # The state of the loss's scaler; None without one.
+    scale: dict[str, Any] | None
 
 
 class NamedAdapters:
@@ -47,16 +49,19 @@ class NamedAdapters:
         *,
         chunks: Sequence[Megatron],
         optimizer: Megatron,
+        scaler: Megatron,
         gather: Callable[[], None],
         memory: HostMemory,
     ) -> None:
         """Collective with several names, for which every moment is made at once.
 
-        `gather` completes the parameters of `chunks`, which `optimizer` updates. `memory` may keep
-        these and the state of the active adapter on the host; the other adapters never leave.
+        `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which
+        `optimizer` updates. `memory` may keep these and the state of the active adapter on the
+        host; the other adapters never leave.
         """
         self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
+        self._scaler = scaler
         self.names = tuple(names) or ("",)
         self._active = self.names[0]
         self._waiting: dict[str, _Waiting] = {}
@@ -109,6 +114,10 @@ class NamedAdapters:
         for place, group in enumerate(self._groups()):
             if "step" in group:
                 group["step"], other.counts[place] = other.counts[place], group["step"]
+        if other.scale is not None:
+            scale = self._scaler.state_dict()
+            self._scaler.load_state_dict(other.scale)
+            other.scale = scale
         self._waiting[self._active], self._active = other, name
 
     def _copied(self) -> _Waiting:
@@ -123,6 +132,7 @@ class NamedAdapters:
                 for optimizer in self._parts()
             ],
             [copy.deepcopy(group.get("step")) for group in self._groups()],
+            None if self._scaler is None else self._scaler.state_dict(),
         )
 
     def _tensors(self) -> list[Tensor]:
@@ -143,10 +153,13 @@ class NamedAdapters:
         An update by zero gradients at a learning rate of 0 changes no weight; its count is taken
         back.
         """
+        scale = None if self._scaler is None else self._scaler.state_dict()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._optimizer.prepare_grads()
+        if scale is not None:
+            self._scaler.load_state_dict(scale)
         for group in self._groups():
             group["lr"] = group["weight_decay"] = 0.0
         self._optimizer.step_with_ready_grads()

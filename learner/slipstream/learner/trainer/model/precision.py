@@ -1,4 +1,4 @@
-"""Requirements of 8-bit matrix products on the settings and on the number of tokens."""
+"""What 8-bit matrix products ask of settings and numbers of tokens; the scale of float16's loss."""
 
 from __future__ import annotations
 
@@ -31,6 +31,24 @@ def check_fp8(
         raise ConfigError(
             "learner.offload.parameters cannot move 8-bit parameters: learner.transformer.fp8_param"
         )
+
+
+def shared_scaler(optimizer: Megatron) -> Megatron:
+    """Makes all parts of an optimizer use the first one's scale of the loss; returns its scaler.
+
+    Megatron gives each part a scaler of its own, but scales the loss by the first one's alone:
+    after an overflow in one part the others would divide by a wrong scale. None if the scale is
+    constant, or there is none.
+    """
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    parts = optimizer.chained_optimizers
+    scaler = getattr(parts[0], "grad_scaler", None) if parts else None
+    if not isinstance(scaler, DynamicGradScaler):
+        return None
+    for part in parts:
+        part.grad_scaler = scaler
+    return scaler
 
 
 def token_alignment(settings: Megatron) -> int:

@@ -37,6 +37,10 @@ _DEFAULTS_OF_TRANSFORMER_ENGINE = (
     "bias_dropout_fusion",
 )
 _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
+# Scales of the loss in float16. Gradients are sums over the tokens of a micro batch until they are
+# float32, so that the right scale may be below 1. The same scale once more, which is Megatron's
+# hysteresis, would overflow again: the pass is repeated with the same batch.
+_LOSS_SCALES = {"initial_loss_scale": 2.0**16, "min_loss_scale": 2.0**-16, "hysteresis": 1}
 # Ways of exchanging keys and values between context parallel ranks; None is p2p.
 _KINDS_FOR_PACKED = (None, "p2p", "a2a")
 # Without TransformerEngine these settings fail late, or change nothing.
@@ -64,7 +68,7 @@ def provider_of(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": False,
+        "fp16": dtype == torch.float16,
         "autocast_dtype": None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -143,8 +147,8 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
         return
     if config.model.dtype == "float32":
         raise ConfigError(
-            "model.dtype must be bfloat16 for TransformerEngine to share sequences over the ranks "
-            f"of learner.parallel.cp {config.learner.parallel.cp}, got float32"
+            "model.dtype must be bfloat16 or float16 for TransformerEngine to share sequences over "
+            f"the ranks of learner.parallel.cp {config.learner.parallel.cp}, got float32"
         )
     kinds = kind if isinstance(kind, list) else [kind]
     unknown = [name for name in kinds if name not in _KINDS_FOR_PACKED]
@@ -249,6 +253,8 @@ def optimizer_config_of(config: Config) -> Megatron:
         "adam_eps": learner.adam_eps,
         "clip_grad": learner.grad_clip,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        **_LOSS_SCALES,
         "params_dtype": dtype,
         "use_distributed_optimizer": learner.use_distributed_optimizer,
         "overlap_param_gather": ddp_config_of(config).overlap_param_gather,

@@ -155,7 +155,7 @@ def run_schedule(
         return output, functools.partial(finish, place, micro_batch)
 
     # Only Megatron's wrapper for half precision has `fp32_output`; true would make a larger copy.
-    in_model_precision = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
+    in_model_precision = {} if model.dtype == torch.float32 else {"fp32_output": False}
     iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
     with model.memory.resident(Part.PARAMETERS), _planned(model, placed, forward_only=forward_only):
         outputs: list[Output] = get_forward_backward_func()(

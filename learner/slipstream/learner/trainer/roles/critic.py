@@ -44,6 +44,8 @@ class Critic:
         self._settings = settings
         self._clip = settings.critic.value_clip
         self._learning_rate = settings.critic.learning_rate
+        # Passes of the newest `train` that were made again.
+        self._overflows = 0
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
             self._model = load_trained(
@@ -77,6 +79,7 @@ class Critic:
         """
         total = torch.zeros(len(Sum), dtype=torch.float64)
         norms = []
+        self._overflows = 0
         parts = self._model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
         with self._ranks.in_force(), parts:
             for members in mini_batches:
@@ -86,19 +89,23 @@ class Critic:
                     raise UntrainableBatch(
                         f"the critic's loss is {loss}; its weights were not changed"
                     )
-                norms.append(self._model.optimizer_step(self._learning_rate))
+                again = functools.partial(self._accumulate_again, sequences, members)
+                norms.append(self._model.optimizer_step(self._learning_rate, again))
                 total += sums
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.
             self._model.gather_parameters()
         tokens = max(1.0, float(total[Sum.TOKENS]))
-        return {
+        found = {
             "value_loss": float(total[Sum.LOSS]) / tokens,
             "value_clip_fraction": float(total[Sum.CLIPPED]) / tokens,
             "value_mean": float(total[Sum.VALUE]) / tokens,
             "critic_grad_norm": sum(norms) / len(norms),
             "explained_variance": _explained(sequences),
         }
+        if self._model.scaler is not None:
+            found["critic_gradient_overflows"] = float(self._overflows)
+        return found
 
     def _forward(self, share: Sequence[MicroBatch]) -> list[Tensor]:
         def finish(
@@ -109,6 +116,12 @@ class Critic:
 
         with torch.no_grad():
             return run_schedule(self._model, share, finish, forward_only=True)
+
+    def _accumulate_again(
+        self, sequences: Sequence[TrainingSequence], members: Sequence[int]
+    ) -> None:
+        self._overflows += 1
+        self._accumulate(sequences, members)
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
         """Accumulates one mini-batch's gradients; returns its sums over all ranks, by `Sum`."""

@@ -85,7 +85,8 @@ def test_weights_that_are_rounded_on_the_wire_have_the_tolerance_of_bfloat16() -
     # The float32 weights of SmolLM2-135M-Instruct, rounded to bfloat16, show a gap of 0.015.
     assert default_tolerance("float32", wire_dtype="bfloat16") == default_tolerance("bfloat16")
     assert default_tolerance("float32", wire_dtype="float32") == default_tolerance("float32")
-    assert default_tolerance("float32") == 1e-3
+    assert default_tolerance("float32", wire_dtype="float16") == default_tolerance("float16")
+    assert default_tolerance("float32") == 1e-3 < default_tolerance("float16")
 
 
 def test_faulty_weights_are_noticed_in_bfloat16() -> None:

@@ -1,0 +1,139 @@
+"""The trainer in float16: as good as float32 but for rounding, and what follows from its range."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from safetensors.torch import load_file  # noqa: E402
+from support.fakes.parity_models import make_models  # noqa: E402
+from support.ranks import float16_ranks  # noqa: E402
+from support.ranks.rank_pool import RankPool  # noqa: E402
+from support.rigs import parity_run  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROGRAM = Path(float16_ranks.__file__)
+LAYOUTS = ("one", "one-moe", "one-gpt-oss", "one-nemotron-h")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("float16")
+    make_models(folder)
+    float16_ranks.make_large(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_dtype(rank_pool: RankPool, folder: Path) -> dict[str, dict[str, dict]]:
+    """What one rank found, by type of numbers and layout."""
+    return {
+        dtype: parity_run.run(rank_pool, folder, 1, dtype, LAYOUTS)
+        for dtype in ("float32", "float16", "bfloat16")
+    }
+
+
+def answers(pool: RankPool, folder: Path, job: str, world_size: int = 1) -> list:
+    """What each rank says about a job."""
+    pool.run(PROGRAM, [job], world_size=world_size, folder=folder)
+    return [json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float16_is_nearer_to_float32_than_bfloat16_is(
+    layout: str, by_dtype: dict[str, dict[str, dict]]
+) -> None:
+    exact, fine, coarse = (by_dtype[d][layout] for d in ("float32", "float16", "bfloat16"))
+    gaps = [
+        float((one["logprobs"][0] - exact["logprobs"][0]).abs().mean()) for one in (fine, coarse)
+    ]
+    assert gaps[0] < gaps[1] / 4
+    for ours, theirs in zip(fine["metrics"], exact["metrics"], strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=2e-3)
+        assert ours["trained_tokens"] == theirs["trained_tokens"]
+        assert theirs.keys() == ours.keys() - {"gradient_overflows", "loss_scale"}
+
+
+def test_passes_that_overflow_are_made_again_with_half_the_scale(
+    by_dtype: dict[str, dict[str, dict]],
+) -> None:
+    scale = 2.0**16
+    for metrics in by_dtype["float16"]["one"]["metrics"]:
+        scale /= 2 ** metrics["gradient_overflows"]
+        assert metrics["loss_scale"] == scale
+    assert scale < 2.0**16
+
+
+def test_layouts_train_alike_in_float16(rank_pool: RankPool, folder: Path) -> None:
+    names = ["tp2-sp", "pp2", "dp2-distopt", "ep2-distopt-moe"]
+    found = parity_run.compare(rank_pool, folder, 2, "float16", names)
+    assert found.keys() == set(names)
+    assert max(found.values()) <= parity_run.TOLERANCES["float16"], found
+
+
+def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(
+    rank_pool: RankPool, folder: Path
+) -> None:
+    (found,) = answers(rank_pool, folder, "stuck")
+    assert found["error"].startswith("the gradient norm is ")
+    assert found["error"].endswith("; the weights were not changed")
+    assert found["is_same"]
+    assert found["scale"] == 2.0**24
+
+
+def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(
+    rank_pool: RankPool, folder: Path, by_dtype: dict[str, dict[str, dict]]
+) -> None:
+    (found,) = answers(rank_pool, folder, "parts")
+    dense, experts = found["overflows"]
+    # Megatron gives each part a scale of its own, which would be others now.
+    assert dense != experts
+    assert not dense[-1]
+    assert not experts[-1]
+    exact = by_dtype["float32"]["one-moe"]["metrics"][0]
+    assert found["metrics"]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-3)
+    assert found["metrics"]["gradient_overflows"] == len(dense) - 1
+
+
+def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:
+    (ours,), (exact,) = (answers(rank_pool, folder, f"critic@float{n}") for n in (16, 32))
+    assert ours["critic_gradient_overflows"] >= 0
+    assert "critic_gradient_overflows" not in exact
+    for name in ("critic_grad_norm", "value_loss", "value_mean"):
+        assert ours[name] == pytest.approx(exact[name], rel=1e-2, abs=1e-3), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        ("activations", r"what decoder\.layers\.\S+ (gives|takes) reaches (\d{5,}|inf);"),
+        ("weights", r"a weight of decoder\.layers\.\S+ reaches inf;"),
+    ],
+)
+def test_a_model_that_comes_near_the_end_of_the_range_is_refused_on_every_rank(
+    model: str, cause: str, world_size: int, rank_pool: RankPool, folder: Path
+) -> None:
+    said = answers(rank_pool, folder, f"{model}@float16", world_size)
+    assert len(set(said)) == 1
+    start = 'model.dtype must be "bfloat16" for this model: float16 ends at 65504, and '
+    assert re.match(start + cause, said[0]), said[0]
+    assert answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
+
+
+def test_an_exported_folder_is_in_float16(
+    folder: Path, by_dtype: dict[str, dict[str, dict]]
+) -> None:
+    final = folder / "one@float16-final"
+    assert json.loads((final / "config.json").read_text())["dtype"] == "float16"
+    tensors = load_file(final / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    weights = by_dtype["float16"]["one"]["weights"]
+    assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in tensors.items())
