@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slipstream.core.machine.left_files import read_left
 from slipstream.core.models.vision.data_urls import data_of_url
-from slipstream.environments.sandbox.kept_program import read_left
 from slipstream.v1 import environment_pb2 as pb
 
 # The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.question_files import read_rows
 from slipstream.environments.sandbox.kept_program import (
     ProgramEnd,
     ProgramLimits,
-    read_left,
     run_program,
 )
 from slipstream.environments.sandbox.plan import Limits, Plan

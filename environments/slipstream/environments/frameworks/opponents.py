@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.openai_client import openai_client
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.frameworks.seats import AgentSeat, ModelSeat, RandomSeat, Seat
-from slipstream.protocol.openai_client import openai_client
 
 if TYPE_CHECKING:
     import openai

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,27 +99,6 @@ async def run_program(
         # The keeper says so in the output.
         limit = ProgramEnd(0, text).last_line or "it was killed"
     return ProgramEnd(process.returncode, text, limit)
-
-
-def read_left(path: Path, most_bytes: int, *, follow_link: bool = False) -> bytes:
-    """Returns the file that a program may have left at `path`, without any wait.
-
-    Raises OSError for a pipe, a socket, a device, a folder, more bytes, or, unless `follow_link`, a
-    symbolic link.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
-    # A file of Python would not close the descriptor of a folder, which it refuses.
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(most_bytes + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > most_bytes:
-        raise OSError(f"it has more than {most_bytes} bytes")
-    return data
 
 
 def own_program(module: str) -> list[str]:
