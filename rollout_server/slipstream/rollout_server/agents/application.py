@@ -19,7 +19,12 @@ from slipstream.protocol.settings.config import RolloutServerSection
 from slipstream.protocol.vision.placed import image_tokens
 from slipstream.rollout_server.agents.open_call import OpenCall
 from slipstream.rollout_server.agents.prompting import CURRENT, PromptRenderer
-from slipstream.rollout_server.engine_interface import PartSize, TextOptions, TextPart
+from slipstream.rollout_server.engine_interface import (
+    PartSize,
+    RequestRefused,
+    TextOptions,
+    TextPart,
+)
 from slipstream.rollout_server.inference.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -116,6 +121,8 @@ async def _outputs(
                 request_id, None, prompt, None, [completion], end is not None, None,
                 num_cached_tokens=cached,
             )  # fmt: skip
+    except RequestRefused as error:
+        raise VLLMValidationError(str(error)) from error
     except SlipstreamError as error:
         # The engine could not serve this request, or is gone: a client may try again.
         raise RetryableRequestError(str(error)) from error
