@@ -206,7 +206,7 @@ async def test_a_judge_of_the_run_scores_what_the_model_replied(tmp_path: Path) 
 
     play, answer = await played(agent, replies)
     # Both clients stay open as long as a worker.
-    for client in (agent._client, agent._judged._judge._client):
+    for client in (agent._client, agent._judged._judge._server._client):
         await client.close()
     assert answer.agent_result.reward == 0.75
     assert dict(answer.agent_result.metrics) == {"score": 7.5}
