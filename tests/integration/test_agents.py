@@ -17,6 +17,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 from slipstream.core.errors import ConfigError  # noqa: E402
+from slipstream.rollout_server.engine_interface import RequestRefused  # noqa: E402
 from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
 from support.fakes.agent_rig import (  # noqa: E402
     SAMPLING,
@@ -486,6 +487,41 @@ async def test_an_error_of_the_engine_is_503_and_says_when_to_come_again(rig, st
     rig.engine.fail_with = None
     assert (await chat(rig, [QUESTION]))["content"]
     assert rig.runs() == [1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_the_clients_fault(rig, stream) -> None:
+    rig.engine.fail_with = RequestRefused("logprobs must be at most 20, got 21")
+    async with rig.http() as client:
+        answer = await client.post(
+            "/v1/chat/completions",
+            json={"model": "m", "messages": [QUESTION], "stream": stream},
+        )
+    if stream:
+        assert '"code":400' in answer.text.replace(" ", "")
+    else:
+        assert answer.status_code == 400
+        assert "retry-after" not in answer.headers
+        assert "logprobs must be at most 20, got 21" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "words"),
+    [
+        ("chat/completions", {"logprobs": True, "top_logprobs": -1}, "at least 0, got -1"),
+        ("responses", {"top_logprobs": -1, "input": "hi"}, "at least 0, got -1"),
+        ("chat/completions", {"stop": ["\ud800"]}, "the body must be Unicode"),
+        ("messages", {"stop_sequences": ["a\udfff"], "max_tokens": 4}, "must be Unicode"),
+        ("messages/count_tokens", {"system": "\ud800"}, "the body must be Unicode"),
+    ],
+)
+async def test_a_request_of_values_that_cannot_be_is_400(rig, path, asked, words) -> None:
+    body = json.dumps({"model": "m", "messages": [QUESTION], **asked})
+    async with rig.http() as client:
+        answer = await client.post(f"/v1/{path}", content=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert rig.runs() == []
 
 
 async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(rig) -> None:

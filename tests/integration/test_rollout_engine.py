@@ -19,7 +19,9 @@ from slipstream.rollout_server.engine_interface import (  # noqa: E402
     EngineDied,
     FinishReason,
     GenerationFailed,
+    RequestRefused,
     Sampling,
+    TextOptions,
 )
 from slipstream.rollout_server.vllm.chunks import CHUNK_TOKENS  # noqa: E402
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
@@ -420,6 +422,11 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     await rig.publish(rig.old, 0)
     with pytest.raises(GenerationFailed):
         await rig.generate("long", [4] * 400)
+    # Its client is at fault.
+    for options in (TextOptions(num_logprobs=10**9), TextOptions(stop=("\ud800",))):
+        with pytest.raises(RequestRefused):
+            async for _ in rig.engine.stream("odd", [4], SAMPLING, 1, options=options):
+                pass
     assert len((await rig.generate("short", num_tokens=1)).token_ids) == 1
 
 

@@ -1,15 +1,21 @@
-"""Clients of OpenAI's API, for servers that may be slow, broken or hostile."""
+"""Clients of OpenAI's API, for servers that may be slow, broken or hostile, and their keys."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+# Characters of a server's words that an error shows.
+MAX_SHOWN = 200
 
 
 def openai_client(
@@ -69,3 +75,36 @@ def openai_client(
         max_retries=max_retries,
         http_client=Bounded(),
     )
+
+
+@contextlib.contextmanager
+def faults_as(kind: type[Exception], name: str) -> Iterator[None]:
+    """Raises every fault of a call in the block as `kind`, in one line that names the server."""
+    import openai
+
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except (openai.OpenAIError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        # The package takes an answer for what it should be: most of them come from other ones.
+        said = in_one_line(f"{type(error).__name__}: {error} {error.__cause__ or ''}")
+        raise kind(f"{name} failed: {said}") from error
+
+
+def in_one_line(text: str) -> str:
+    """Returns the beginning of a text, without line breaks."""
+    return " ".join(text.split())[:MAX_SHOWN]
+
+
+def key_in(path: str | Path | None, name: str) -> str:
+    """Returns the key in a file, "none" without one; ConfigError names the setting `name`."""
+    if path is None:
+        return "none"
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path} cannot be read: {error}") from error
+    if not key:
+        raise ConfigError(f"{name} {path} is empty: put the key into it")
+    return key

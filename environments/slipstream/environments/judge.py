@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 from slipstream.client.agent import Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.core.openai_client import openai_client
+from slipstream.core.openai_client import faults_as, in_one_line, openai_client
 
 Answer = TypeVar("Answer", bound="Form")
 ANSWERS = ("number", "json")
@@ -25,8 +25,6 @@ FIELD = re.compile(r"\{(\w+)\}")
 NOWHERE = "http://127.0.0.1:0/v1"
 # No score needs a longer answer.
 MAX_ANSWER_BYTES = 4 << 20
-# Characters of a judge's words that an error shows.
-MAX_SHOWN = 200
 
 
 class Form(BaseModel, strict=True):
@@ -193,18 +191,13 @@ class JudgeServer:
         endpoint: Endpoint | None = None,
     ) -> Answer:
         """Returns the answer of the server, or of the judge of an episode's `endpoint`."""
-        import openai
-
         client = self._client
         if endpoint is not None:
             judge = endpoint.judge()
             client = client.with_options(base_url=judge.base_url, api_key=judge.api_key)
-        try:
-            async with self._open:
+        async with self._open:
+            with faults_as(JudgeError, self.name):
                 answer = await client.post(url, body=body, cast_to=object)
-        except (openai.OpenAIError, ValueError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
-            raise JudgeError(f"{self.name} failed: {in_one_line(said)}") from error
         try:
             return form.model_validate(answer)
         except ValidationError as error:
@@ -235,8 +228,3 @@ def _field_score(text: str) -> float | None:
     # True is an int of Python's.
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
     return float(score) if is_number else None
-
-
-def in_one_line(text: str) -> str:
-    """Returns the beginning of a text, without line breaks."""
-    return " ".join(text.split())[:MAX_SHOWN]

@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.environments.judge import NOWHERE, Judge
 from slipstream.environments.question_files import Row, read_rows
 from slipstream.environments.reward_model import RewardModel
+from slipstream.protocol.openai_client import key_in
 
 
 class Judged(Environment[Row]):
@@ -49,7 +50,7 @@ class Judged(Environment[Row]):
             base_url,
             model,
             prompt=rubric,
-            api_key=_key_in(api_key_file),
+            api_key=key_in(api_key_file, "api_key_file"),
             answer=answer,
             lowest=lowest,
             highest=highest,
@@ -113,7 +114,7 @@ class Rewarded(Environment[Row]):
             model,
             label=label,
             as_probability=as_probability,
-            api_key=_key_in(api_key_file),
+            api_key=key_in(api_key_file, "api_key_file"),
             max_open=max_open,
             timeout_s=timeout_s,
             max_retries=max_retries,
@@ -188,15 +189,3 @@ def _questions(path: str, question: str) -> list[Row]:
     if not rows:
         raise ConfigError(f"{path} has no rows")
     return rows
-
-
-def _key_in(path: str | None) -> str:
-    if path is None:
-        return "none"
-    try:
-        key = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file {path} cannot be read: {error}") from error
-    if not key:
-        raise ConfigError(f"api_key_file {path} is empty: put the key into it")
-    return key

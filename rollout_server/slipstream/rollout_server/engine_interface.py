@@ -24,6 +24,10 @@ class GenerationFailed(SlipstreamError):
     """The engine is alive but could not serve this request."""
 
 
+class RequestRefused(GenerationFailed):
+    """The engine takes no such request: who asked is at fault."""
+
+
 class FinishReason(Enum):
     """Why a generation ended."""
 

@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import USAGE_ERROR
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
+from slipstream.protocol.openai_client import faults_as
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,
     ReferenceServer,
@@ -30,26 +31,20 @@ _SHOWN = 40
 
 async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
     """Returns if the server can answer for the reference; ConfigError says what is missing."""
-    import openai
-
     quick = settings.model_copy(update={"max_retries": 1})
     assert config.reference is not None
     top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
     max_tokens = config.sampling.max_episode_tokens
     server = ReferenceServer(quick, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens)
     try:
-        await _check_length(server, settings, max_tokens + 1)
         tokenizer = _tokenizer(config)
-        await _check_tokenizer(server, settings, tokenizer)
+        with faults_as(ConfigError, f"reference.server: {server.name}"):
+            await _check_length(server, settings, max_tokens + 1)
+            await _check_tokenizer(server, settings, tokenizer)
         tokens: list[int] = tokenizer.encode("0 1 2 a b c", add_special_tokens=False)[:8]
         await server.logprobs([ScoredSequence(tokens * 2, np.ones(2 * len(tokens), np.bool_))])
     except ReferenceFailed as error:
         raise ConfigError(f"reference.server: {error}") from error
-    except openai.OpenAIError as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(
-            f"reference.server: {server.name} failed: {type(error).__name__}: {said}"
-        ) from error
     finally:
         await server.aclose()
 

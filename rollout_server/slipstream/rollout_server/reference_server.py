@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from slipstream.core.errors import ConfigError
-from slipstream.core.openai_client import openai_client
+from slipstream.core.openai_client import faults_as, key_in, openai_client
 from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.settings.role_sections import ReferenceServerSection
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 # Largest answer: bytes of one log-probability with its token, and of all the rest.
 _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
-# Characters of the server's words that an error shows.
-_MAX_SHOWN = 300
 
 
 class ReferenceFailed(Exception):
@@ -66,7 +63,7 @@ class ReferenceServer:
         """
         self._client = openai_client(
             settings.base_url,
-            api_key=_key(settings),
+            api_key=key_in(settings.api_key_file, "reference.server.api_key_file"),
             timeout_s=settings.timeout_s,
             max_retries=settings.max_retries,
             most_bytes=_OTHER_BYTES + _BYTES_PER_LOGPROB * (top_k + 1) * max_tokens,
@@ -100,22 +97,15 @@ class ReferenceServer:
         )
 
     async def _one(self, sequence: ScoredSequence) -> ReferenceLogprobs:
-        import openai
-
         settings = self._settings
         async with self._open:
-            try:
+            with faults_as(ReferenceFailed, self.name):
                 answer = await self._client.completions.with_raw_response.create(
                     model=settings.model,
                     prompt=list(sequence.token_ids),
                     max_tokens=1,
                     temperature=0.0,
                     extra_body={"prompt_logprobs": self._top_k},
-                )
-            except openai.OpenAIError as error:
-                said = " ".join(f"{error} {error.__cause__ or ''}".split())[:_MAX_SHOWN]
-                raise ReferenceFailed(f"{self.name} failed: {type(error).__name__}: {said}") from (
-                    error
                 )
         # A long episode's answer has megabytes.
         found = await asyncio.to_thread(self._read, answer.content, sequence)
@@ -155,18 +145,3 @@ class ReferenceServer:
         found = ReferenceLogprobs(logprobs, top_ids, top_logprobs)
         fault = check_reference(found, [0] if len(places) and places[0] == 0 else [])
         return f"must run with --logprobs-mode raw_logprobs: {fault}" if fault else found
-
-
-def _key(settings: ReferenceServerSection) -> str:
-    path = settings.api_key_file
-    if path is None:
-        return "none"
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"reference.server.api_key_file {path} cannot be read: {error}"
-        ) from error
-    if not key:
-        raise ConfigError(f"reference.server.api_key_file {path} is empty: put the key into it")
-    return key

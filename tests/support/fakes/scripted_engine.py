@@ -67,7 +67,8 @@ class ScriptedEngine(FakeEngine):
         images: Sequence[object] = (),
     ) -> AsyncGenerator[TextPart, None]:
         if self.fail_with is not None:
-            raise GenerationFailed(self.fail_with)
+            failed = self.fail_with
+            raise failed if isinstance(failed, Exception) else GenerationFailed(failed)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         text = self.script(self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False))

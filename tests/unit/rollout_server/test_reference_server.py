@@ -247,16 +247,28 @@ async def test_other_tokenizers_are_refused_in_one_line(
 
 async def test_a_server_without_the_model_or_its_room_is_refused(endpoint, checked) -> None:
     endpoint.max_model_len = 32
-    with pytest.raises(ConfigError, match="= 33 tokens, got max_model_len 32: raise its"):
+    with pytest.raises(
+        ConfigError,
+        match="^reference.server: the .* = 33 tokens, got max_model_len 32",
+    ):
         await check_reference_server(checked, checked.reference.server)
     wrong = checked.reference.server.model_copy(update={"model": "student"})
-    with pytest.raises(ConfigError, match="must be one of teacher at http.*, got student"):
+    with pytest.raises(ConfigError, match="^reference.server.model must be one .*, got student"):
         await check_reference_server(checked, wrong)
 
 
 async def test_a_server_that_gives_no_log_probabilities_is_refused(endpoint, checked) -> None:
     endpoint.answers = [(400, {"error": {"message": "greater than max allowed: 20"}})]
     with pytest.raises(ConfigError, match="^reference.server: .*greater than max allowed: 20"):
+        await check_reference_server(checked, checked.reference.server)
+
+
+@pytest.mark.parametrize("said", [[], {"data": 5}, {"data": [5]}])
+async def test_a_server_whose_answers_have_another_form_is_refused(
+    endpoint, checked: Config, said: object
+) -> None:
+    endpoint.reply = lambda path, body: (200, said)
+    with pytest.raises(ConfigError, match="^reference.server: .* failed: (Attrib|Type)"):
         await check_reference_server(checked, checked.reference.server)
 
 

@@ -8,24 +8,27 @@ client that hangs up, or `end`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from slipstream.v1 import environment_pb2 as pb
 
-# Calls of one episode that may wait for their replies at one time.
+# Calls of one episode that may be read, or wait for their replies, at one time.
 MAX_OPEN_CALLS = 64
+# Bytes of bodies of one episode that are read, or wait for the server, at one time.
+MAX_WAITING_BYTES = 32 << 20
 
 
 class TooManyCalls(Exception):
-    """The episode has MAX_OPEN_CALLS open calls."""
+    """The episode has MAX_OPEN_CALLS open calls, or bodies of MAX_WAITING_BYTES."""
 
 
 @dataclass(eq=False)
 class OpenCall:
     """One call, from its request to the last part of its reply."""
 
-    request: pb.AgentCall
+    number: int
     # Parts of the reply, each with the future that tells the server that its client took it. None:
     # there will be no more.
     parts: asyncio.Queue[tuple[pb.ReplyPart, asyncio.Future[None]] | None] = field(
@@ -36,8 +39,8 @@ class OpenCall:
 class CallExchange:
     """The calls of one episode.
 
-    open() -> the server takes it by next() -> part() ... part(is_last) -> close()
-                                            -> close() before the last part: the client hung up
+    reading() -> open() -> the server takes it by next() -> part() ... part(is_last) -> close()
+                        -> close() before the last part: the client hung up
     end() -> next() returns None; what is open gets no more parts, and nothing more is opened
     """
 
@@ -46,6 +49,8 @@ class CallExchange:
         self._on_waiting = on_waiting
         self._calls: dict[int, OpenCall] = {}
         self._num_calls = 0
+        # Requests whose bodies are read, and the bytes of these so far.
+        self.num_reading = self._read_bytes = 0
         # Messages that the server has not taken yet.
         self._outbox: list[pb.AgentCall] = []
         self._changed = asyncio.Event()
@@ -56,14 +61,41 @@ class CallExchange:
         """Whether the episode takes no more calls."""
         return self._has_ended
 
-    def open(self, request: pb.AgentCall) -> OpenCall:
-        """Hands a request to the server and numbers it; raises TooManyCalls."""
-        assert not self._has_ended
-        if len(self._calls) >= MAX_OPEN_CALLS:
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of bodies that are read, or wait for the server."""
+        return self._read_bytes + sum(len(message.body) for message in self._outbox)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[bytes], None]]:
+        """Reserves a call while its body is read; gives what counts a part of it.
+
+        Both raise TooManyCalls.
+        """
+        if len(self._calls) + self.num_reading >= MAX_OPEN_CALLS:
             raise TooManyCalls
+        num_bytes = 0
+
+        def count(part: bytes) -> None:
+            nonlocal num_bytes
+            if self.num_waiting_bytes + len(part) > MAX_WAITING_BYTES:
+                raise TooManyCalls
+            num_bytes += len(part)
+            self._read_bytes += len(part)
+
+        self.num_reading += 1
+        try:
+            yield count
+        finally:
+            self.num_reading -= 1
+            self._read_bytes -= num_bytes
+
+    def open(self, request: pb.AgentCall) -> OpenCall:
+        """Hands a request that was read to the server, and numbers it."""
+        assert not self._has_ended
         self._num_calls += 1
         request.call = self._num_calls
-        call = self._calls[request.call] = OpenCall(request)
+        call = self._calls[request.call] = OpenCall(request.call)
         self._send(request)
         if len(self._calls) == 1:
             self._on_waiting(True)
@@ -72,14 +104,14 @@ class CallExchange:
     def close(self, call: OpenCall) -> None:
         """Forgets a call; the server is told unless it has sent the last part of the reply."""
         _drop_parts(call)
-        if self._calls.pop(call.request.call, None) is None:
+        if self._calls.pop(call.number, None) is None:
             return
         if not self._has_ended:
-            waiting = [message for message in self._outbox if message is not call.request]
+            waiting = [message for message in self._outbox if message.call != call.number]
             if len(waiting) < len(self._outbox):
                 self._outbox = waiting
             else:
-                self._send(pb.AgentCall(call=call.request.call, is_abandoned=True))
+                self._send(pb.AgentCall(call=call.number, is_abandoned=True))
         self._waits_less()
 
     async def next(self) -> pb.AgentCall | None:

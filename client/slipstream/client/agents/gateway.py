@@ -11,21 +11,30 @@ import asyncio
 import contextlib
 import hmac
 import json
+import resource
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
+import h11
 import uvicorn
 from slipstream.client.agent import BRANCH_NAME, Endpoint
 from slipstream.client.agents.exchange import CallExchange, OpenCall, TooManyCalls
 from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 8 << 20
+# Bytes of a request before its body.
+MAX_HEAD_BYTES = 64 << 10
+# Seconds in which a request is whole, after its first byte, or that of its connection.
+REQUEST_LIMIT_S = 60.0
+MAX_CONNECTIONS = 2048
 # Seconds in which an agent comes again after an error that may pass.
 RETRY_S = 1
 # Seconds for which an idle connection stays open. Clients drop theirs earlier.
@@ -51,6 +60,66 @@ class _Refusal(Exception):
     message: str
 
 
+class _Connection(H11Protocol):
+    """A connection whose requests become whole in time, and that makes room while it rests."""
+
+    def __init__(
+        self,
+        *,
+        limit_s: float,
+        most: int,
+        resting: dict[_Connection, None],
+        **options: Any,  # noqa: ANN401 - uvicorn's
+    ) -> None:
+        """`resting` has the connections that wait for a request, the longest wait first."""
+        super().__init__(**options)
+        self._limit_s, self._most, self._resting = limit_s, most, resting
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._resting[self] = None
+        self._begin()
+        if len(self.connections) > self._most:
+            oldest = next(iter(self._resting))
+            del self._resting[oldest]
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look(is_begun=True)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look(is_begun=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._resting.pop(self, None)
+        self._end()
+
+    def _look(self, *, is_begun: bool) -> None:
+        """Notes whether the connection rests, and gives a request that `is_begun` its time."""
+        state = self.conn.their_state
+        # What follows the head of a refused request is read and forgotten.
+        if state is h11.IDLE or self.conn.our_state is h11.DONE:
+            self._resting.setdefault(self)
+        else:
+            self._resting.pop(self, None)
+        if state not in (h11.IDLE, h11.SEND_BODY):
+            self._end()
+        elif self._deadline is None and (is_begun or state is h11.SEND_BODY):
+            self._begin()
+
+    def _begin(self) -> None:
+        self._deadline = self.loop.call_later(self._limit_s, self.transport.abort)
+
+    def _end(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,8 +130,14 @@ class _Server(uvicorn.Server):
 class Gateway:
     """Serves the endpoints of all open episodes of this process, in the loop that creates it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, request_limit_s: float = REQUEST_LIMIT_S, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         """Listens on a free port of loopback; OSError when there is none."""
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = max_connections
+        if most_files != resource.RLIM_INFINITY:
+            most = min(most, most_files // 2)
         self._exchanges: dict[str, tuple[CallExchange, Endpoint]] = {}
         # asyncio sets TCP_NODELAY only where the protocol is named; without it every answer of two
         # parts waits 40 ms for an acknowledgement.
@@ -73,6 +148,10 @@ class Gateway:
         config = uvicorn.Config(
             self._serve,
             interface="asgi3",
+            http=partial(  # type: ignore[arg-type]
+                _Connection, limit_s=request_limit_s, most=most, resting={}
+            ),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -112,10 +191,11 @@ class Gateway:
         """Answers one request; an ASGI application."""
         try:
             exchange, request = self._accept(scope)
-            request.body = await _body(scope, receive)
-            if exchange.has_ended:
-                raise _over()
-            call = exchange.open(request)
+            with exchange.reading() as count:
+                request.body = await _body(scope, receive, count)
+                if exchange.has_ended:
+                    raise _over()
+                call = exchange.open(request)
         except _Refusal as refusal:
             await _refuse(send, refusal)
         except TooManyCalls:
@@ -130,6 +210,10 @@ class Gateway:
         path: str = scope["path"]
         token, _, rest = path.removeprefix("/").partition("/")
         known = self._exchanges.get(token)
+        head = scope["headers"]
+        if len(path) + sum(len(name) + len(value) for name, value in head) > MAX_HEAD_BYTES:
+            what = f"the headers of a request have at most {MAX_HEAD_BYTES} bytes"
+            raise _Refusal(400, "invalid_request_error", "invalid_request", what)
         if known is None or not _shows(scope, known[1].api_key):
             raise _over()
         branch, where = "", ""
@@ -193,7 +277,8 @@ async def _relay(exchange: CallExchange, call: OpenCall, receive: Receive, send:
         exchange.close(call)
 
 
-async def _body(scope: Scope, receive: Receive) -> bytes:
+async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) -> bytes:
+    """Returns the body of a request; each part is counted when it comes."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity") != b"identity":
         what = "the body must have no content-encoding"
@@ -207,6 +292,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
         if message["type"] == "http.disconnect":
             raise _HungUp
         parts.append(message.get("body", b""))
+        count(parts[-1])
         received += len(parts[-1])
         if not message.get("more_body", False):
             return b"".join(parts)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.openai_client import openai_client
+from slipstream.core.openai_client import key_in, openai_client
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.frameworks.seats import AgentSeat, ModelSeat, RandomSeat, Seat
 
@@ -69,15 +68,9 @@ def _api(url: str, args: dict[str, Any], *, is_whole: bool) -> Opponent:
         raise ConfigError(
             f"opponent_args of an URL are model and perhaps key_file, got {[*args] or 'no model'}"
         )
-    key = "none"
-    if key_file is not None:
-        try:
-            key = Path(key_file).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"key_file {key_file}: {error.strerror}") from error
     client = openai_client(
         url,
-        api_key=key,
+        api_key=key_in(key_file, "key_file"),
         timeout_s=REPLY_LIMIT_S,
         max_retries=REPLY_RETRIES,
         most_bytes=MAX_REPLY_BYTES,

@@ -165,9 +165,11 @@ def _asked(body: bytes) -> dict[str, Any]:
 
 def _encoded(asked: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(asked).encode()
+        return json.dumps(asked, ensure_ascii=False).encode()
     except RecursionError as error:
         raise RefusedRequest(f"the body must be JSON: {error}") from None
+    except UnicodeEncodeError as error:
+        raise RefusedRequest(f"the body must be Unicode: {error.reason}") from None
 
 
 class _Exchange:

@@ -70,7 +70,7 @@ class Ruled:
 def rule(
     body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
 ) -> Ruled:
-    """Applies the rule to the JSON body of a request; RefusedRequest for several replies.
+    """Applies the rule to the JSON body of a request; RefusedRequest for what no reply can be.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. An engine
     that `has_drafts` takes no seed: drafts repeat earlier replies. If the random numbers behind
@@ -79,6 +79,10 @@ def rule(
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise RefusedRequest(f"{name} must be 1, got {body[name]!r}: send one call for each")
+    most = body.get("top_logprobs")
+    if isinstance(most, int) and most < 0:
+        # vLLM takes it for all of the vocabulary.
+        raise RefusedRequest(f"top_logprobs must be at least 0, got {most}", param="top_logprobs")
     if body.get("use_beam_search"):
         raise RefusedRequest("use_beam_search is refused: replies are sampled")
     if body.get("background"):

@@ -37,6 +37,7 @@ from slipstream.rollout_server.vllm.token_counter import PROBE_PREFIX, TokenCoun
 from slipstream.rollout_server.vllm.vllm_requests import (
     ReplyRecord,
     VllmParts,
+    as_ours,
     parameters,
     scores_of,
     scoring_parameters,
@@ -203,7 +204,8 @@ class VllmEngine:
     ) -> AsyncGenerator[TextPart, None]:
         """See `Engine`."""
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
-        asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
+        with as_ours():
+            asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record, requests = ReplyRecord(), self._requests
         text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 

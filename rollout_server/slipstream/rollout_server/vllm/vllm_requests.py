@@ -14,6 +14,7 @@ from slipstream.rollout_server.engine_interface import (
     FinishReason,
     Generation,
     GenerationFailed,
+    RequestRefused,
     Sampling,
     TextOptions,
     TextPart,
@@ -138,7 +139,9 @@ def as_ours() -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise EngineDied(str(error)) from error
-    except (VLLMClientError, GracefulHTTPError, EngineGenerateError, ValueError) as error:
+    except (VLLMClientError, ValueError) as error:
+        raise RequestRefused(f"{type(error).__name__}: {error}") from error
+    except (GracefulHTTPError, EngineGenerateError) as error:
         raise GenerationFailed(f"{type(error).__name__}: {error}") from error
 
 

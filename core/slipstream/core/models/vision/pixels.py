@@ -50,18 +50,15 @@ class ImageProcessor:
         side = int(self.inner.patch_size) * self.merge
         return int(self.inner.size["longest_edge"]) // side**2
 
-    def num_tokens(self, data: bytes) -> int:
+    def tokens(self, token_id: int, data: bytes) -> list[int]:
         """Returns the tokens that stand for an image in a prompt, by its header alone.
 
-        ValueError for bytes that are no image, or one of too many pixels.
+        `token_id` takes features. ValueError for bytes that are no image, or too many pixels.
         """
         with opened(data) as image:
             width, height = image.size
-        return int(self.inner.get_number_of_image_patches(height, width)) // self.merge**2
-
-    def tokens(self, token_id: int, data: bytes) -> list[int]:
-        """Returns the tokens that stand for an image, of which `token_id` takes features."""
-        return [token_id] * self.num_tokens(data)
+        patches = int(self.inner.get_number_of_image_patches(height, width))
+        return [token_id] * (patches // self.merge**2)
 
     def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
         """Says which tokens of an image take features, given its tokens in rows and columns."""

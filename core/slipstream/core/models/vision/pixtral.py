@@ -45,16 +45,8 @@ class PixtralProcessor(ImageProcessor):
         side = math.ceil(self._longest / self._square)
         return side * (side + 1)
 
-    def num_tokens(self, data: bytes) -> int:
-        """Returns the tokens that stand for an image in a prompt, by its header alone.
-
-        ValueError for bytes that are no image, or one of too many pixels.
-        """
-        height, width = self._squares(data)
-        return height * (width + 1)
-
     def tokens(self, token_id: int, data: bytes) -> list[int]:
-        """Returns the tokens that stand for an image, by its header alone."""
+        """See `ImageProcessor`; other tokens end rows, and the image."""
         height, width = self._squares(data)
         found = ([token_id] * width + [self.break_id]) * height
         found[-1] = self.end_id

@@ -18,7 +18,12 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.open_call import OpenCall
-from slipstream.rollout_server.engine_interface import PartSize, TextOptions, TextPart
+from slipstream.rollout_server.engine_interface import (
+    PartSize,
+    RequestRefused,
+    TextOptions,
+    TextPart,
+)
 from slipstream.rollout_server.vllm.agents.prompting import CURRENT, PromptRenderer
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
@@ -116,6 +121,8 @@ async def _outputs(
                 request_id, None, prompt, None, [completion], end is not None, None,
                 num_cached_tokens=cached,
             )  # fmt: skip
+    except RequestRefused as error:
+        raise VLLMValidationError(str(error)) from error
     except SlipstreamError as error:
         # The engine could not serve this request, or is gone: a client may try again.
         raise RetryableRequestError(str(error)) from error

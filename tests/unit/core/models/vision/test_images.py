@@ -45,8 +45,9 @@ def test_an_image_has_the_tokens_of_its_pixels(folder: Path) -> None:
     processor = load_processor(folder)
     for data in (RED, png(112, 56), png(30, 300), png(500, 400)):
         pixels = processor.pixels(data)
-        assert len(pixels.values) == np.prod(pixels.grid) == 4 * processor.num_tokens(data)
-        assert processor.num_tokens(data) <= processor.max_tokens
+        num_tokens = len(processor.tokens(IMAGE, data))
+        assert len(pixels.values) == np.prod(pixels.grid) == 4 * num_tokens
+        assert num_tokens <= processor.max_tokens
     assert processor.pixels(RED).grid == (1, SIDE // 14, SIDE // 14)
 
 
@@ -54,11 +55,11 @@ def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
     processor = load_processor(folder)
     for data in (b"", b"no image", b"GIF89a"):
         with pytest.raises(ValueError, match="an image cannot be read"):
-            processor.num_tokens(data)
+            processor.tokens(IMAGE, data)
     with pytest.raises(ValueError, match="cannot be read"):
         processor.pixels(RED[:-30])
     with pytest.raises(ValueError, match=f"at most {MAX_PIXELS} pixels, got 5000 [*] 4000"):
-        processor.num_tokens(png(5000, 4000))
+        processor.tokens(IMAGE, png(5000, 4000))
 
 
 def test_a_token_of_the_template_becomes_those_of_its_image(folder: Path) -> None:
