@@ -188,16 +188,18 @@ class _Check:
         answer = await self._ask(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
         if answer.HasField("agent_result"):
             self._fail("run() ended without a call to its endpoint")
-        self._warn("an agent may call the model once")
         return f"the first call is {answer.agent_call.method} {answer.agent_call.path}"
 
     async def _step(self, given: str) -> str:
+        from slipstream.protocol.exit_codes import WARNING
         from slipstream.v1 import environment_pb2 as pb
 
         step = pb.StepCommand(episode_key=CHECK, reply=given or self._options.reply)
         verdict = (await self._ask(step=step)).verdict
-        if not verdict.done:
-            self._warn("episodes end after one reply, and the first one leads to another")
+        if self._options.one_reply and not verdict.done:
+            what = "episodes end after one reply, and the first one leads to another"
+            rule = "sampling.max_turns, the most replies of an episode, is 1 unless it is set"
+            print(f"{WARNING}{what}: {rule}", file=sys.stderr)
         whose = "its own reply" if given else f"the reply {step.reply!r}"
         return f"reward {verdict.reward:g} for {whose}"
 
@@ -224,13 +226,6 @@ class _Check:
         if most is not None and len(images) > most:
             shown = counted(len(images), "image")
             self._fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
-
-    def _warn(self, what: str) -> None:
-        from slipstream.protocol.exit_codes import WARNING
-
-        if self._options.one_reply:
-            rule = "sampling.max_turns, the most replies of an episode, is 1 unless it is set"
-            print(f"{WARNING}{what}: {rule}", file=sys.stderr)
 
     def _abandon(self) -> NoReturn:
         from slipstream.client.witness import running_place
