@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
     from slipstream.v1 import environment_pb2 as pb
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
@@ -169,45 +168,51 @@ class _Check:
         spec = pb.EnvironmentSpec(
             reference=options.check, args_json=options.args, search_path=options.search_path
         )
-        num_tasks = (await self._ask(load=pb.LoadCommand(spec=spec))).loaded.num_tasks
+        num_tasks = (
+            await self._ask(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+        ).loaded.num_tasks
         if self._host.asks_start and options.no_start:
             self._fail(NEED_ADAPTERS)
-        opening = (await self._ask(reset=pb.ResetCommand(episode_key=CHECK))).observation
+        opening = (
+            await self._ask(pb.WorkerCommand(reset=pb.ResetCommand(episode_key=CHECK)))
+        ).observation
         self._look_at(opening)
         if opening.is_agent:
             played = await self._begin_agent()
         else:
             played = await self._step(opening.given_reply)
-        await self._ask(close=pb.CloseCommand(episode_key=CHECK))
+        await self._ask(pb.WorkerCommand(close=pb.CloseCommand(episode_key=CHECK)))
         tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
         return f"environment {options.check} is ready: {tasks}, {played}"
 
     async def _begin_agent(self) -> str:
         from slipstream.v1 import environment_pb2 as pb
 
-        answer = await self._ask(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
+        answer = await self._ask(
+            pb.WorkerCommand(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
+        )
         if answer.HasField("agent_result"):
             self._fail("run() ended without a call to its endpoint")
-        self._warn("an agent may call the model once")
         return f"the first call is {answer.agent_call.method} {answer.agent_call.path}"
 
     async def _step(self, given: str) -> str:
+        from slipstream.core.exit_codes import WARNING
         from slipstream.v1 import environment_pb2 as pb
 
         step = pb.StepCommand(episode_key=CHECK, reply=given or self._options.reply)
-        verdict = (await self._ask(step=step)).verdict
-        if not verdict.done:
-            self._warn("episodes end after one reply, and the first one leads to another")
+        verdict = (await self._ask(pb.WorkerCommand(step=step))).verdict
+        if self._options.one_reply and not verdict.done:
+            what = "episodes end after one reply, and the first one leads to another"
+            rule = "sampling.max_turns, the most replies of an episode, is 1 unless it is set"
+            print(f"{WARNING}{what}: {rule}", file=sys.stderr)
         whose = "its own reply" if given else f"the reply {step.reply!r}"
         return f"reward {verdict.reward:g} for {whose}"
 
-    async def _ask(self, **command: Message) -> pb.WorkerMessage:
-        from slipstream.v1 import environment_pb2 as pb
-
+    async def _ask(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
         timer = threading.Timer(self._options.timeout_s, self._abandon)
         timer.daemon = True
         timer.start()
-        answer = await self._host.answer(pb.WorkerCommand(**command))
+        answer = await self._host.answer(command)
         timer.cancel()
         if answer.HasField("failure"):
             self._fail(answer.failure.message)
@@ -224,13 +229,6 @@ class _Check:
         if most is not None and len(images) > most:
             shown = counted(len(images), "image")
             self._fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
-
-    def _warn(self, what: str) -> None:
-        from slipstream.core.exit_codes import WARNING
-
-        if self._options.one_reply:
-            rule = "sampling.max_turns, the most replies of an episode, is 1 unless it is set"
-            print(f"{WARNING}{what}: {rule}", file=sys.stderr)
 
     def _abandon(self) -> NoReturn:
         from slipstream.client.witness import running_place

@@ -230,7 +230,6 @@ async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> No
     rule = "sampling.max_turns, the most replies of an episode, is 1 unless it is set"
     for name, folder, cause in (
         ("steps:Asks", str(tmp_path), "episodes end after one reply, and the first one leads to"),
-        ("agents_for_checks:Calls", FAKES, "an agent may call the model once"),
         ("steps:Given", str(tmp_path), None),
     ):
         code, _, told = await check(name, "--search-path", folder, "--one-reply")

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.core.types import Status
+from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.calls import (
@@ -175,6 +175,9 @@ class EnvironmentTalk:
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
                 f"the rewards of an episode add up to {recording.reward}",
             )
+        recording.num_rewarded += verdict.reward != 0.0
+        if recording.num_rewarded > 1:
+            recording.metrics[REWARDED_TURNS] = recording.num_rewarded
         recording.metrics.update(verdict.metrics)
 
     def _check_images(self, images: set[bytes]) -> None:

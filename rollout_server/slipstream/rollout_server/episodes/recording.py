@@ -42,6 +42,8 @@ class Recording:
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     num_turns: int = 0
+    # Turns for which the environment gave a reward.
+    num_rewarded: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
     # Conversations that are over, in the order of their runs; () as long as there is only one.
