@@ -49,7 +49,7 @@ from whole_systems_setup import (
     server_command,
     work_of,
 )
-from whole_systems_tables import figures, table_of, windows
+from whole_systems_tables import fewest_fixed_steps, figures, table_of, windows
 from whole_systems_work import NO_SEEDS, Work
 
 NAME = "whole-systems"
@@ -80,6 +80,9 @@ class Benchmark:
         work = work_of(self.arguments, fixed)
         wave = max(1, self.arguments.episodes // self.arguments.sequences)
         system = System(name, folder, ahead, rows, work, fixed, steps, wave)
+        fewest = fewest_fixed_steps(system)
+        if fixed < fewest:
+            progress(f"{name} gets no row for fixed lengths: it has {fixed} steps, not {fewest}")
         if is_ours:
             config = folder / "config.toml"
             config.write_text(our_config(self.arguments, system, self.model))

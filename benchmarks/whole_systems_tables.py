@@ -52,6 +52,11 @@ def windows(system: System) -> dict[str, list[dict[str, Any]]]:
     return {lengths: each for lengths, each in chosen.items() if each}
 
 
+def fewest_fixed_steps(system: System) -> int:
+    """Returns the steps with replies of one length behind which `windows` has one of them."""
+    return 4 * system.window("fixed") if system.ahead else 2
+
+
 def figures(rows: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
     """Returns tokens and seconds of windows of `size` steps, and the mean of each part."""
     cut = [rows[first : first + size] for first in range(0, len(rows), size)]

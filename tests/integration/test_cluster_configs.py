@@ -1,15 +1,20 @@
-"""The configurations for large models, checked against the sizes that their makers published."""
+"""All shipped configurations, checked against models made here or the sizes that were published."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.client.launch import dry_run, engine_checks, placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.core.configuration.config_file import dump_config, load_config
+from slipstream.core.configuration.config_file import check_sizes, dump_config, load_config
+from slipstream.core.machine.gpus import Gpu
+from support.fakes.tiny_models import make_model_folder
 from support.ranks import settings_ranks
 from support.ranks.rank_pool import RankPool
 from support.rigs.run_processes import run_command
@@ -76,6 +81,17 @@ def write_model(name: str, folder: Path) -> None:
             num_experts_per_tok=8,
             norm_topk_prob=True,
         ),
+        "smollm2": lambda: LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
         "llama-70b": lambda: LlamaConfig(
             **llama,
             architectures=["LlamaForCausalLM"],
@@ -131,12 +147,72 @@ LAYOUTS = {
 UNCHECKED = ("learner.ddp={}", "learner.transformer={}")
 
 
+# Configurations of models that are made here, weights included.
+SMALL = ("colours", "quickstart", "smallest", "two-adapters")
+# Configurations of SmolLM2 or a model of one's own, each with the numbers of GPUs that it is for.
+MIDDLE = {
+    "cluster": (2, 8),
+    "reasoning-gym-one-gpu": (1,),
+    "smollm2": (1, 2),
+    "smollm2-one-gpu": (1,),
+    "smollm2-two-gpus": (2,),
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     for name in LAYOUTS:
         write_model(name, folder / "models" / name)
+    write_model("smollm2", folder / "models" / "smollm2")
+    shutil.copytree(folder / "models" / "smollm2", folder / "models" / "policy")
+    make_model_folder(folder / "models" / "tiny")
+    make_tokenizer(folder / "models" / "tiny-vision")
+    make_model(folder / "models" / "tiny-vision", "qwen2_5_vl")
     return folder
+
+
+def test_every_shipped_configuration_has_its_dry_run_here() -> None:
+    shipped = {path.stem for path in CONFIGS.glob("*.toml")}
+    assert {*SMALL, *MIDDLE, *LAYOUTS} == shipped
+
+
+@pytest.mark.parametrize("name", [*SMALL, *MIDDLE])
+def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> None:
+    address = f'controller.address="127.0.0.1:{free_port("127.0.0.1")}"'
+    transport = "nccl" if name == "smollm2-two-gpus" else ""
+    result = run_command("run", CONFIGS / f"{name}.toml", address, "--dry-run", cwd=folder)
+    assert tomllib.loads(result.stdout)["run"]["name"] == name
+    if name in SMALL:
+        assert (result.returncode, result.stderr) == (0, "")
+        return
+    assert result.returncode == 1
+    lacking = result.stderr.strip().removeprefix(
+        "slipstream: the settings are right, but nothing can start here: "
+    )
+    weights, tokenizer, *others = lacking.split("; ")
+    assert "must hold safetensors weights" in weights
+    assert "must hold the tokenizer" in tokenizer
+    assert [transport in other for other in others] == [True] * bool(transport)
+
+
+@pytest.mark.parametrize("name", [*SMALL, *MIDDLE])
+def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    for module in (placement, engine_checks, dry_run):
+        monkeypatch.setattr(module, "uses_gpus", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for number in MIDDLE.get(name, (1, 2, 8)):
+        gpus = tuple(Gpu(n, f"GPU-{n}", "NVIDIA H200", 140 << 30) for n in range(number))
+        monkeypatch.setattr(placement, "list_gpus", lambda gpus=gpus: gpus)
+        config = load_config(CONFIGS / f"{name}.toml")
+        servers = config.rollout_server.count
+        described = dry_run.describe_dry_run(
+            config, ranks=config.learner.world_size, servers=servers
+        )
+        assert described.obstacles == tuple(check_sizes(config))
 
 
 @pytest.fixture(scope="module")

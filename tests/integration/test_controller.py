@@ -235,6 +235,22 @@ async def test_what_agents_ask_for_in_vain_is_told_once_and_counted(tmp_path):
     assert [row["e/ignored/temperature"] for row in rows] == [2.0] * 3
 
 
+async def test_that_rewards_of_turns_are_added_up_is_told_once(tmp_path):
+    config = make_config(tmp_path, run__steps=3)
+    server = FakeServer(config.controller.address)
+    server.spoil = lambda t: replace(t, metrics={"rewarded_turns": 2.0})
+    logs = []
+
+    async def keep(controller, tasks):
+        logs.append(controller._run.events)
+
+    await play(config, server, trainer=FakeTrainer(config.controller.address), during=keep)
+    told = [event.text for event in logs[0].kept() if "rewards of" in event.text]
+    assert told == [
+        "rewards of several turns of e are added up: all turns of an episode learn from the sum"
+    ]
+
+
 async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_path):
     def half(lease, member, attempt):
         if lease.environment == "bad":

@@ -51,8 +51,9 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
     assert {f"adapter/{name}/loss" for name in ("echo", "others")} <= rows[-1].keys()
     summary = summary_of(folder)
     check_ledger(summary)
-    assert summary["probe_gap_max"] <= 1e-5
-    assert summary["logprob_gap_mean"] <= 1e-5
+    # Learner and engine round differently in bfloat16.
+    assert summary["probe_gap_max"] <= 0.05
+    assert summary["logprob_gap_mean"] <= 0.02
     echo, others = (
         load_file(final / name / "adapter_model.safetensors") for name in ("echo", "others")
     )

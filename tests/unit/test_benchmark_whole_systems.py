@@ -12,7 +12,7 @@ import pytest
 from slipstream.core.configuration.config_file import parse_config
 from whole_systems import known
 from whole_systems_setup import System, our_config
-from whole_systems_tables import figures, table_of, windows
+from whole_systems_tables import fewest_fixed_steps, figures, table_of, windows
 from whole_systems_work import VARIABLE, Replies, Work
 
 
@@ -49,6 +49,17 @@ def test_a_window_has_whole_waves_of_replies(monkeypatch: pytest.MonkeyPatch) ->
     assert (system.window("fixed"), system.window("lognormal")) == (6, 5)
     assert numbers(windows(system)["fixed"]) == list(range(13, 25))
     assert numbers(windows(system)["lognormal"]) == list(range(36, 51))
+
+
+@pytest.mark.parametrize(("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)])
+def test_fewer_steps_of_fixed_lengths_have_no_window(
+    ahead: int, wave: int, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fixed_steps in (fewest - 1, fewest):
+        system, _ = system_of(monkeypatch, ahead, fixed_steps, steps=50)
+        system = dataclasses.replace(system, wave=wave)
+        assert fewest_fixed_steps(system) == fewest
+        assert ("fixed" in windows(system)) == (fixed_steps == fewest)
 
 
 def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

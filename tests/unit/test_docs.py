@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
+from slipstream.client.loading import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.settings.config import Config
 
@@ -46,6 +47,9 @@ NOT_OURS = {
     "my_environments.py",
     "my_agents.py",
     "my_functions.py",
+    "my_judges.py",
+    "trl_judge.py",
+    "verl_judge.py",
     "serve_agents.py",
     "solve.py",
     "replies.py",
@@ -299,6 +303,69 @@ def test_the_tests_that_the_page_on_security_names_exist():
         text = (ROOT / "tests" / file).read_text()
         for name in re.findall(r"`(test_\w+)`", names):
             assert f"def {name}(" in text, f"{file}: {name}"
+
+
+# Functions as verl and TRL have them, for the wrappers on the page.
+THEIRS = {
+    "my_reward": """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = data_source == "sums" and solution_str == ground_truth
+    return right * extra_info["weight"]
+""",
+    "my_rewards": """
+def accuracy_reward(completions, solution, **kwargs):
+    said = [completion[0]["content"] for completion in completions]
+    return [float(one == other) for one, other in zip(said, solution, strict=True)]
+
+def format_reward(prompts, completions, **kwargs):
+    return [float(prompt[-1]["content"] == "2 + 2?") for prompt in prompts]
+""",
+}
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+VERL = {
+    "data_source": "sums",
+    "prompt": ASKED,
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"weight": 2.0},
+}
+
+
+async def test_the_reward_function_that_is_shown_judges(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "guides" / "environments.md"
+    (text,) = (each for each in blocks(page, "python") if "def short_and_right" in each)
+    (tmp_path / "my_judges.py").write_text(text)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}))
+    args = {"path": str(tmp_path / "data.jsonl"), "judge": "my_judges:short_and_right"}
+    reference = "slipstream.environments.questions:Questions"
+    environment = load_environment(reference, json.dumps(args), str(tmp_path))
+    environment.reset(environment.tasks()[0])
+    result = await environment.step(Reply("It is 4."))
+    assert (result.reward, result.metrics) == (pytest.approx(0.992), {"right": True})
+
+
+async def test_reward_functions_of_verl_and_trl_judge_as_the_page_wraps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    files = pytest.importorskip("pyarrow.parquet")
+    page = ROOT / "docs" / "guides" / "migration.md"
+    verl, trl = (text for text in blocks(page, "python") if "def judge" in text)
+    for name, text in {"verl_judge": verl, "trl_judge": trl, **THEIRS}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    files.write_table(pyarrow.Table.from_pylist([VERL]), tmp_path / "train.parquet")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": ASKED, "solution": "4"}))
+    monkeypatch.chdir(tmp_path)
+    tables = [
+        tomllib.loads(text)["environments"][0] for text in blocks(page, "toml") if "judge" in text
+    ]
+    rewards = {}
+    for table in tables:
+        environment = load_environment(table["reference"], json.dumps(table["args"]), str(tmp_path))
+        for reply in ("4", "5"):
+            environment.reset(environment.tasks()[0])
+            result = await environment.step(Reply(reply))
+            rewards[table["name"], reply] = result.reward
+    assert rewards == {("verl", "4"): 2.0, ("verl", "5"): 0.0, ("trl", "4"): 1.5, ("trl", "5"): 0.5}
 
 
 ENVIRONMENT_BLOCKS = [

@@ -1,4 +1,4 @@
-"""The names that users of Slipstream import.
+"""The names that users of Slipstream import, and its `__version__`.
 
 `Client` is imported when it is first named, so that the other names stay light.
 """
@@ -21,6 +21,8 @@ from slipstream.core.task_view import TaskView
 if TYPE_CHECKING:
     from slipstream.client.client import Client
 
+    __version__: str
+
 __all__ = [
     "AgentEnvironment",
     "AgentOutcome",
@@ -41,4 +43,8 @@ def __getattr__(name: str) -> object:
         from slipstream.client.client import Client
 
         return Client
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("slipstream-rl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

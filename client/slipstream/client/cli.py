@@ -56,9 +56,9 @@ class _Version(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> NoReturn:
-        from importlib.metadata import version
+        from slipstream.client import __version__
 
-        print(f"slipstream {version('slipstream-rl')}")
+        print(f"slipstream {__version__}")
         parser.exit()
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from slipstream.v1 import environment_pb2 as pb
@@ -168,23 +168,29 @@ class _Check:
         spec = pb.EnvironmentSpec(
             reference=options.check, args_json=options.args, search_path=options.search_path
         )
-        num_tasks = (await self._ask(load=pb.LoadCommand(spec=spec))).loaded.num_tasks
+        num_tasks = (
+            await self._ask(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+        ).loaded.num_tasks
         if self._host.asks_start and options.no_start:
             self._fail(NEED_ADAPTERS)
-        opening = (await self._ask(reset=pb.ResetCommand(episode_key=CHECK))).observation
+        opening = (
+            await self._ask(pb.WorkerCommand(reset=pb.ResetCommand(episode_key=CHECK)))
+        ).observation
         self._look_at(opening)
         if opening.is_agent:
             played = await self._begin_agent()
         else:
             played = await self._step(opening.given_reply)
-        await self._ask(close=pb.CloseCommand(episode_key=CHECK))
+        await self._ask(pb.WorkerCommand(close=pb.CloseCommand(episode_key=CHECK)))
         tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
         return f"environment {options.check} is ready: {tasks}, {played}"
 
     async def _begin_agent(self) -> str:
         from slipstream.v1 import environment_pb2 as pb
 
-        answer = await self._ask(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
+        answer = await self._ask(
+            pb.WorkerCommand(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
+        )
         if answer.HasField("agent_result"):
             self._fail("run() ended without a call to its endpoint")
         if self._options.max_turns == 1:
@@ -195,7 +201,7 @@ class _Check:
         from slipstream.v1 import environment_pb2 as pb
 
         step = pb.StepCommand(episode_key=CHECK, reply=given or self._options.reply)
-        verdict = (await self._ask(step=step)).verdict
+        verdict = (await self._ask(pb.WorkerCommand(step=step))).verdict
         if not verdict.done and self._options.max_turns == 0:
             self._warn(
                 "episodes end after one reply, and the first one leads to another: "
@@ -204,13 +210,11 @@ class _Check:
         whose = "its own reply" if given else f"the reply {step.reply!r}"
         return f"reward {verdict.reward:g} for {whose}"
 
-    async def _ask(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401
-        from slipstream.v1 import environment_pb2 as pb
-
+    async def _ask(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
         timer = threading.Timer(self._options.timeout_s, self._abandon)
         timer.daemon = True
         timer.start()
-        answer = await self._host.answer(pb.WorkerCommand(**command))
+        answer = await self._host.answer(command)
         timer.cancel()
         if answer.HasField("failure"):
             self._fail(answer.failure.message)

@@ -19,6 +19,8 @@ ServerId = NewType("ServerId", str)
 
 # Longest id whose parts are kept for the next call; servers make no longer ones.
 MAX_KEPT = 200
+# The metric of an episode in which several turns gave a reward: their number.
+REWARDED_TURNS = "rewarded_turns"
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
 # How metrics of an agent's episode begin that count branches by their causes, and calls that asked

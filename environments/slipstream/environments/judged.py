@@ -11,10 +11,10 @@ from typing import Any, Literal
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.environment import Environment, Message, Reply, StepResult
 from slipstream.core.errors import ConfigError
+from slipstream.core.openai_client import key_in
 from slipstream.environments.judge import NOWHERE, Judge
 from slipstream.environments.question_files import Row, read_rows
 from slipstream.environments.reward_model import RewardModel
-from slipstream.protocol.openai_client import key_in
 
 
 class Judged(Environment[Row]):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from slipstream.client.environment import Message
 from slipstream.core.errors import ConfigError
@@ -18,29 +19,43 @@ Row: TypeAlias = Mapping[str, Cell]
 MAX_SHOWN_COLUMNS = 20
 
 
-class Question(NamedTuple):
+@dataclass(frozen=True)
+class Question:
     """One row: what the model reads, and the right answer as text."""
 
     messages: tuple[Message, ...]
+    # "" if no column was named for it.
     answer: str
+    row: Row = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The last message, which asks."""
+        return self.messages[-1].text
 
 
 def read_questions(
-    path: Path | HubData, question: str, answer: str, *, duplicates: Literal["refuse", "drop"]
+    path: Path | HubData,
+    question: str,
+    answer: str | None,
+    *,
+    duplicates: Literal["refuse", "drop"],
 ) -> list[Question]:
     """Returns the questions of a file or of a data set on the hub in its order, each once.
 
     `question` and `answer` name columns; a dot leads into a column of objects. A question is a
-    text, or a list of messages with role and content. ConfigError names the row, or the columns
-    that exist, when the file cannot be used.
+    text, or a list of messages with role and content. Without `answer` no column is read for it.
+    ConfigError names the row, or the columns that exist, when the file cannot be used.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
     for number, row in enumerate(read_rows(path), start=1):
         where = f"{path}, row {number}"
         messages = _messages(_cell(row, question, path), f"{where}: column {question!r}")
-        right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
+        right = ""
+        if answer is not None:
+            right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
         if messages not in found:
-            found[messages] = (number, Question(messages, right))
+            found[messages] = (number, Question(messages, right, row))
         elif duplicates == "refuse":
             raise ConfigError(
                 f"{path}: rows {found[messages][0]} and {number} ask the same question; "

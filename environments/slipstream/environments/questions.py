@@ -1,20 +1,26 @@
-"""Questions with one right answer, from a file or from the Hugging Face hub."""
+"""Questions from a file or from the Hugging Face hub, judged by an answer or by a function."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.loading import environment_failed
 from slipstream.core.errors import ConfigError
+from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.hub_data import PREFIX, HubData
 from slipstream.environments.math_judge import MathJudge
 from slipstream.environments.question_files import Question, read_questions
 
 JUDGES = ("math_verify", "exact", "contains")
+# What a function of the user's may take.
+ARGUMENTS = ("reply", "question", "answer", "row")
 SPLITS = ("all", "train", "heldout")
 DUPLICATES = ("refuse", "drop")
 
@@ -22,10 +28,14 @@ DUPLICATES = ("refuse", "drop")
 class Questions(Environment[Question]):
     """Asks the questions of a parquet or JSON-lines file, or of a data set on the hub.
 
-    Each gets one reply, with reward 1 or 0.
+    Each gets one reply. A subclass that judges by its own `step` finds the question, its answer and
+    its row in `self.question`.
 
     `judge`: "math_verify" compares as mathematics: 1/2 is 0.5, and the last or boxed expression of
-    the reply counts. "exact" compares as text; "contains" looks for the answer in the reply. With
+    the reply counts. "exact" compares as text; "contains" looks for the answer in the reply. The
+    reward of these is 1 or 0. "module:function" names a function, plain or async, that takes any of
+    `reply`, `question`, `answer` and `row` by these names; it returns the reward, or a mapping of
+    metrics with the reward under "reward". With
     `split` "train" and "heldout" one in `heldout_one_in` questions is held out, by a hash of its
     text: no seed and no other order brings it into training.
     """
@@ -36,7 +46,7 @@ class Questions(Environment[Question]):
         *,
         question: str = "question",
         answer: str = "answer",
-        judge: Literal["math_verify", "exact", "contains"] = "math_verify",
+        judge: str = "math_verify",
         system: str | None = None,
         instruction: str = "{question}",
         answer_after: str | None = None,
@@ -52,13 +62,16 @@ class Questions(Environment[Question]):
     ) -> None:
         """`path` is a file, or "hf:OWNER/NAME" with the `hub_` arguments.
 
-        `question` and `answer` are columns; a dot leads into a column of objects.
+        `question` and `answer` are columns; a dot leads into a column of objects. The column
+        `answer` is not read for a function that does not take the answer.
 
         `instruction` is put around a question that is a text. Where the text `answer_after` occurs
         in an answer or a reply, only what follows its last occurrence counts. `limit` takes the
         first questions of the split, after shuffling. ConfigError names what cannot work.
         """
-        _check("judge", judge, JUDGES)
+        self._function = JudgeFunction(judge) if ":" in judge else None
+        if self._function is None:
+            _check("judge", judge, (*JUDGES, "module:function"))
         _check("split", split, SPLITS)
         _check("duplicates", duplicates, DUPLICATES)
         if "{question}" not in instruction:
@@ -79,7 +92,9 @@ class Questions(Environment[Question]):
         self._answer_after = answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
         source = _source(path, hub_config, hub_split, hub_revision)
-        questions = read_questions(source, question, answer, duplicates=duplicates)
+        takes_answer = self._function is None or self._function.takes_answer
+        column = answer if takes_answer else None
+        questions = read_questions(source, question, column, duplicates=duplicates)
         if split != "all":
             wanted = split == "heldout"
             questions = [q for q in questions if is_heldout(q, heldout_one_in) == wanted]
@@ -88,7 +103,8 @@ class Questions(Environment[Question]):
         self._questions = questions[:limit]
         if not self._questions:
             raise ConfigError(f"{path} has no questions in split {split!r}")
-        self._question = self._questions[0]
+        # The question of the episode.
+        self.question = self._questions[0]
 
     def tasks(self) -> list[Question]:
         """Returns the questions of the split."""
@@ -96,7 +112,7 @@ class Questions(Environment[Question]):
 
     def reset(self, task: Question) -> list[Message]:
         """Asks the question."""
-        self._question = task
+        self.question = task
         *before, last = task.messages
         if not before:
             last = Message(last.role, self._instruction.replace("{question}", last.text))
@@ -105,7 +121,9 @@ class Questions(Environment[Question]):
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply as `judge` says."""
-        answer, given = self._tail(self._question.answer), self._tail(reply)
+        answer, given = self._tail(self.question.answer), self._tail(reply)
+        if self._function is not None:
+            return await self._function.judge(self.question, answer, given)
         metrics: dict[str, float] = {}
         if self._judge == "math_verify":
             verdict = await self._math.compare(answer, given)
@@ -119,6 +137,57 @@ class Questions(Environment[Question]):
 
     def _tail(self, text: str) -> str:
         return text if self._answer_after is None else text.rpartition(self._answer_after)[2]
+
+
+class JudgeFunction:
+    """A function that judges replies, with the arguments that it takes."""
+
+    def __init__(self, reference: str) -> None:
+        """`reference` is "module:function"; ConfigError names what it takes too much."""
+        self._reference = reference
+        self._call = import_function("judge", reference)
+        self._taken = _taken(reference, self._call)
+
+    @property
+    def takes_answer(self) -> bool:
+        """Whether the function takes the answer."""
+        return "answer" in self._taken
+
+    async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
+        """Returns what the function says; EnvironmentFailed if that is no verdict."""
+        known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
+        found: object = self._call(**{name: known[name] for name in self._taken})
+        if inspect.isawaitable(found):
+            found = await found
+        if isinstance(found, SupportsFloat):
+            return StepResult(float(found))
+        if not isinstance(found, Mapping) or "reward" not in found:
+            raise environment_failed(
+                f"judge {self._reference} must return a number, or metrics with 'reward', "
+                f"got {found!r}"
+            )
+        metrics = {name: value for name, value in found.items() if name != "reward"}
+        return StepResult(found["reward"], metrics=metrics)
+
+
+def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
+    """Returns the arguments by name; ConfigError if the function needs others, or no reply."""
+    taken: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            taken += [known for known in ARGUMENTS if known not in taken]
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        elif name in ARGUMENTS and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            taken.append(name)
+        elif parameter.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"judge {reference} must take {', '.join(ARGUMENTS)} by name, or some of them, "
+                f"and takes {name!r}: wrap it in a function that does"
+            )
+    if "reply" not in taken:
+        raise ConfigError(f"judge {reference} must take the argument reply")
+    return tuple(taken)
 
 
 def is_heldout(question: Question, one_in: int) -> bool:

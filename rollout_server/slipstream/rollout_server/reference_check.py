@@ -14,9 +14,9 @@ import numpy as np
 from slipstream.core.configuration.config_file import parse_config, vocabulary_size
 from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.openai_client import faults_as
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
-from slipstream.protocol.openai_client import faults_as
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,
     ReferenceServer,

@@ -113,7 +113,7 @@ CISPO = {
     "aggregation": "fixed",
     "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
 }
-# Replies that no policy sampled, each with its reward as the advantage.
+# Some replies that no policy sampled beside sampled ones, each with its reward as the advantage.
 GIVEN = {"advantage": "score", "loss": "reinforce", "mini_batches": 2}
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
@@ -193,6 +193,7 @@ LAYOUTS = {
     "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO, is_slow=True),
     "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, is_slow=True),
     "cp2-given": Layout(2, parallel={"cp": 2}, algorithm=GIVEN, is_slow=True),
+    "tp2-sp-given": Layout(2, parallel=SP, algorithm=GIVEN),
     "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, is_slow=True),
     "tp2-sp-forward-top-k": Layout(2, parallel=SP, algorithm=FORWARD),
     "pp2-forward-top-k": Layout(2, parallel={"pp": 2}, algorithm=FORWARD, is_slow=True),
@@ -452,12 +453,14 @@ def batches(config: Config) -> list[Batch]:
 
 
 def given(batch: Batch) -> Batch:
-    """The same tokens, which no policy sampled."""
-    zeros = [np.zeros_like(t.behavior_logprobs) for t in batch.trajectories]
-    changed = [
-        dataclasses.replace(t, behavior_logprobs=values, is_given=True)
-        for t, values in zip(batch.trajectories, zeros, strict=True)
-    ]
+    """The same tokens, of which no policy sampled two episodes of three."""
+    changed = list(batch.trajectories)
+    for place, trajectory in enumerate(changed):
+        if place % 3:
+            values = np.zeros_like(trajectory.behavior_logprobs)
+            changed[place] = dataclasses.replace(
+                trajectory, behavior_logprobs=values, is_given=True
+            )
     return dataclasses.replace(batch, trajectories=tuple(changed))
 
 

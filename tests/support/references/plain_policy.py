@@ -115,11 +115,11 @@ class PlainPolicy:
             return torch.cat([self.predictions(ids, 1.0)[0] for ids in probe(self.config)])
 
     def step(self, batch: Batch) -> dict[str, float]:
-        algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
+        algorithm = self.config.algorithm
         with torch.no_grad():
             before = {
                 t.trajectory_id: [
-                    self.predictions(one.token_ids, temperature, one.routed_experts)[0]
+                    self.predictions(one.token_ids, self.temperature(t), one.routed_experts)[0]
                     for one, _ in conversations(t)
                 ]
                 for t in batch.trajectories
@@ -155,15 +155,20 @@ class PlainPolicy:
         self.forced.differing = self.forced.forced = 0
         return found
 
+    def temperature(self, trajectory: Trajectory) -> float:
+        """Nobody sampled the replies that are given: the distribution itself is to learn them."""
+        return 1.0 if trajectory.is_given else self.config.sampling.temperature
+
     def _tokens(self, trajectory: Trajectory, before: Tensor, advantage: float) -> Tokens:
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
         routed = trajectory.routed_experts
-        logprobs, ids = self.vocabulary(
-            trajectory.token_ids, self.config.sampling.temperature, routed
-        )
+        logprobs, ids = self.vocabulary(trajectory.token_ids, self.temperature(trajectory), routed)
         policy = logprobs.gather(1, ids[1:, None])[:, 0]
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         behavior = torch.from_numpy(trajectory.behavior_logprobs.copy())
+        if trajectory.is_given:
+            # No correction applies: what is trained is taken for the policy that sampled it.
+            behavior = policy[mask].detach()
         divergence = self._divergence(logprobs[mask], trajectory.reference)
         return Tokens(policy[mask], entropy[mask], before[mask], behavior, advantage, divergence)
 
@@ -185,8 +190,10 @@ class PlainPolicy:
     def _losses(self, tokens: Tokens) -> Tensor:
         algorithm = self.config.algorithm
         if algorithm.loss == "reinforce":
-            # Demonstrations: the negative log-likelihood times the reward.
-            return -tokens.advantage * tokens.policy
+            # The weight leads to the present policy; without one this is the likelihood times the
+            # reward.
+            present = dataclasses.replace(tokens, before=tokens.policy.detach())
+            return -self._weight(present) * tokens.advantage * tokens.policy
         weight = self._weight(tokens)
         anchor = tokens.behavior if algorithm.ratio == "behavior" else tokens.before
         ratio = (tokens.policy - anchor).exp()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
+import slipstream.client
 from slipstream.client.cli import _parser, parse
 from slipstream.client.examples import EXAMPLES
 
@@ -23,6 +26,14 @@ def test_the_example_of_a_command_is_one_that_it_takes(
         shlex.split(EXAMPLES[name])[:2]
         == shlex.split(capsys.readouterr().out.rpartition("example: ")[2])[:2]
     )
+
+
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert slipstream.client.__version__ == project["project"]["version"]
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--version"])
+    assert capsys.readouterr().out == f"slipstream {slipstream.client.__version__}\n"
 
 
 def test_every_command_has_an_example() -> None:

@@ -97,6 +97,13 @@ def test_a_run_that_was_just_started_has_no_trajectories_summary_or_log(runs: Pa
     assert "state" not in RunFolders(runs).overview()[0]
 
 
+def test_only_a_run_whose_task_is_solved_says_so(runs: Path) -> None:
+    for solved, told in ((True, {"solved": True, "steps": 3}), (False, {"steps": 3})):
+        summary = {"solved": solved, "steps": 3}
+        (runs / "one" / "summary.json").write_text(json.dumps(summary))
+        assert RunFolders(runs).about("one")["summary"] == told
+
+
 def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(
     runs: Path,
 ) -> None:

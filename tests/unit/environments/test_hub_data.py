@@ -25,10 +25,10 @@ import json, sys
 from slipstream.environments.questions import Questions
 from slipstream.core.errors import ConfigError
 try:
-    asked = Questions(**json.loads(sys.argv[1]), judge="exact")
+    asked = Questions(**{"judge": "exact", **json.loads(sys.argv[1])})
 except ConfigError as error:
     sys.exit(f"refused: {error}")
-print(json.dumps([task.answer for task in asked.tasks()]))
+print(json.dumps([task.answer or task.row for task in asked.tasks()]))
 """
 README = """---
 configs:
@@ -112,6 +112,12 @@ def ask(request: pytest.FixtureRequest, hub: Hub, tmp_path: Path) -> Callable[..
         return refused[0].removeprefix("refused: ") if refused else json.loads(done.stdout)
 
     return ask
+
+
+def test_a_function_judges_rows_of_the_hub(ask: Callable[..., object], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def judge(reply, row):\n    return reply == row['answer']\n")
+    found = ask("hf:openai/sums", hub_config="main", hub_split="test", judge="mine:judge")
+    assert found == rows(5, 7)
 
 
 def test_splits_and_configs_of_a_data_set_are_read_in_order(ask: Callable) -> None:

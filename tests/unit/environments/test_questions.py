@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from make_question_files import main as make_question_files
-from slipstream.client.environment import Message
+from slipstream.client.environment import Message, Reply, StepResult
 from slipstream.client.loading import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.math_judge import MathJudge, MathVerdict
 from slipstream.environments.questions import Questions, is_heldout
+from support.fakes.fake_workers import worker_process
 
 REFERENCE = "slipstream.environments.questions:Questions"
 SUMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(100)]
@@ -153,7 +154,18 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"judge": "guess"}, "judge must be one of math_verify, exact, contains, got 'guess'"),
+        (
+            {"judge": "guess"},
+            "judge must be one of math_verify, exact, contains, module:function, got 'guess'",
+        ),
+        ({"judge": "no_such:judge"}, "judge: there is no module 'no_such'"),
+        ({"judge": "json:judge"}, "judge: module json has no function 'judge'"),
+        (
+            {"judge": f"{__name__}:verls"},
+            f"judge {__name__}:verls must take reply, question, answer, row by name, or some of "
+            "them, and takes 'data_source': wrap it in a function that does",
+        ),
+        ({"judge": f"{__name__}:blind"}, f"judge {__name__}:blind must take the argument reply"),
         ({"split": "test"}, "split must be one of all, train, heldout, got 'test'"),
         ({"instruction": "?"}, "instruction must contain {question}, got '?'"),
         (
@@ -219,6 +231,91 @@ async def test_texts_are_compared(tmp_path: Path, judge, reply, right):
     result = await environment.step(reply)
     assert result.reward == float(right)
     assert result.metrics == {"right": right}
+
+
+def verls(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+
+
+def blind(row):
+    return 0.0
+
+
+def longest(reply, *, power=1):
+    return len(reply) ** power
+
+
+async def all_four(question, reply, answer, row):
+    await asyncio.sleep(0)
+    right = reply == answer
+    return {"reward": right - 0.5, "right": right, "level": row["level"], "asked": len(question)}
+
+
+def whatever(**given):
+    return sorted(given) == ["answer", "question", "reply", "row"]
+
+
+def wordy(reply):
+    return {"none": None, "text": "good", "list": [], "nan": float("nan")}[reply]
+
+
+@pytest.mark.parametrize("write", [json_lines, parquet])
+async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, write):
+    row = {"prompt": "1 + 1?", "truth": {"value": 2}, "level": 3}
+    path = write(tmp_path, [row])
+    columns = {"question": "prompt", "answer": "truth.value", "instruction": "{question} Now."}
+
+    async def verdict(judge: str, reply: str, **settings: object) -> StepResult:
+        environment = Questions(path, judge=f"{__name__}:{judge}", **{**columns, **settings})
+        environment.reset(environment.tasks()[0])
+        return await environment.step(Reply(reply))
+
+    assert (await verdict("longest", "four")).reward == 4.0
+    assert (await verdict("whatever", "x")).reward == 1.0
+    # The question is the file's: an instruction is no part of it.
+    found = await verdict("all_four", "2")
+    assert (found.reward, found.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
+    assert (await verdict("all_four", "so 2", answer_after="so ")).metrics["right"]
+    # What does not take the answer needs no column of answers.
+    assert (await verdict("longest", "ab", answer="none")).reward == 2.0
+    with pytest.raises(ConfigError, match="has no column 'none'"):
+        await verdict("all_four", "2", answer="none")
+    for reply in ("none", "text", "list"):
+        with pytest.raises(EnvironmentFailed, match="must return a number, or metrics with 'rew"):
+            await verdict("wordy", reply)
+
+
+class Lengths(Questions):
+    """Judges by itself."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, judge="exact")
+
+    async def step(self, reply):
+        known = (self.question.text, self.question.answer, self.question.row["level"])
+        return StepResult(float(known == ("What is 3?", "three", 7)))
+
+
+async def test_a_subclass_finds_question_answer_and_row(tmp_path: Path):
+    row = {"question": "What is 3?", "answer": "three", "level": 7}
+    environment = Lengths(json_lines(tmp_path, [row]))
+    environment.reset(environment.tasks()[0])
+    assert (await environment.step("x")).reward == 1.0
+
+
+@pytest.mark.process
+async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path: Path):
+    path = json_lines(tmp_path, SUMS)
+    said = "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
+    given = '{"good": "good", "none": float("nan")}'
+    (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {given}[reply]\n")
+    for reply, cause in (("good", said), ("none", "the reward must be a finite number, got nan")):
+        args = json.dumps({"path": path, "judge": "mine:wordy"})
+        options = ["--args", args, "--search-path", str(tmp_path), "--reply", reply]
+        async with worker_process("--check", REFERENCE, *options) as process:
+            _, errors = await process.communicate()
+        assert process.returncode == 2
+        assert errors.decode().splitlines()[-1] == f"environment {REFERENCE}: {cause}"
 
 
 @pytest.mark.process

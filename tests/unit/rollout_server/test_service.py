@@ -47,6 +47,7 @@ async def test_a_leased_group_comes_back_whole(server) -> None:
     assert (first.task_index, first.seed, first.purpose) == (3, 7, Purpose.TRAINING)
     assert first.status is Status.COMPLETED
     assert first.reward == 1.0
+    assert "rewarded_turns" not in first.metrics
     # <s> a b <reply>, then three tokens of version 5 and the end of the sequence.
     assert first.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2]
     assert first.run_lengths == (4, 4)
@@ -73,7 +74,7 @@ async def test_later_turns_append_only_new_tokens(server) -> None:
     assert trajectory.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
     assert trajectory.run_lengths == (4, 4, 2, 4)
     assert (trajectory.num_turns, trajectory.reward) == (2, 2.0)
-    assert trajectory.metrics == {"turns": 2.0}
+    assert trajectory.metrics == {"turns": 2.0, "rewarded_turns": 2.0}
     # People read all of it, as the model saw it.
     assert trajectory.reply_text == "f f f </s> c <reply> f f f </s>"
 

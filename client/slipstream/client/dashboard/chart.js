@@ -87,10 +87,8 @@ export function draw(figure, title, series) {
   }
   series.forEach(({ points, dots }, place) => {
     const kind = `s${place % COLOURS}`;
-    if (!dots) {
-      const path = points.map(([x, y]) => `${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join(" ");
-      svg.append(element("polyline", { class: kind, points: path }, null, NS));
-    }
+    const path = points.map(([x, y]) => `${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join(" ");
+    svg.append(element("polyline", { class: kind, points: path }, null, NS));
     if (dots || points.length === 1)
       for (const [x, y] of points) svg.append(element("circle", { class: kind, cx: X(x), cy: Y(y), r: 3 }, null, NS));
   });

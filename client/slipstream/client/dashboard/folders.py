@@ -92,8 +92,12 @@ class RunFolders:
     def about(self, name: str) -> dict[str, Any]:
         """Returns the summary of a run that has ended, and the end of the controller's log."""
         folder = self._of(name)
+        summary = _table(folder / SUMMARY)
+        # Only a run that ended before its last step because its task is solved says so.
+        if not summary.get("solved"):
+            summary.pop("solved", None)
         return {
-            "summary": _table(folder / SUMMARY),
+            "summary": summary,
             "log": _tail(log_path(folder, "controller")),
         }
 

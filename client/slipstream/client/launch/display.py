@@ -186,11 +186,15 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         for name in (*ends, "set_aside", "judged", "lost")
         if ledger[name]
     )
+    several = summary["reward_steps"]
+    assert isinstance(several, int)
+    span = f"{several} steps" if several > 1 else "step"
     rows = [
         ("steps", f"{summary['steps']}"),
         (
             "reward",
-            f"{_number(summary['reward_first'])} first, {_number(summary['reward_last'])} last",
+            f"{_number(summary['reward_first'])} in the first {span}, "
+            f"{_number(summary['reward_last'])} in the last {span}",
         ),
     ]
     if summary["reward_heldout"] is not None:

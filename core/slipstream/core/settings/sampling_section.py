@@ -17,7 +17,8 @@ AGENT_TURNS = 256
 class SamplingSection(Section):
     """Sampling of replies, and limits of an episode's length."""
 
-    # Sampling temperature, by which the learner divides its logits too. The bounds are vLLM's.
+    # Sampling temperature, by which the learner divides its logits too, but for replies that an
+    # environment gives: these are trained at temperature 1. The bounds are vLLM's.
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     # Sampling uses the smallest set of tokens with this probability; the learner ignores it.
     top_p: float = Field(1.0, gt=0, le=1)

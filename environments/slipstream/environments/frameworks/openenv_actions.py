@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
+from slipstream.environments.frameworks.packages import import_function
 
 Action: TypeAlias = dict[str, Any]
 # Any value of JSON.
@@ -34,7 +34,7 @@ def action_maker(rule: str | Mapping[str, Any]) -> Callable[[str], Action]:
     if rule == "json":
         return _json_action
     if isinstance(rule, str):
-        called = _function(rule, "action")
+        called = import_function("action", rule)
 
         def by_function(reply: str) -> Action:
             try:
@@ -56,7 +56,7 @@ def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
     if rule is None:
         return _as_json
     if REFERENCE.fullmatch(rule):
-        called = _function(rule, "observation")
+        called = import_function("observation", rule)
         return lambda observation: str(called(observation))
     named = FIELD.findall(rule)
     if not named:
@@ -115,17 +115,3 @@ def _filled(rule: Cell, reply: str) -> Cell:
             return float(number) if "." in number else int(number)
     known = {"reply": reply, "number": number}
     return FIELD.sub(lambda found: known.get(found[1], found[0]), rule)
-
-
-def _function(reference: str, argument: str) -> Callable[[Any], Any]:
-    module_name, _, name = reference.partition(":")
-    if not REFERENCE.fullmatch(reference):
-        raise ConfigError(f'{argument} must be "module:function", got {reference!r}')
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{argument} {reference}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{argument} {reference}: there is no such function")
-    made: Callable[[Any], Any] = found
-    return made

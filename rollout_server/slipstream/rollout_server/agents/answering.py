@@ -73,7 +73,7 @@ class Answering:
         path = http.path.partition("?")[0]
         most = _OTHER_BYTES + _BYTES_PER_TOKEN * recorder.sampling.max_episode_tokens
         if len(http.body) > most:
-            recorder.is_truncated = True
+            recorder.was_refused = True
             what = (
                 f"prompt is too long: the request has {len(http.body)} bytes; with "
                 f"sampling.max_episode_tokens = {recorder.sampling.max_episode_tokens} it may have "

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from pydantic import JsonValue
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
-from slipstream.rollout_server.agents.conversations import Conversations, Found, Turn
+from slipstream.rollout_server.agents.conversations import Branch, Conversations, Found, Turn
 from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
 from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
@@ -26,6 +26,7 @@ from slipstream.rollout_server.agents.stored_responses import StoredResponses
 from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,
+    FinishReason,
     GenerationFailed,
     Sampling,
     TextOptions,
@@ -78,7 +79,9 @@ class Recorder:
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0
         # Whether a call was refused for a limit.
-        self.is_truncated = False
+        self.was_refused = False
+        # Whether the last reply of a branch was cut off at a limit of the run.
+        self._is_cut: dict[Branch, bool] = {}
         self._engine = engine
         self._key = key
         self._as_messages = as_messages
@@ -89,6 +92,14 @@ class Recorder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cancelled = False
         self._changed = asyncio.Event()
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of the run has cut the episode short: a call, or a branch's last reply.
+
+        A reply that ends where its request wanted it to end is whole.
+        """
+        return self.was_refused or any(self._is_cut.values())
 
     @property
     def num_open(self) -> int:
@@ -177,7 +188,7 @@ class Recorder:
                 opened.room = found
                 return call.prompt
             if isinstance(found, Refusal):
-                self.is_truncated = True
+                self.was_refused = True
                 opened.refusal = found
                 self._release(opened)
                 raise LimitReached(found.message)
@@ -220,6 +231,9 @@ class Recorder:
                 if part.generation is not None:
                     self._sampled(len(part.generation.token_ids))
                     opened.turn = self.conversations.finish(call, part.generation)
+                    is_cut = part.generation.finish_reason is FinishReason.LENGTH
+                    is_ours = opened.room is not None and max_tokens == opened.room.new_tokens
+                    self._is_cut[call.branch] = is_cut and is_ours
                 parts.put_nowait(part)
         except (GenerationFailed, EngineDied) as error:
             log.warning("call %s of an agent: %s", opened.request_id, error)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
-from slipstream.core.types import Status
+from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.calls import (
@@ -176,6 +176,9 @@ class EnvironmentTalk:
                 trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
                 f"the rewards of an episode add up to {recording.reward}",
             )
+        recording.num_rewarded += verdict.reward != 0.0
+        if recording.num_rewarded > 1:
+            recording.metrics[REWARDED_TURNS] = recording.num_rewarded
         recording.metrics.update(verdict.metrics)
 
     async def _check_images(self, new: Sequence[PlacedImage]) -> None:

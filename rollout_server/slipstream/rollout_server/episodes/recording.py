@@ -46,6 +46,8 @@ class Recording:
     # Our own metrics, beside the environment's.
     counts: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
+    # Turns for which the environment gave a reward.
+    num_rewarded: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
     # Conversations that are over, in the order of their runs; () as long as there is only one.

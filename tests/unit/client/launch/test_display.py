@@ -21,6 +21,7 @@ SUMMARY = {
     "steps": 3,
     "reward_first": 0.5,
     "reward_last": 0.75,
+    "reward_steps": 5,
     "reward_heldout": None,
     "reward_heldout_first": None,
     "reward_heldout_first_step": None,
@@ -58,7 +59,9 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
     display, text = shown(config_of(tmp_path), steps=10)
     assert not display.is_stopped
     assert "goes on" not in text
-    assert "0.500 first, 0.750 last" in text
+    assert "0.500 in the first 5 steps, 0.750 in the last 5 steps" in text
+    _, text = shown(config_of(tmp_path), reward_steps=1)
+    assert "0.500 in the first step, 0.750 in the last step" in text
     assert "new weights          came in the middle of 1,234 trajectories" in text
 
 

@@ -85,9 +85,9 @@ def test_a_function_that_returns_no_fields_is_a_mistake_of_the_user() -> None:
             {"message": "hello"},
             r"must name {reply} or {number} in a text, got {'message': 'hello'}",
         ),
-        ("jsn", "action must be \"module:function\", got 'jsn'"),
-        ("no_such_module:f", "action no_such_module:f: No module named 'no_such_module'"),
-        (f"{HERE}:f", "there is no such function"),
+        ("jsn", "action must be module:function, got 'jsn'"),
+        ("no_such_module:f", "action: there is no module 'no_such_module'"),
+        (f"{HERE}:f", "has no function 'f'"),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused(rule: object, cause: str) -> None:

@@ -192,6 +192,28 @@ async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:
     assert calls.recorder.conversations.num_tokens == 43
 
 
+async def test_an_episode_is_truncated_if_the_run_cut_off_the_last_reply_of_a_branch() -> None:
+    calls = Calls(dataclasses.replace(SAMPLING, max_episode_tokens=60, max_total_tokens=200))
+    found = []
+    for number, (stop_after, asked) in enumerate(((100, 4), (100, 1000), (3, 1000)), start=1):
+        calls.engine.stop_after = stop_after
+        opened = calls.open()
+        texts = [text for n in range(1, number) for text in (f"u{n}", f"r{n}")]
+        await calls.begin(opened, *texts, f"u{number}")
+        await calls.sample(opened, asked)
+        calls.answer(opened, f"r{number}")
+        found.append(calls.recorder.is_truncated)
+    (branch,) = calls.recorder.conversations.branches
+    assert branch.run_lengths == [1, 4, 1, 10, 1, 4]
+    # The client itself wanted four tokens; the last reply ended by itself.
+    assert found == [False, True, False]
+    calls.engine.stop_after = 100
+    other = calls.open()
+    await calls.begin(other, "u")
+    await calls.sample(other, 10)
+    assert calls.recorder.is_truncated
+
+
 async def test_an_unforeseen_error_of_the_engine_ends_its_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -243,6 +243,7 @@ class RunRecorder:
             "steps": facts.steps,
             "reward_first": _mean(first_rewards),
             "reward_last": _mean(last_rewards),
+            "reward_steps": len(last_rewards),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
             "reward_heldout_first_step": evaluations[0].step if evaluations else None,

@@ -66,6 +66,8 @@ class EnvironmentEntry:
     told_partial: bool = False
     # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
+    # Whether an event has told that rewards of several turns are added up.
+    told_sums: bool = False
     reward_sum: float = 0.0
     rewards: int = 0
     # Smallest share of the other environments when this one was added.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import (
     IGNORED,
+    REWARDED_TURNS,
     Failure,
     FailureKind,
     GroupId,
@@ -102,11 +103,22 @@ class Intake:
                     self._progress.moved()
                 self._run.signal.notify()
                 self._tell_ignored(trajectory)
+                self._tell_sums(trajectory)
                 self._file(trajectory)
         except FAULTS as error:
             logger.exception("delivery %s", delivery.trajectory_id)
             cause = f"the controller failed on it: {type(error).__name__}: {error}"
             self.inspector.refuse(delivery, cause, is_counted=trajectory is not None)
+
+    def _tell_sums(self, trajectory: Trajectory) -> None:
+        entry = self._environments.entries.get(trajectory.environment)
+        if entry is None or entry.told_sums or REWARDED_TURNS not in trajectory.metrics:
+            return
+        entry.told_sums = True
+        self._run.events.add(
+            f"rewards of several turns of {trajectory.environment} are added up: all turns of an "
+            "episode learn from the sum"
+        )
 
     def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
         group = self._book.quarantined(name, will_retry=will_retry)

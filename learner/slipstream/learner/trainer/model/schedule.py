@@ -40,20 +40,21 @@ def forward_backward(
     """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
 
     Returns the loss of each micro batch, detached, on the last pipeline stage, and [] on the
-    others. Set `entropy_gradient` if the loss itself depends on the entropies.
+    others. `temperature` is that of sampled tokens; tokens that an environment gave have 1. Set
+    `entropy_gradient` if the loss itself depends on the entropies.
     """
 
     def finish(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, TokenLoss]:
-        logprobs, entropy = vocab_parallel_logprobs(
+        logprobs, entropy = _logprobs(
             hidden[0], model.output_weight, micro_batch.all_targets, rows[place], projection
         )
         found = loss(place, micro_batch, logprobs, entropy)
         kept = dataclasses.replace(found, loss=found.loss.detach())
         return found.loss, found.num_tokens.to(torch.int), kept
 
-    rows = _trained_rows(model, micro_batches)
+    rows = _trained_rows(model, micro_batches, temperature)
     projection = Projection(
         temperature,
         model.vocab_size,
@@ -77,7 +78,7 @@ def forward_logprobs(
 
     There is one tensor for each micro batch on the last pipeline stage, and [] on the others. With
     a `top_k` it is [tokens, 1 + 2 * top_k]: behind that of the target the ids of the most likely
-    tokens, and then their log-probabilities.
+    tokens, and then their log-probabilities. `temperature` is as in `forward_backward`.
     """
 
     def finish(
@@ -85,15 +86,16 @@ def forward_logprobs(
     ) -> tuple[Tensor, Tensor, Tensor]:
         states, weight, targets = hidden[0], model.output_weight, micro_batch.targets
         if top_k:
-            likely = likely_tokens(states[rows[place]], weight, top_k, projection)
-            ids = targets.new_zeros(len(targets), top_k).index_copy(0, rows[place], likely)
+            places = torch.cat(rows[place])
+            likely = likely_tokens(states[places], weight, top_k, projection)
+            ids = targets.new_zeros(len(targets), top_k).index_copy(0, places, likely)
             targets = torch.cat([targets[:, None], ids], dim=1)
-        logprobs, _ = vocab_parallel_logprobs(states, weight, targets, rows[place], projection)
+        logprobs, _ = _logprobs(states, weight, targets, rows[place], projection)
         if top_k:
             logprobs = torch.cat([logprobs[:, :1], ids.float(), logprobs[:, 1:]], dim=1)
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
-    rows = _trained_rows(model, micro_batches)
+    rows = _trained_rows(model, micro_batches, temperature)
     projection = Projection(
         temperature,
         model.vocab_size,
@@ -213,9 +215,40 @@ def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
     return packed
 
 
-def _trained_rows(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Returns the rows that need logits, on the device; `nonzero` on a GPU would wait for it."""
-    return [
-        to_device(micro_batch.loss_mask.nonzero()[:, 0], model.ranks.device)
-        for micro_batch in micro_batches
-    ]
+def _logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: tuple[Tensor, Tensor],
+    projection: Projection,
+) -> tuple[Tensor, Tensor]:
+    """Calls `vocab_parallel_logprobs` for the sampled rows, and at temperature 1 for the others."""
+    sampled, given = rows
+    if not len(given):
+        return vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
+    # Both calls keep their logits, or none does.
+    if (len(sampled) + len(given)) * len(weight) > projection.kept_logits:
+        projection = dataclasses.replace(projection, kept_logits=0)
+    plain = dataclasses.replace(projection, temperature=1.0)
+    found = vocab_parallel_logprobs(hidden, weight, targets, given, plain)
+    if not len(sampled):
+        return found
+    others = vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
+    return found[0] + others[0], found[1] + others[1]
+
+
+def _trained_rows(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns the rows of sampled and of given tokens, on the device.
+
+    They are found here: `nonzero` on a GPU would wait for it. At temperature 1 all count as
+    sampled.
+    """
+    found = []
+    for micro_batch in micro_batches:
+        is_given = micro_batch.behavior_logprobs.isnan() & (temperature != 1.0)
+        masks = (micro_batch.loss_mask & ~is_given, micro_batch.loss_mask & is_given)
+        sampled, given = (to_device(mask.nonzero()[:, 0], model.ranks.device) for mask in masks)
+        found.append((sampled, given))
+    return found
