@@ -228,7 +228,8 @@ async def test_claude_code(rig: AgentRig, model: Model, settings: dict[str, Any]
         score_command=["grep", "-c", "^42$", "answer.txt"],
         **settings,
     )  # fmt: skip
-    call = tool("Bash", command="echo 42 > answer.txt", description="Writes the answer")
+    # It drops the white space when it sends the call back.
+    call = "\n\n" + tool("Bash", command="echo 42 > answer.txt", description="Writes the answer")
     episode = await finished(rig, model, [call, "Done."], program)
     assert {call.path.partition("?")[0] for call in episode.calls} >= {"/v1/messages"}
     assert max(rig.runs()) == 2
