@@ -6,7 +6,7 @@ They are no dependencies: a test without its agent is skipped. `SLIPSTREAM_AGENT
     $SLIPSTREAM_AGENTS/py/bin/pip install litellm openai-agents mini-swe-agent
     npm install --prefix $SLIPSTREAM_AGENTS/node @anthropic-ai/claude-code @openai/codex
 
-Where npm runs no scripts of packages, `node install.cjs` in the folder of claude-code does the rest.
+Where npm runs no scripts of packages, run `node install.cjs` in the folder of claude-code too.
 """
 
 from __future__ import annotations
