@@ -41,8 +41,11 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
     path = config.model.path / TOKENIZER
     if not path.is_file():
         if config.sampling.max_turns > 1:
-            what = f"{config.model.path} has no {TOKENIZER}"
-            events.add(f"trajectories.jsonl does not tell turns apart: {what}", Severity.WARNING)
+            folder = config.model.path
+            events.add(
+                f"trajectories.jsonl does not tell turns apart: {folder} has no {TOKENIZER}",
+                Severity.WARNING,
+            )
         return None
     return await asyncio.to_thread(TokenTexts, path)
 

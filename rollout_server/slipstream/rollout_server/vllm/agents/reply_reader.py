@@ -43,7 +43,7 @@ class ReplyReader:
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
     def _parsing(self, tool_parser: str | None) -> type[Parser] | None:
-        return ParserManager.get_parser(
+        kind: type[Parser] | None = ParserManager.get_parser(
             tool_parser_name=tool_parser,
             reasoning_parser_name=self._settings.reasoning_parser,
             enable_auto_tools=tool_parser is not None,
@@ -51,6 +51,7 @@ class ReplyReader:
             is_harmony=self._model.hf_config.model_type == "gpt_oss",
             tokenizer=self._tokenizer,
         )
+        return kind
 
     def check(self, inputs: TemplateInputs) -> None:
         """Raises EnvironmentFailed for tools that vLLM refuses."""
