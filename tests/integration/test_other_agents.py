@@ -5,6 +5,8 @@ They are no dependencies: a test without its agent is skipped. `SLIPSTREAM_AGENT
     python3 -m venv $SLIPSTREAM_AGENTS/py
     $SLIPSTREAM_AGENTS/py/bin/pip install litellm openai-agents mini-swe-agent
     npm install --prefix $SLIPSTREAM_AGENTS/node @anthropic-ai/claude-code @openai/codex
+
+Where npm runs no scripts of packages, run `node install.cjs` in the folder of claude-code too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -205,8 +208,15 @@ async def test_mini_swe_agent(rig: AgentRig, model: Model) -> None:
     assert rig.runs() == [2]
 
 
+def confined(*readable: str) -> dict[str, Any]:
+    """The settings of the guide for programs of npm in the sandbox."""
+    limits = {"sandbox": True, "memory_gib": 4.0, "max_processes": 200}
+    return limits | {"readable": [str(FOLDER.resolve() / "node"), *readable]}
+
+
+@pytest.mark.parametrize("settings", [{}, confined("/proc/self")], ids=["open", "sandbox"])
 @needs_program("claude")
-async def test_claude_code(rig: AgentRig, model: Model) -> None:
+async def test_claude_code(rig: AgentRig, model: Model, settings: dict[str, Any]) -> None:
     program = Command(
         [str((NODE / "claude").absolute()), "-p", "{task}", "--model", "any",
          "--allowedTools", "Bash"],
@@ -216,15 +226,18 @@ async def test_claude_code(rig: AgentRig, model: Model) -> None:
             "DISABLE_AUTOUPDATER": "1",
         },
         score_command=["grep", "-c", "^42$", "answer.txt"],
+        **settings,
     )  # fmt: skip
-    call = tool("Bash", command="echo 42 > answer.txt", description="Writes the answer")
+    # It drops the white space when it sends the call back.
+    call = "\n\n" + tool("Bash", command="echo 42 > answer.txt", description="Writes the answer")
     episode = await finished(rig, model, [call, "Done."], program)
     assert {call.path.partition("?")[0] for call in episode.calls} >= {"/v1/messages"}
     assert max(rig.runs()) == 2
 
 
+@pytest.mark.parametrize("confining", [{}, confined()], ids=["open", "sandbox"])
 @needs_program("codex")
-async def test_codex(rig: AgentRig, model: Model) -> None:
+async def test_codex(rig: AgentRig, model: Model, confining: dict[str, Any]) -> None:
     codex = str((NODE / "codex").absolute())
     settings = (
         "model_provider=policy",
@@ -239,6 +252,7 @@ async def test_codex(rig: AgentRig, model: Model) -> None:
         [*start, "-m", "any", *options, "{task}"],
         ["Write 42 into answer.txt."],
         score_command=["grep", "-c", "^42$", "answer.txt"],
+        **confining,
     )
     call = tool("exec_command", cmd="echo 42 > answer.txt")
     episode = await finished(rig, model, [call, "Done."], program)

@@ -39,7 +39,6 @@ SIZES = {
     "evaluations": [],
     "algorithm__group_size": 4,
     "algorithm__groups_per_step": 6,
-    "sampling__max_turns": 8,
     "sampling__max_episode_tokens": 64,
     "rollout_server__max_episodes": 64,
 }
@@ -108,7 +107,6 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
         run__steps=8,
         environments=entries,
         algorithm__groups_per_step=6,
-        sampling__max_turns=8,
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -33,6 +34,12 @@ Row: TypeAlias = Mapping[str, Any]
 FIELD = re.compile(r"\{(\w+)\}")
 MAX_SCORE_BYTES = 64 << 10
 GIB = 1 << 30
+ADDRESS_SPACE_BYTES = 1 << 47
+# What a program in the sandbox, which says nothing, may lack.
+REFUSED = (
+    " (the sandbox refuses /proc/self and every other path that `readable` does not name: "
+    "docs/guides/agents.md#in-the-sandbox)"
+)
 
 
 class Command(AgentEnvironment[Row]):
@@ -96,6 +103,10 @@ class Command(AgentEnvironment[Row]):
             processes=max_processes,
         )
         self._score_limits = ProgramLimits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES)
+        if sandbox:
+            self._score_limits = replace(
+                self._limits, seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES
+            )
         self._confined = _sandbox_limits(self._limits) if sandbox else None
         self._readable = [os.path.abspath(path) for path in readable]
 
@@ -117,9 +128,10 @@ class Command(AgentEnvironment[Row]):
                 variables=variables | endpoint.variables() | own,
                 limits=self._limits,
             )
-            if ended.limit or ended.status:
-                cause = ended.limit or f"exit status {ended.status}"
-                print(f"{self._command[0]}: {cause}; the end of its output:", file=sys.stderr)
+            if ended.cause:
+                hint = REFUSED if self._confined is not None and ended.status < 0 else ""
+                what = f"{self._command[0]}: {ended.cause}{hint}; the end of its output:"
+                print(what, file=sys.stderr)
                 print(ended.output, file=sys.stderr)
             said = await self._score(task, folder, variables, ended)
         metrics = {"ended_by_limit": float(bool(ended.limit)), "exit_0": float(ended.status == 0)}
@@ -164,9 +176,8 @@ class Command(AgentEnvironment[Row]):
                 limits=self._score_limits,
                 with_errors=False,
             )
-            if judged.limit or judged.status:
-                cause = judged.limit or f"exit status {judged.status}"
-                raise ValueError(f"score_command failed: {cause}: {judged.last_line}")
+            if judged.cause:
+                raise ValueError(f"score_command failed: {judged.cause}: {judged.last_line}")
             return _score_of(judged.last_line, "the last line of score_command")
         if self._score_file is not None:
             path = folder / self._score_file
@@ -175,8 +186,8 @@ class Command(AgentEnvironment[Row]):
                     raise OSError("it leads out of the folder")
                 text = read_left(path, MAX_SCORE_BYTES).decode()
             except (OSError, UnicodeDecodeError) as error:
-                cause = ended.limit or f"exit status {ended.status}"
-                what = f"no score in {self._score_file} ({error}) after {cause}"
+                how = ended.cause or "exit status 0"
+                what = f"no score in {self._score_file} ({error}) after {how}"
                 raise ValueError(f"{what}: {ended.last_line}") from error
             return _score_of(text, self._score_file)
         return {"reward": float(ended.status == 0 and not ended.limit)}
@@ -204,7 +215,9 @@ def _sandbox_limits(limits: ProgramLimits) -> Limits:
         seconds=limits.seconds,
         # The keeper and the time bound it.
         processor_s=math.ceil(limits.seconds) * (os.cpu_count() or 1),
-        memory_bytes=limits.memory_bytes,
+        # The keeper bounds what is used. Sandlock would count what is reserved and never touched,
+        # such as the 137 GB of the runtime of Claude Code.
+        memory_bytes=ADDRESS_SPACE_BYTES,
         processes=limits.processes,
         open_files=1024,
         file_bytes=GIB,

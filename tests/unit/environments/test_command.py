@@ -275,6 +275,81 @@ async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_
         assert "score_command failed: exit status 1" in failed.failure.message, failed
 
 
+IN_SANDBOX = {"sandbox": True, "memory_gib": 0.5, "max_processes": 50}
+RESERVES = """
+import mmap
+# The last one is MAP_NORESERVE, which Python 3.11 does not name.
+taken = mmap.mmap(-1, 100 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+if sys.argv[2] == "use":
+    for place in range(0, 2 << 30, 4096):
+        taken[place] = 1
+    import time
+    time.sleep(100)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+@pytest.mark.parametrize("scores", [False, True])
+async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(
+    scores: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for what, is_ended in (("reserve", False), ("use", True)):
+        program = python(CALL + RESERVES, "{word}", what)
+        options = dict(IN_SANDBOX)
+        if scores:
+            taking = python(f"import sys{RESERVES}print(1)", "", what)
+            program, options["score_command"] = python(CALL, "{word}"), taking
+        answer = await played(Command(program, [{"word": "hello"}], **options))
+        told = capfd.readouterr().err if not scores else answer.failure.message
+        assert ("out of memory: it took" in told and "memory_gib = 0.50" in told) == is_ended
+        assert answer.agent_result.reward == (not is_ended)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sandbox", [False, True])
+async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuses(
+    sandbox: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = python(CALL + "os.abort()", "{word}")
+    options = IN_SANDBOX if sandbox else {}
+    answer = await played(Command(program, [{"word": "hello"}], **options))
+    assert answer.agent_result.reward == 0.0
+    told = capfd.readouterr().err
+    assert ": it was ended by SIGABRT" in told
+    assert ("(the sandbox refuses /proc/self and every other path" in told) == sandbox
+
+
+READS = """
+seen = 0
+for path in ("/proc/self/maps", f"/proc/{os.getppid()}/environ", *sys.argv[2:]):
+    try:
+        with open(path) as file:
+            seen += len(file.read(1))
+    except OSError:
+        pass
+open("score.txt", "w").write(str(seen))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("readable", [(), ("/proc/self",)])
+async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_the_sandbox(
+    readable: tuple[str, ...],
+) -> None:
+    known = [path for path in ("/etc/ssl/openssl.cnf",) if os.path.exists(path)]
+    known += [str(path) for path in Path("/etc/ssl/certs").glob("*.crt")][:1]
+    program = Command(
+        python(CALL + READS, "{word}", *known),
+        [{"word": "hello"}],
+        score_file="score.txt",
+        readable=readable,
+        **IN_SANDBOX,
+    )
+    # The process above it stays unread.
+    assert (await played(program)).agent_result.reward == len(known) + len(readable)
+
+
 @pytest.mark.process
 async def test_a_score_file_that_leads_out_of_the_folder_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("1")

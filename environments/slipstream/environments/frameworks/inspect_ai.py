@@ -134,7 +134,7 @@ class Inspect(AgentEnvironment[Span]):
 def _read_log(logs: Path, ended: ProgramEnd) -> Log:
     """Returns the log of an evaluation that has succeeded; RuntimeError says why it has not."""
     found = sorted(logs.glob("*.json")) if logs.is_dir() else []
-    said = ended.limit or f"exit status {ended.status}: {ended.last_line}"
+    said = ended.limit or f"{ended.cause or 'exit status 0'}: {ended.last_line}"
     if not found:
         raise RuntimeError(f"inspect left no log after {said}")
     log: Log = json.loads(read_left(found[-1], MAX_LOG_BYTES))

@@ -55,6 +55,16 @@ class ProgramEnd:
     limit: str = ""
 
     @property
+    def cause(self) -> str:
+        """How it ended, in words; "" where it ended by itself with status 0."""
+        if self.limit or not self.status:
+            return self.limit
+        if self.status > 0:
+            return f"exit status {self.status}"
+        names = {known.value: known.name for known in signal.Signals}
+        return f"it was ended by {names.get(-self.status, f'signal {-self.status}')}"
+
+    @property
     def last_line(self) -> str:
         """The last line of the output that is not empty; "" if there is none."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]

@@ -27,7 +27,9 @@ CHECK_PERIOD_S = 0.2
 # Paths of the system that programs read, if they are there.
 _SYSTEM_PATHS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives"),
-    *("/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/certs", "/nix/store"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/nix/store", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
+    *("/etc/pki/tls/certs", "/etc/pki/tls/openssl.cnf", "/etc/pki/ca-trust/extracted"),
+    "/etc/crypto-policies/back-ends",
 )
 _DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
 # A program that a signal has ended, as bubblewrap and shells report it.
@@ -146,7 +148,8 @@ def _watched(wait: Callable[[], int], plan: Plan) -> int:
 
 
 def _end_for(plan: Plan, limit: str) -> NoReturn:
-    os.write(plan.cause_fd, f"\n{limit}\n".encode())
+    most = getattr(plan.limits, limit)
+    os.write(plan.cause_fd, f"\nit went beyond {limit} = {most} of the sandbox\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("not reached")
 
