@@ -33,15 +33,16 @@ def shaped_rewards(
 ) -> dict[str, float]:
     """Returns the reward of each side less the penalty for the episode's longest reply.
 
-    `limit` is `sampling.max_reply_tokens`. The sides are in the order of their first branches; an
-    episode without branches is one side.
+    `limit` is `sampling.max_reply_tokens`; the environment may have a lower one. The sides are in
+    the order of their first branches; an episode without branches is one side.
     """
     overlong, penalty = algorithm.overlong, 0.0
+    limit = min(limit, trajectory.max_reply_tokens or limit)
     if overlong.penalty:
         penalty = overlong.penalty * overlong_penalty(
             max(trajectory.run_lengths[1::2], default=0),
             limit=limit,
-            cache_tokens=overlong.cache_tokens,
+            cache_tokens=min(overlong.cache_tokens, limit),
         )
     sides = {side_of(branch): branch.reward for branch in trajectory.branches} or {"": None}
     return {

@@ -199,6 +199,8 @@ class Trajectory:
     image_places: tuple[ImagePlace, ...] = ()
     # The adapter that sampled the tokens and learns from them; "" if the run names no adapters.
     adapter: str = ""
+    # The environment's own limit of each reply; 0: the run's limit.
+    max_reply_tokens: int = 0
 
     @property
     def trajectory_id(self) -> TrajectoryId:

@@ -136,6 +136,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             for place in trajectory.image_places
         ],
         adapter=trajectory.adapter,
+        max_reply_tokens=trajectory.max_reply_tokens,
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -206,6 +207,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         images=tuple(message.images),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
         adapter=message.adapter,
+        max_reply_tokens=message.max_reply_tokens,
     )
     check_trajectory(trajectory)
     return trajectory

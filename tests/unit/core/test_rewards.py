@@ -52,6 +52,18 @@ def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
     assert shaped(turns, settings) == {"": 0.75}
 
 
+@pytest.mark.parametrize(
+    ("own", "reply", "penalty"),
+    [(0, 8, 0.25), (64, 8, 0.25), (8, 6, 0.25), (8, 8, 0.5), (2, 1, 0.25)],
+)
+def test_an_environment_with_a_limit_of_its_own_pays_by_that(
+    own: int, reply: int, penalty: float
+) -> None:
+    """The last case has a limit below the tokens over which the penalty rises."""
+    short = dataclasses.replace(trajectory(1.0, reply=reply), max_reply_tokens=own)
+    assert shaped(short, config(overlong=PENALTY)) == {"": 1.0 - penalty}
+
+
 def test_truncated_episodes_count_unless_they_are_filtered() -> None:
     cut = trajectory(1.0, truncated=True)
     assert is_counted(cut, config().algorithm)

@@ -62,7 +62,18 @@ async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path
     connection.lease("g1", members=[0])
     (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.token_ids.tolist() == [1, A, 3, A, B, C, A]
-    assert trajectory.status is Status.TRUNCATED
+    assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 0)
+
+
+async def test_a_limit_of_the_environment_goes_with_its_episodes(server, tmp_path: Path) -> None:
+    environment = demonstrations(tmp_path, ("a", "a b c"))
+    environment.max_reply_tokens = 2
+    serve(server, environment)
+    connection = await server.join()
+    connection.lease("g1", members=[0])
+    (trajectory,) = await server.fleet.wait_trajectories(1)
+    assert trajectory.run_lengths == (3, 2)
+    assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 2)
 
 
 class HalfGiven(Environment[int]):

@@ -138,6 +138,7 @@ class Episode:
     async def _converse(self, session: EnvironmentSession) -> Status:
         lease, services = self._lease, self._services
         opening = await self._ask(session.reset(lease.task_index, lease.seed))
+        self._recording.max_reply_tokens = opening.max_reply_tokens
         if opening.is_agent:
             return await self._serve_agent(session, opening.max_reply_tokens)
         talk = EnvironmentTalk(

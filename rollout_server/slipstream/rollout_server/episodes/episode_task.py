@@ -84,6 +84,7 @@ def trajectory_of(
         images=tuple(recording.images),
         image_places=tuple(recording.image_places),
         adapter=lease.sampling.adapter,
+        max_reply_tokens=recording.max_reply_tokens,
     )
 
 

@@ -37,6 +37,8 @@ class Recording:
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
     # Whether the environment gave the replies.
     is_given: bool = False
+    # The environment's own limit of each reply; 0: the run's limit.
+    max_reply_tokens: int = 0
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
     # Text of `last_reply`; None until it is decoded.

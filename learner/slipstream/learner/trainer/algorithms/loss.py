@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,7 +41,6 @@ class _Terms:
     """The terms of the loss of each token by one algorithm, all [tokens]."""
 
     losses: Tensor
-    behavior: Tensor
     parts: TokenLosses
     correction: Correction
 
@@ -84,12 +82,7 @@ def policy_loss(
         terms = _chosen(ids == place, found, terms)
     losses = torch.where(mask, micro_batch.loss_weights * terms.losses, 0.0)
     statistics = token_statistics(
-        losses,
-        terms.parts,
-        terms.correction,
-        logprobs,
-        entropy,
-        dataclasses.replace(micro_batch, behavior_logprobs=terms.behavior),
+        losses, terms.parts, terms.correction, logprobs, entropy, micro_batch
     )
     return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
 
@@ -120,7 +113,7 @@ def _terms(
         losses = losses + kl.coefficient * correction.weights * divergence
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
-    return _Terms(losses, behavior, parts, correction)
+    return _Terms(losses, parts, correction)
 
 
 def _divergence(
@@ -148,7 +141,6 @@ def _chosen(is_other: Tensor, other: _Terms, terms: _Terms) -> _Terms:
 
     return _Terms(
         torch.where(is_other, other.losses, terms.losses),
-        torch.where(is_other, other.behavior, terms.behavior),
         chosen(other.parts, terms.parts),
         chosen(other.correction, terms.correction),
     )

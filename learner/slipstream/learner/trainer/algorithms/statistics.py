@@ -19,7 +19,10 @@ NUM_LAGS = 8
 
 
 class Sum(IntEnum):
-    """Indices of `TokenStatistics.sums`, sums over the trained tokens."""
+    """Indices of `TokenStatistics.sums`, sums over the trained tokens.
+
+    From `SAMPLED` on they leave out tokens that no policy sampled.
+    """
 
     LOSS = 0
     TOKENS = 1
@@ -27,13 +30,14 @@ class Sum(IntEnum):
     CLIPPED_LOW = 3
     CLIPPED_HIGH = 4
     DUAL_CLIPPED = 5
-    WEIGHT = 6
-    WEIGHT_SQUARED = 7
-    CAPPED = 8
-    TOKEN_MASKED = 9
-    SEQUENCE_MASKED = 10
-    KL = 11
-    REFERENCE_KL = 12
+    REFERENCE_KL = 6
+    SAMPLED = 7
+    WEIGHT = 8
+    WEIGHT_SQUARED = 9
+    CAPPED = 10
+    TOKEN_MASKED = 11
+    SEQUENCE_MASKED = 12
+    KL = 13
 
 
 class Max(IntEnum):
@@ -69,6 +73,7 @@ def token_statistics(
 ) -> TokenStatistics:
     """Returns statistics of `losses` [tokens]; `logprobs` are the policy's now and before."""
     mask, behavior = micro_batch.loss_mask, micro_batch.behavior_logprobs
+    is_sampled = mask & ~behavior.isnan()
     policy, proximal = logprobs
     reference = micro_batch.reference_logprobs
     columns = {
@@ -78,6 +83,7 @@ def token_statistics(
         Sum.CLIPPED_LOW: parts.is_clipped_low,
         Sum.CLIPPED_HIGH: parts.is_clipped_high,
         Sum.DUAL_CLIPPED: parts.is_dual_clipped,
+        Sum.SAMPLED: is_sampled,
         Sum.WEIGHT: correction.weights,
         Sum.WEIGHT_SQUARED: correction.weights.double().square(),
         Sum.CAPPED: correction.is_capped,
@@ -89,18 +95,21 @@ def token_statistics(
         if reference is None
         else kl_estimate(policy, reference, "k3"),
     }
-    trained = [torch.where(mask, columns[name], 0).sum(dtype=torch.float64) for name in Sum]
-    gap = torch.where(mask, (proximal - behavior).abs(), 0.0)
+    found = [
+        torch.where(mask if name < Sum.SAMPLED else is_sampled, columns[name], 0) for name in Sum
+    ]
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in found])
+    gap = torch.where(is_sampled, (proximal - behavior).abs(), 0.0)
     gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
     lags = micro_batch.lags.clamp(0, NUM_LAGS - 1).long()
-    gaps.index_add_(1, lags, torch.stack([gap.double(), mask.double()]))
+    gaps.index_add_(1, lags, torch.stack([gap.double(), is_sampled.double()]))
     maxima = torch.stack(
         [
             torch.where(micro_batch.lags == 0, gap, 0.0).max(),
-            torch.where(mask, correction.ratios, 0.0).max(),
+            torch.where(is_sampled, correction.ratios, 0.0).max(),
         ]
     )
-    return TokenStatistics(torch.stack(trained), gaps, maxima.float())
+    return TokenStatistics(sums, gaps, maxima.float())
 
 
 class StepStatistics:
@@ -139,9 +148,9 @@ class StepStatistics:
         self._maxima = torch.maximum(self._maxima, others._maxima)
 
     def metrics(self) -> dict[str, float]:
-        """Returns means over the trained tokens and passes of the step; see docs/metrics.md."""
+        """Returns means over the tokens and passes of the step; see docs/metrics.md."""
         weight, squared = self._total(Sum.WEIGHT), self._total(Sum.WEIGHT_SQUARED)
-        tokens = max(1.0, self._total(Sum.TOKENS))
+        sampled = max(1.0, self._total(Sum.SAMPLED))
         low, high = self._mean(Sum.CLIPPED_LOW), self._mean(Sum.CLIPPED_HIGH)
         return {
             "loss": self._mean(Sum.LOSS),
@@ -150,10 +159,10 @@ class StepStatistics:
             "clip_fraction_low": low,
             "clip_fraction_high": high,
             "dual_clip_fraction": self._mean(Sum.DUAL_CLIPPED),
-            "importance_weight_mean": weight / tokens,
+            "importance_weight_mean": weight / sampled,
             "importance_ratio_max": float(self._maxima[Max.IMPORTANCE_RATIO]),
             "importance_capped_fraction": self._mean(Sum.CAPPED),
-            "effective_sample_size": weight**2 / (tokens * squared) if squared else 0.0,
+            "effective_sample_size": weight**2 / (sampled * squared) if squared else 0.0,
             "masked_token_fraction": self._mean(Sum.TOKEN_MASKED),
             "masked_sequence_fraction": self._mean(Sum.SEQUENCE_MASKED),
             "kl": self._mean(Sum.KL),
@@ -178,4 +187,5 @@ class StepStatistics:
         return float(self._sums[name])
 
     def _mean(self, name: Sum) -> float:
-        return self._total(name) / max(1.0, self._total(Sum.TOKENS))
+        tokens = Sum.TOKENS if name < Sum.SAMPLED else Sum.SAMPLED
+        return self._total(name) / max(1.0, self._total(tokens))

@@ -46,6 +46,17 @@ def test_step_adds_up_its_mini_batches() -> None:
     assert "logprob_gap_lag_2" not in metrics
 
 
+def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
+    alone, beside = StepStatistics(), StepStatistics()
+    alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
+    beside.add([found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank())
+    ours, theirs = beside.metrics(), alone.metrics()
+    assert (ours.pop("trained_tokens"), theirs.pop("trained_tokens")) == (4, 2)
+    # The loss of each given token is -1: its ratio and its advantage are 1.
+    assert ours.pop("loss") == pytest.approx((2 * theirs.pop("loss") - 2) / 4)
+    assert ours == theirs
+
+
 def test_tokens_of_several_passes_are_counted_once() -> None:
     once, twice = StepStatistics(), StepStatistics(epochs=2)
     for step in (once, twice, twice):

@@ -34,12 +34,18 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
         ({}, {"multi_latent_attention": True}, False, "latent"),
         ({}, {"window_size": (128, 0)}, False, "windows"),
         ({}, {}, True, "experts"),
+        ({}, {"moe_aux_loss_coeff": 1e-3}, False, "losses of routers"),
+        ({}, {"moe_aux_loss_coeff": [0.0, 1e-3]}, False, "losses of routers"),
+        ({}, {"moe_aux_loss_coeff": [0.0]}, False, ""),
+        ({}, {"moe_z_loss_coeff": 1e-3}, False, "losses of routers"),
     ],
 )
 def test_what_cannot_share_says_why(
     learner: dict[str, object], model: dict[str, object], replay: bool, cause: str
 ) -> None:
-    known = SimpleNamespace(**({"multi_latent_attention": False, "window_size": None} | model))
+    plain = {"multi_latent_attention": False, "window_size": None}
+    plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    known = SimpleNamespace(**(plain | model))
     found = refusal(known, LearnerSection.model_validate(learner), router_replay=replay)
     assert cause in found
     assert bool(found) == bool(cause)
