@@ -18,7 +18,6 @@ pytest.importorskip("vllm")
 from slipstream.client import Client  # noqa: E402
 from slipstream.client.status import Event  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
-    CONTROLLER,
     ROLLOUT_SERVER,
     TRAINER,
     check_ledger,
@@ -189,9 +188,8 @@ async def test_a_killed_queue_is_started_again_and_loses_nothing(
     [
         (f"{TRAINER} ", "trainer-rank-0", 1),
         (f"{TRAINER} ", "trainer-rank-1", 2),
-        (CONTROLLER, "controller", 1),
     ],
-    ids=["the only rank", "one of two ranks", "controller"],
+    ids=["the only rank", "one of two ranks"],
 )
 async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
     what: str, name: str, ranks: int, tmp_path: Path, tiny_model: Path
@@ -203,8 +201,7 @@ async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
         async with connection(config, run) as client:
             await until_step(client, 2)
         everything = descendants(run.process.pid)
-        victims = [p for p in run.find(what) if p.environ().get("RANK", "0") == name[-1]]
-        (victim,) = victims if what != CONTROLLER else run.find(what)
+        (victim,) = [p for p in run.find(what) if p.environ().get("RANK", "0") == name[-1]]
         kill(victim)
         assert await run.wait(END_LIMIT_S) == 1
         await until_gone(everything)

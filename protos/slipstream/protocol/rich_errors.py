@@ -31,6 +31,8 @@ class Reason(Enum):
     PROTOCOL = "PROTOCOL"
     # The peer is too small for the run.
     TOO_SMALL = "TOO_SMALL"
+    # The controller was started again and does not know the trainer, which must register again.
+    NOT_REGISTERED = "NOT_REGISTERED"
     # Another trainer, or server of that name, has the place; it is free when that one has ended.
     PLACE_TAKEN = "PLACE_TAKEN"
     # The token is missing or wrong.

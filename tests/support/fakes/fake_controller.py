@@ -9,6 +9,8 @@ from concurrent import futures
 
 import grpc
 import numpy as np
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from slipstream.core.types import (
     Branch,
     GroupId,
@@ -21,7 +23,13 @@ from slipstream.core.types import (
 )
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.access.security import TOKEN_KEY
-from slipstream.protocol.codec import merge_spans, trajectory_to_pb, version_to_pb
+from slipstream.protocol.codec import (
+    TRAINER_EPOCH,
+    merge_spans,
+    trajectory_to_pb,
+    version_to_pb,
+)
+from slipstream.protocol.rich_errors import DETAILS_KEY, DOMAIN, Reason
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 
@@ -76,7 +84,12 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self._server = grpc.server(futures.ThreadPoolExecutor(5), interceptors=guards)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self.hello: pb.TrainerHello | None = None
+        # All that registered, and the epoch of the newest one; 0: it was started again since.
+        self.hellos: list[pb.TrainerHello] = []
+        self.epoch = 0
+        # Added to the timeline of each trainer.
+        self.incarnation = 0
+        self._forgotten = threading.Event()
         # Streams that kept the trainer's place.
         self.places = 0
         self.asked = threading.Event()
@@ -104,17 +117,46 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     def Register(
         self, request: pb.TrainerHello, context: grpc.ServicerContext
     ) -> pb.TrainerWelcome:
-        self.hello = request
-        return pb.TrainerWelcome(run_id="run", version=request.version, trainer_epoch=1)
+        self.hellos.append(pb.TrainerHello.FromString(request.SerializeToString()))
+        self.epoch = len(self.hellos)
+        version = pb.TrainerWelcome(version=request.version).version
+        version.incarnation += self.incarnation
+        return pb.TrainerWelcome(run_id="run", version=version, trainer_epoch=self.epoch)
+
+    @property
+    def hello(self) -> pb.TrainerHello | None:
+        """The newest trainer."""
+        return self.hellos[-1] if self.hellos else None
+
+    def forget(self) -> None:
+        """Forgets the trainer, like a controller that was started again; its streams end."""
+        self.epoch = 0
+        self._forgotten.set()
+        self._forgotten = threading.Event()
+
+    def _check(self, context: grpc.ServicerContext) -> None:
+        told = dict(context.invocation_metadata()).get(TRAINER_EPOCH, "")
+        if told == str(self.epoch) and self.epoch:
+            return
+        info = error_details_pb2.ErrorInfo(reason=Reason.NOT_REGISTERED.value, domain=DOMAIN)
+        detail = any_pb2.Any()
+        detail.Pack(info)
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        status = status_pb2.Status(code=code.value[0], message="who", details=[detail])
+        context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+        context.abort(code, "who")
 
     def KeepPlace(
         self, request: pb.PlaceRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.PlaceKept]:
         gone = threading.Event()
         context.add_callback(gone.set)
-        self.places += 1
+        self._check(context)
+        forgotten, self.places = self._forgotten, self.places + 1
         yield pb.PlaceKept()
-        gone.wait()
+        while not gone.wait(0.01):
+            if forgotten.is_set():
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
 
     def Next(
         self, request: pb.NextRequest, context: grpc.ServicerContext
@@ -131,6 +173,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         yield from order
 
     def ReportStep(self, request: pb.StepReport, context: grpc.ServicerContext) -> pb.StepReceipt:
+        self._check(context)
         self.steps.append(request)
         return pb.StepReceipt(version=request.version)
 

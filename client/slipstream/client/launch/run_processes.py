@@ -1,9 +1,9 @@
 """The processes of one command: their start, their restarts, their end, and the progress shown.
 
 Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of
-rollout servers.
-Waits for: the controller to end. Unblocked by: the end of the run, or of a process that the run
-needs.
+all of them.
+Waits for: the controller to end for good. Unblocked by: the end of the run, or of a process that
+the run needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
-# Seconds after which a rollout server that ends is granted as many restarts as a new one.
+MAX_CONTROLLER_RESTARTS = 5
+# Seconds before a controller is started again; servers and trainer wait for it.
+CONTROLLER_PAUSE_S = 0.1
+# Seconds after which a server or controller that ends is granted as many restarts as a new one.
 FORGIVEN_S = 600.0
 
 
@@ -156,22 +159,16 @@ class RunProcesses:
         """
         if self._controller is None:
             return await self._wait_for_trainers()
-        controller = await self._controller
         keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
         forward_stop = asyncio.ensure_future(self._forward_stop())
-        show = asyncio.ensure_future(self._show_events())
         address = self._config.controller.address
         waits = asyncio.ensure_future(tell_waits(self._display, address, self._credentials))
-        tasks = (keep_trainers, forward_stop, show, waits)
+        tasks = (keep_trainers, forward_stop, waits)
         try:
-            await controller.process.wait()
+            controller = await self._keep_controller()
             # Without a controller no rank is restarted, however the ranks end.
             keep_trainers.cancel()
             waits.cancel()
-            if not self._ended_controller:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(EVENTS_LIMIT_S):
-                        await show
             if self._display.is_over:
                 await self._let_leave()
         finally:
@@ -261,6 +258,29 @@ class RunProcesses:
                 return
         await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
+    async def _keep_controller(self) -> Child:
+        """Shows the controller's events, and starts it again when it dies; returns the last one.
+
+        Servers and trainer find the new one by themselves, and keep all that they have.
+        """
+        policy = RestartPolicy(MAX_CONTROLLER_RESTARTS, first_pause_s=CONTROLLER_PAUSE_S)
+        while True:
+            assert self._controller is not None
+            controller, started_s = await self._controller, time.monotonic()
+            await self._show_events(controller)
+            code = controller.process.returncode
+            is_ending = self._ended_controller or self._failure or self._signalled
+            if code == 0 or is_ending or self._display.is_over or self._display.told_failure:
+                return controller
+            if time.monotonic() - started_s > FORGIVEN_S:
+                policy.forgive()
+            pause_s = policy.pause_after(code)
+            if pause_s is None:
+                return controller
+            self._display.warn(f"{controller.describe_end()}; start {policy.restarts + 1}")
+            await asyncio.sleep(pause_s)
+            self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
+
     async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
         policy = RestartPolicy(self._config.rollout_server.max_restarts)
         address = self._config.controller.address
@@ -338,15 +358,35 @@ class RunProcesses:
         self._ended_controller = True
         await controller.stop(HURRIED_GRACE_S)
 
-    async def _show_events(self) -> None:
+    async def _show_events(self, controller: Child) -> None:
+        """Shows the events of a controller until it has ended."""
+        show = asyncio.ensure_future(self._watch_events(controller))
+        try:
+            await controller.process.wait()
+            if not self._ended_controller:
+                # What it sent before its end may still arrive; then the call breaks off.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EVENTS_LIMIT_S):
+                        await show
+        finally:
+            show.cancel()
+            await asyncio.gather(show, return_exceptions=True)
+
+    async def _watch_events(self, controller: Child) -> None:
+        self._display.last_event = 0
         async with self._calls.channel() as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
             while not self._display.is_over:
                 request = status_pb2.WatchRequest(after=self._display.last_event)
                 try:
                     async for event in stub.Watch(
-                        request, metadata=self._calls.metadata, wait_for_ready=True
+                        request, metadata=self._calls.metadata, wait_for_ready=controller.is_running
                     ):
                         self._display.show(event)
                 except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.5)
+                    # The call may break off before the end of the process is known.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.5):
+                            await controller.process.wait()
+                    if not controller.is_running:
+                        return

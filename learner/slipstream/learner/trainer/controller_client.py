@@ -48,6 +48,12 @@ class ControllerClient:
 
     def __init__(self, config: Config, *, retry_s: float = RETRY_S) -> None:
         credentials = Credentials.load(config.security)
+        # What the trainer registered with, with its newest version; None before it has registered.
+        self._hello: pb.TrainerHello | None = None
+        # Why the trainer could not register again with a controller that was started again.
+        self._fault: Exception | None = None
+        # Held while it does: other calls must not show the old epoch meanwhile.
+        self._entering = threading.RLock()
         self._address = config.controller.address
         self._channel = open_blocking_channel(self._address, credentials)
         self._stub: Stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
@@ -62,23 +68,32 @@ class ControllerClient:
     def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
         """Registers the trainer, and keeps its place in the run until `close`.
 
-        Waits while another trainer has the place, for half of `learner.timeout_s`.
+        Waits while another trainer has the place, for half of `learner.timeout_s`. When the
+        controller was started again, a thread registers again, with the newest version.
         """
+        welcome = self._enter(hello)
+        self._hello = hello
+        hello.version.CopyFrom(welcome.version)
+        threading.Thread(target=self._keep_place, name="keeps-place", daemon=True).start()
+        return welcome
+
+    def _enter(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
+        """Registers once the place is free; later calls carry the epoch of this registration."""
         until_s = time.monotonic() + self._long_timeout_s
         backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
-        call = functools.partial(self._stub.Register, metadata=self._metadata)
+        metadata = tuple(pair for pair in self._metadata if pair[0] != TRAINER_EPOCH)
+        call = functools.partial(self._stub.Register, metadata=metadata)
         while True:
             try:
                 welcome: pb.TrainerWelcome = self._retried("Register", call, hello, CALL_TIMEOUT_S)
                 break
             except grpc.RpcError as error:
                 is_over = self._stop_reason is not None or time.monotonic() > until_s
-                if is_over or not _is_place_taken(error):
+                if is_over or not _has_reason(error, Reason.PLACE_TAKEN):
                     raise self._failure("Register", error) from error
                 logger.warning("waiting for the place in the run: %s", _describe(error))
             time.sleep(backoff.take_s())
-        self._metadata = (*self._metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
-        threading.Thread(target=self._keep_place, name="keeps-place", daemon=True).start()
+        self._metadata = (*metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
         return welcome
 
     def _keep_place(self) -> None:
@@ -93,10 +108,27 @@ class ControllerClient:
                 if self._closed.is_set():
                     return
                 logger.warning("KeepPlace: %s", _describe(error))
-                if _code(error) is grpc.StatusCode.FAILED_PRECONDITION:
+                if _has_reason(error, Reason.NOT_REGISTERED):
+                    self._enter_again()
+                elif _code(error) is grpc.StatusCode.FAILED_PRECONDITION:
                     # The next call fails with the same cause.
                     return
             self._closed.wait(RETRY_PAUSE_S)
+
+    def _enter_again(self) -> None:
+        """Registers with a controller that was started again, perhaps in the middle of a step."""
+        assert self._hello is not None
+        version = version_from_pb(self._hello.version)
+        with self._entering:
+            try:
+                found = version_from_pb(self._enter(self._hello).version)
+            except RunFailed as error:
+                self._fault = error
+                return
+            if found != version:
+                # Not a RunFailed: the ranks go on from their newest checkpoint.
+                text = f"the run calls the trainer's version {version} {found} now"
+                self._fault = RuntimeError(text)
 
     def next(
         self,
@@ -151,6 +183,9 @@ class ControllerClient:
     def report_step(self, report: pb.StepReport) -> PolicyVersion:
         """Reports a step; returns the run's version of the new weights."""
         receipt: pb.StepReceipt = self._call("ReportStep", self._stub.ReportStep, report)
+        if self._hello is not None:
+            self._hello.version.CopyFrom(receipt.version)
+            self._hello.weight_digest = report.weight_digest
         return version_from_pb(receipt.version)
 
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
@@ -165,7 +200,7 @@ class ControllerClient:
         """Whether `count` receivers still take part in a publish; may be called on any thread.
 
         Returns True as well when the controller does not answer: other calls, with longer limits,
-        find that out.
+        find that out. A controller that was started again has abandoned the publish.
         """
         question = pb.PublishStart(publish_id=publish_id, is_question=True)
         try:
@@ -174,7 +209,7 @@ class ControllerClient:
             )
         except grpc.RpcError as error:
             logger.warning("StartPublish: %s", _describe(error))
-            return True
+            return not _has_reason(error, Reason.NOT_REGISTERED)
         return len(answer.receivers) >= count
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
@@ -242,12 +277,20 @@ class ControllerClient:
     ) -> Answer:
         until_s = time.monotonic() + self._retry_s
         while True:
+            metadata = self._metadata
             try:
                 return call(request, timeout=timeout)
             except grpc.RpcError as error:
-                if _code(error) is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until_s:
-                    raise
-                if self._stop_reason is not None:
+                with self._entering:
+                    has_entered = self._metadata is not metadata
+                if self._fault is not None:
+                    raise self._fault from error
+                if has_entered:
+                    continue
+                is_away = _code(error) is grpc.StatusCode.UNAVAILABLE
+                # `_keep_place` registers with a controller that was started again.
+                is_away |= self._hello is not None and _has_reason(error, Reason.NOT_REGISTERED)
+                if not is_away or self._stop_reason is not None or time.monotonic() > until_s:
                     raise
                 logger.warning("%s: %s; trying again", name, _describe(error))
             time.sleep(RETRY_PAUSE_S)
@@ -263,10 +306,10 @@ def _code(error: grpc.RpcError) -> grpc.StatusCode:
     return code
 
 
-def _is_place_taken(error: grpc.RpcError) -> bool:
+def _has_reason(error: grpc.RpcError, reason: Reason) -> bool:
     call: Any = error
     info = error_info(call.trailing_metadata())
-    return info is not None and info.reason == Reason.PLACE_TAKEN.value
+    return info is not None and info.reason == reason.value
 
 
 def _describe(error: grpc.RpcError) -> str:

@@ -111,7 +111,8 @@ class GrpcSender:
 
     async def _run(self) -> None:
         while True:
-            call = self._deliver(metadata=self._metadata)
+            # A controller that was started again gets what it lacks before it leases that again.
+            call = self._deliver(metadata=self._metadata, wait_for_ready=True)
             try:
                 await self._use(call)
                 cause = "the controller closed the stream"

@@ -11,6 +11,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.activity import Activity
+from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
 
@@ -72,6 +73,49 @@ def test_controller_that_stays_away_fails_the_run(tmp_path: Path) -> None:
         client.register(pb.TrainerHello(world_size=1))
     client.report_failure(pb.TrainerFailure(message="unheard"))
     client.close()
+
+
+def until_places(controller: FakeController, count: int) -> None:
+    until_s = time.monotonic() + 30
+    while controller.places < count:
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def report(step: int) -> pb.StepReport:
+    version = version_to_pb(PolicyVersion(0, step + 1))
+    return pb.StepReport(step=step, version=version, weight_digest=f"d{step + 1}".encode())
+
+
+def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path: Path) -> None:
+    hello = pb.TrainerHello(world_size=1, weight_digest=b"d0")
+    with FakeController([]) as controller:
+        client = ControllerClient(config(controller.address, tmp_path))
+        client.register(hello)
+        assert client.report_step(report(0)) == PolicyVersion(0, 1)
+        until_places(controller, 1)
+        controller.forget()
+        # No call of the trainer is needed, which may be in a long step.
+        until_places(controller, 2)
+        again = controller.hellos[1]
+        assert (again.version.step, again.weight_digest, again.world_size) == (1, b"d1", 1)
+        controller.forget()
+        # A call that comes before the trainer is registered again waits for that.
+        assert client.report_step(report(1)) == PolicyVersion(0, 2)
+        assert [hello.version.step for hello in controller.hellos] == [0, 1, 1]
+        client.close()
+
+
+def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) -> None:
+    with FakeController([]) as controller:
+        client = ControllerClient(config(controller.address, tmp_path))
+        client.register(pb.TrainerHello(world_size=1))
+        controller.incarnation = 1
+        controller.forget()
+        with pytest.raises(RuntimeError, match="the run calls the trainer's version 0 0/1 now"):
+            while True:
+                client.report_step(report(0))
+        client.close()
 
 
 def test_every_call_carries_the_token(tmp_path: Path) -> None:

@@ -184,9 +184,14 @@ class LeaseBook:
         return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
 
     def give_up(self, group: Group, members: Collection[int]) -> bool:
-        """Lets a group go on without `members`; False, and no change, if too few would be left."""
-        left = group.size - len(group.failed.union(members))
-        if left < fewest_members(group.size, self._min_share):
+        """Lets a group go on without `members`; False, and no change, if it is over.
+
+        It is over when too few would be left, and when a quarter, at least two, had their last
+        attempt and no member has finished: such a task may end one worker after another.
+        """
+        num_failed = len(group.failed.union(members))
+        is_hopeless = not group.finished and num_failed >= max(2, group.size / 4)
+        if is_hopeless or group.size - num_failed < fewest_members(group.size, self._min_share):
             return False
         if still_run := set(members).intersection(group.running):
             self.closing.keep(group, still_run)

@@ -91,13 +91,14 @@ class TrainerPlace:
 
     async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Refuses calls of all trainers but the one that registered last."""
-        cause = ""
+        cause, reason = "", Reason.WRONG_STATE
         if not self.epoch:
             cause = "no trainer has registered since the controller was started"
+            reason = Reason.NOT_REGISTERED
         elif epoch_of(context) != str(self.epoch):
             cause = "another trainer has taken over"
         if cause:
-            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, cause, Reason.WRONG_STATE)
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, cause, reason)
         self._progress.trainer_heard()
 
     async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -143,6 +143,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.StepReceipt:
         """Takes the report of a made version; a repeated report gets its earlier answer."""
         await self.place.check(context)
+        await self._take_up(request)
         try:
             answered = self._former.answered(request)
         except ProtocolError as error:
@@ -236,6 +237,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
+        await self._take_up(request.data)
         most = self._run.config.controller.max_set_aside_batches
         try:
             found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
@@ -255,6 +257,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.moved()
         return True
 
+    async def _take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
+        """Takes up the batch that the trainer was given by a controller before this one."""
+        if message.step == self._orders.trainer_version.step:
+            await self._former.take_up(message)
+
     def _suspect(self) -> None:
         """Notes the batch of a failing trainer as suspect, if no version was made from it yet."""
         batch = self._former.untried
@@ -269,6 +276,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """
         await self.place.check(context)
         self.goodbye = request
+        if self._progress.all_steps_done and request.export_path and not self._progress.is_over:
+            # A controller before this one had told it to stop.
+            self._progress.complete()
         if not self._progress.is_over:
             self._progress.fail(
                 f"the trainer left at version {self._progress.version.step}, told to by SIGTERM; "

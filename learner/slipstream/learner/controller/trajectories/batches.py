@@ -151,6 +151,17 @@ class BatchFormer:
             self.training, self._message = from_record(message), message
         return self.training
 
+    async def take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
+        """Takes the batch of `message` from the journal if no trainer was given any batch yet.
+
+        An earlier controller gave it to the trainer, which has registered again since.
+        """
+        if self.training is not None or self._reported is not None:
+            return
+        step = message.step
+        if step in self._crc32 and message.batch_id == batch_name(step, self._attempts[step]):
+            await self.recorded(step)
+
     async def form(self) -> FormedBatch | None:
         """Gives the trainer the next batch, durable and acknowledged; None while rules allow none.
 

@@ -129,22 +129,32 @@ def test_a_group_needs_a_share_of_its_members_and_two(size, share, fewest):
 def test_a_group_goes_on_with_those_that_finish_down_to_its_share():
     book = make_book(group_size=4, groups_per_step=1, min_group_share=0.5)
     group, failure = lease(book), Failure(FailureKind.ENVIRONMENT, "x")
+    assert book.add(reply(group, 0)) is Fate.HELD
     for member in (3, 1):
         lost = reply(group, member, status=Status.FAILED, failure=failure)
         assert book.add(lost) is Fate.FAILED
         assert book.give_up(group, [member])
-    assert group.missing == [0, 2]
-    assert book.episodes_by_holder()[A] == 2
+    assert group.missing == [2]
+    assert book.episodes_by_holder()[A] == 1
     # A third one would leave a group of one.
-    assert not book.give_up(group, [0])
-    assert group.missing == [0, 2]
-    assert book.add(reply(group, 0)) is Fate.HELD
+    assert not book.give_up(group, [2])
+    assert group.missing == [2]
     # A late reply of a member that was given up fills no place.
     assert book.add(reply(group, 1)) is Fate.SUPERSEDED
     assert book.take_batch() is None
     assert book.add(reply(group, 2)) is Fate.COMPLETED_GROUP
     assert book.take_batch() == [group]
     assert [t.member for t in group.in_order()] == [0, 2]
+
+
+@pytest.mark.parametrize(("size", "most"), [(16, 3), (8, 1), (4, 1), (40, 9)])
+def test_a_task_of_which_no_member_finishes_is_over_after_a_quarter_of_them(size, most):
+    book = make_book(group_size=size, min_group_share=0.5)
+    group = lease(book)
+    given_up = [book.give_up(group, [member]) for member in range(most + 1)]
+    assert given_up == [True] * most + [False]
+    book.add(reply(group, size - 1))
+    assert book.give_up(group, [most])
 
 
 def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it():

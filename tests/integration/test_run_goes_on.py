@@ -1,0 +1,129 @@
+"""Small runs that go on: without a controller for a while, and with episodes that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    CONTROLLER,
+    ROLLOUT_SERVER,
+    TRAINER,
+    Command,
+    check_ledger,
+    command,
+    copy_environments,
+    is_alive,
+    kill,
+    rows_of,
+    run_command,
+    summary_of,
+    write_config,
+)
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nothing_survives")]
+
+LIMIT_S = 600.0
+STEPS, MEMBERS, GROUPS = 6, 4, 4
+SIZES = {
+    "evaluations": [],
+    "algorithm__group_size": MEMBERS,
+    "algorithm__groups_per_step": GROUPS,
+    "rollout_server__max_episodes": 64,
+}
+
+
+def newest_step(folder: Path) -> int:
+    try:
+        return max((row.get("step", 0) for row in rows_of(folder / "run")), default=0)
+    except (OSError, ValueError):
+        # Not written yet, or not to the end of a line.
+        return 0
+
+
+async def until_row(folder: Path, run: Command, step: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while newest_step(folder) < step:
+            assert run.process.returncode is None, run.out + run.err
+            await asyncio.sleep(0.05)
+
+
+async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 0.3}}
+    write_config(
+        copy_environments(tmp_path), tiny_model, run__steps=STEPS, environments=[slow], **SIZES
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        for step in (1, 3):
+            await until_row(tmp_path, run, step)
+            (controller,) = run.find(CONTROLLER)
+            others = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
+            kill(controller)
+            await until_row(tmp_path, run, step + 2)
+            assert [is_alive(process) for process in others] == [True] * len(others)
+        assert await run.wait(LIMIT_S) == 0, run.out + run.err
+    assert run.err == ""
+    starts = [f"start {n}" for n in (2, 3)]
+    told = [line for line in run.out.splitlines() if "! " in line]
+    assert [line.partition("; ")[2] for line in told] == starts, run.out
+    assert all("! controller was killed by SIGKILL" in line for line in told)
+    summary = summary_of(tmp_path / "run")
+    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
+    check_ledger(summary)
+    replay = run_command("replay", tmp_path / "run")
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+
+
+async def test_a_fifth_of_the_episodes_fails_in_every_way_and_the_run_reaches_its_last_step(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    names = {"unlucky": 1.0, "repeat": 30.0}
+    entries = [
+        {
+            "name": name,
+            "reference": f"user_environments:{name.title()}",
+            "timeout_s": limit_s,
+            "num_workers": 2,
+        }
+        for name, limit_s in names.items()
+    ]
+    write_config(
+        copy_environments(tmp_path),
+        tiny_model,
+        run__steps=STEPS,
+        environments=entries,
+        controller__max_attempts=1,
+        **SIZES,
+    )
+    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        assert await run.wait(LIMIT_S) == 0, run.out + run.err
+    summary, journal = summary_of(tmp_path / "run"), tmp_path / "run" / "journal"
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
+    assert summary["suspended_environments"] == {}
+    check_ledger(summary)
+    records, sizes = list(read_records(journal)), Counter()
+    for record in records:
+        if record["kind"] == "batch":
+            batch = read_batch(journal, record["step"], record["crc32"])
+            sizes.update((t.environment, t.group_id) for t in batch.trajectories)
+    groups = Counter(name for name, _ in sizes)
+    assert groups["unlucky"] + groups["repeat"] == STEPS * GROUPS
+    assert min(groups.values()) >= STEPS
+    assert set(sizes.values()) <= {2, 3, 4}
+    partial = sum(size < MEMBERS for size in sizes.values())
+    assert partial >= 2
+    assert sum(row["missing_members"] for row in rows_of(journal.parent)) >= partial
+    causes = [r["cause"] for r in records if r["kind"] in ("gave_up", "set_aside")]
+    for said in ("KeyError", "got nan", "got inf", "exited with code 3", "within 1 s"):
+        assert any(said in cause for cause in causes), causes
+    replay = run_command("replay", tmp_path / "run")
+    assert replay.returncode == 0, replay.stdout + replay.stderr
