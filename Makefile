@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-fast test-slow compose-test mutants fuzz lint type protos protos-check docs plots clean
+.PHONY: install quickstart smollm2 test test-fast test-slow compose-test mutants fuzz lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -137,6 +137,10 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 # The documentation site, in site/; a warning, such as a broken link, fails it.
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build -q -W --keep-going -j auto -c docs/site -d build/doctrees . site
+
+# A wheel and a source archive, in dist/; a tag such as v0.1.0 releases them.
+packages: $(STAMP)
+	$(BIN)/python -m hatchling build
 
 # The plots of docs/performance.md, from the results in benchmarks/results.
 plots: $(STAMP)

@@ -51,12 +51,25 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="2/5: every fifth file, from the second on")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """Only tests outside tests/integration and tests/gpu have to be marked one by one."""
     here = Path(__file__).parent
     for item in items:
         if item.path.relative_to(here).parts[0] in ("integration", "gpu"):
             item.add_marker("process")
+    yield
+    part, _, parts = config.getoption("--part").partition("/")
+    files = list(dict.fromkeys(item.path for item in items))
+    chosen = set(files[int(part) - 1 :: int(parts)])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+    items[:] = [item for item in items if item.path in chosen]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,12 @@ from sequence import sequence_svg
 
 project = "Slipstream"
 html_title = "Slipstream"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+# Docstrings mark code as Markdown does.
+default_role = "code"
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md", "tests/parity/*.md"]
 exclude_patterns = [".*", "build", "dist", "site", "runs", "models"]
@@ -55,6 +60,7 @@ CONTENTS = {
     "Reference": [
         "docs/configuration",
         "docs/cli",
+        "docs/api",
         "docs/algorithms",
         "docs/metrics",
         "docs/events",
@@ -72,10 +78,18 @@ CONTENTS = {
         "docs/internals/rollout_server",
         "docs/adr/README",
     ],
-    "Project": ["CHANGELOG", "CONTRIBUTING", "tests/parity/feature-parity"],
+    "Project": [
+        "CHANGELOG",
+        "CONTRIBUTING",
+        "CODE_OF_CONDUCT",
+        "SECURITY",
+        "tests/parity/feature-parity",
+    ],
 }
 # Pages below a page of the list.
 BELOW = {"docs/adr/README": "0*", "docs/performance": "/benchmarks/results/*"}
+# Badges lie beside the files of the repository on GitHub, whatever its address.
+BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -90,7 +104,7 @@ def drawn(match: re.Match[str]) -> str:
 
 
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
-    source[0] = MERMAID.sub(drawn, source[0])
+    source[0] = MERMAID.sub(drawn, BADGE.sub("", source[0]))
     if docname == root_doc:
         trees = (tree(f":caption: {name}", "", *pages) for name, pages in CONTENTS.items())
         source[0] += "".join(trees)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import generate_models
 import pytest
+import slipstream.environments.sandbox
 from pydantic import BaseModel
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser
@@ -35,7 +36,7 @@ PAGES = sorted(
     page for place in ("*.md", "docs/**/*.md", "benchmarks/**/*.md") for page in ROOT.glob(place)
 )
 
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *```([\w{}-]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE_COMMAND = re.compile(r"`slipstream ([a-z][\w-]*)")
 # A synopsis has parts that may be left out, and describes the command to its right.
@@ -136,6 +137,12 @@ def test_the_page_of_models_is_what_their_records_say():
     assert generate_models.page(text) == text
 
 
+def test_the_api_page_has_all_that_users_import():
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^\.\. auto\w+:: (?:[\w.]*\.)?(\w+)$", page, re.MULTILINE))
+    assert {*slipstream.client.__all__, *slipstream.environments.sandbox.__all__, "Judge"} <= shown
+
+
 def test_no_setting_is_without_a_meaning():
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert [line for line in page.splitlines() if line.endswith("|  |")] == []
@@ -145,7 +152,8 @@ def test_no_setting_is_without_a_meaning():
 def test_every_link_leads_somewhere(page: Path):
     text = FENCE.sub("", page.read_text())
     for target in LINK.findall(text):
-        if "://" in target:
+        # The latter are GitHub's own, below the address of the repository.
+        if "://" in target or target.startswith(("../../actions/", "../../raw/badges/")):
             continue
         path, _, anchor = target.partition("#")
         found = (page.parent / path) if path else page
