@@ -1,0 +1,53 @@
+"""A step does what docs/algorithms.md says, whatever is combined with what, in every layout.
+
+FUZZ=100 python -m pytest tests/integration/test_fuzzed_steps.py     # another thousand steps
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.fakes.parity_models import make_models
+from support.ranks import random_steps
+from support.ranks.random_steps import RandomStep
+from support.ranks.rank_pool import RankPool
+from support.references.plain_step import PlainStep
+from support.rigs.fuzz_budget import times
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Together they have every loss, advantage, aggregation and layout of `RandomStep`.
+ORDINARY = (1, 3, 7, 18, 21, 22, 32, 45, 63, 68)
+SEEDS = ORDINARY if times(1) == 1 else random.sample(range(10**6), times(len(ORDINARY)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    make_models(folder, num_layers=2)
+    return folder
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fuzzed_step_moves_the_weights_as_documented(
+    seed: int, folder: Path, rank_pool: RankPool
+) -> None:
+    step = RandomStep(seed, folder)
+    config = step.config
+    ranks = config.learner.world_size
+    rank_pool.run(Path(random_steps.__file__), [str(seed)], world_size=ranks, folder=folder)
+    found = torch.load(folder / f"step-{seed}.pt", weights_only=True)
+    plain = PlainStep(config.model.path, config)
+    if config.reference is not None and config.reference.server is None:
+        plain.reference = PlainStep(config.reference.path, config)
+    before = plain.weights()
+    expected = plain.step(step.batch)
+    for name in ("loss", "grad_norm"):
+        assert found["metrics"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    moves = {name: tensor - before[name] for name, tensor in plain.weights().items()}
+    largest = max(float(move.abs().max()) for move in moves.values())
+    worst = max(float((found["moves"][n] - moves[n]).abs().max()) for n in found["moves"])
+    assert worst <= 1e-3 * largest
