@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TypeAlias, cast
 
 from redis.exceptions import RedisError, ResponseError
-from slipstream.core.errors import QueueError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Delivery
 from slipstream.protocol.queue.redis_connection import (
@@ -227,7 +227,7 @@ class RedisReceiver:
                 raise connection.lost(loss)
         return entries
 
-    def _group_lost(self, error: ResponseError) -> QueueError:
+    def _group_lost(self, error: ResponseError) -> QueueError | ConfigError:
         if str(error).startswith(STREAM_IS_GONE):
             return self._connection.lost("the stream or its group is gone")
         return self._connection.failure(error)
