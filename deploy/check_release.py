@@ -33,6 +33,7 @@ def notes_of(tag: str, address: str, root: Path = ROOT) -> str:
 
 if __name__ == "__main__":
     try:
-        print(notes_of(*sys.argv[1:]))
+        tag, address = sys.argv[1:]
+        print(notes_of(tag, address))
     except ValueError as error:
         sys.exit(f"slipstream: {error}")

@@ -51,12 +51,16 @@ def _marked(part: object, images: list[bytes], *, sees_images: bool) -> object:
     return {"type": "text", "text": MARK}
 
 
-def text_of_an_image(tokenizer: Any) -> str:  # noqa: ANN401 - transformers' own
-    """Returns what the chat template writes for an image."""
+def text_of_an_image(
+    tokenizer: Any,  # noqa: ANN401 - transformers' own
+    template: str | None,
+) -> str:
+    """Returns what the chat template writes for an image; None stands for the tokenizer's own."""
     parts = [
         {"type": "text", "text": _BEFORE},
         {"type": "image"},
         {"type": "text", "text": _AFTER},
     ]
-    text = str(tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
+    message = {"role": "user", "content": parts}
+    text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
     return text.partition(_BEFORE)[2].partition(_AFTER)[0]

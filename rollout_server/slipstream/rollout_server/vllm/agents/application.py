@@ -138,7 +138,9 @@ def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple
     shown = model.multimodal_config
     max_images = 0 if shown is None else shown.get_limit_per_prompt("image")
     images = image_tokens(Path(model.model), max_images=max_images)
-    renderer = PromptRenderer(parts.renderer, images)
+    file = settings.chat_template
+    template = None if file is None else file.read_text(encoding="utf-8")
+    renderer = PromptRenderer(parts.renderer, images, template=template)
     plain = _open_application(parts, settings.model_copy(update={"tool_parser": None}), renderer)
     if settings.tool_parser is None:
         return plain, plain

@@ -42,8 +42,14 @@ class PromptRenderer:
     The messages behind a known conversation are tokenized, the conversation itself is not.
     """
 
-    def __init__(self, renderer: BaseRenderer, images: ImageTokens | None = None) -> None:
-        """`images` None: the model sees none."""
+    def __init__(
+        self,
+        renderer: BaseRenderer,
+        images: ImageTokens | None = None,
+        *,
+        template: str | None = None,
+    ) -> None:
+        """`images` None: the model sees none. `template` None: it is the tokenizer's own."""
         self._inner = renderer
         self._images = images
         # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
@@ -53,7 +59,7 @@ class PromptRenderer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._tokenizer = tokenizer
-        self._image_text = "" if images is None else text_of_an_image(tokenizer)
+        self._image_text = "" if images is None else text_of_an_image(tokenizer, template)
         self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
         # Whether results of tools can follow a reply; None: no result has come yet.
         self._has_place: bool | None = None
