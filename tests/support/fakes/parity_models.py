@@ -303,12 +303,14 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             )
         ),
         "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
-        "ernie": Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, **rope)),
         "olmoe": OlmoeForCausalLM(
             OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
         ),
         "nemotron-h": NemotronHForCausalLM(NemotronHConfig(**hybrid)),
     }
+    # The weights of the others stay as they were.
+    with torch.random.fork_rng():
+        models["ernie"] = Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, **rope))
     for name, model in models.items():
         # Larger weights than a fresh model's, so that attention and norms matter.
         with torch.no_grad():

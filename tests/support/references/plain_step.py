@@ -83,8 +83,9 @@ class PlainStep:
         found = self.model(ids, **({"output_router_logits": True} if self._balance else {}))
         if self._balance:
             self._router_logits.append(found.router_logits)
-        logits = found.logits[0, one.places - 1] / self.config.sampling.temperature
-        return logits.log_softmax(-1)
+        # No policy sampled a given reply.
+        temperature = 1.0 if one.episode.is_given else self.config.sampling.temperature
+        return (found.logits[0, one.places - 1] / temperature).log_softmax(-1)
 
     def _estimate(self, one: Conversation) -> None:
         """Notes what the policy before the step and the reference say."""
