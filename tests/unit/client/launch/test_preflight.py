@@ -588,8 +588,8 @@ async def test_an_agent_that_may_call_the_model_once_is_told_before_anything_sta
     config = config_of(tmp_path).model_copy(update={"environments": (section,)})
     sampling = config.sampling.model_copy(update={"max_turns": max_turns})
     await check_environments(config.model_copy(update={"sampling": sampling}))
-    told = "environment e: it is an agent, and with sampling.max_turns = 1 its second call"
-    assert (told in capsys.readouterr().out) == (max_turns == 1)
+    told = "environment e: with sampling.max_turns = 1 an agent's second call is refused (400)"
+    assert (told in capsys.readouterr().err) == (max_turns == 1)
 
 
 PRINTING = """

@@ -21,6 +21,9 @@ class OneBatch:
     def answered(self, report: trainer_pb2.StepReport) -> None:
         return None
 
+    async def take_up(self, message: object) -> None:
+        pass
+
     async def durable(self) -> None:
         pass
 
