@@ -45,7 +45,6 @@ from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.tasks.environment_specs import environment_specs
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.learner.controller.tasks.own_choice import own_choices
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -151,12 +150,17 @@ class Controller:
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
             min_group_share=config.controller.min_group_share,
         )
-        curricula = {e.name: e.curriculum for e in config.environments if e.curriculum}
         self._environments = EnvironmentBook(
             seed=config.run.seed,
             max_failed_groups=config.controller.max_failed_groups,
-            curricula=curricula,
-            choosers=own_choices(curricula, search_path=os.getcwd()),
+            curricula={
+                each.name: (
+                    each.curriculum,
+                    config.algorithm_of(each.name).dynamic_sampling.solved_reward,
+                )
+                for each in config.environments
+                if each.curriculum is not None
+            },
         )
         self._fleet = Fleet(self._run)
         self._ledger = TokenLedger(self._fleet.epochs)

@@ -44,8 +44,6 @@ class Group:
     closed: bool = False
     # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
-    # Time of its first lease by this controller, by `time.monotonic`; None: none was sent yet.
-    leased_s: float | None = None
 
     @property
     def is_complete(self) -> bool:

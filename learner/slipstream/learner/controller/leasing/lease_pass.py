@@ -17,7 +17,6 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.learner.controller.tasks.own_choice import ChoiceFailed
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,9 @@ class NewLeases:
         by_room: Sequence[Room],
         again: list[Group],
         *,
-        num_groups: float,
         num_episodes: int,
     ) -> None:
-        """Grants at most `num_groups` groups and the `num_episodes` that fit into the queue.
+        """Grants the `num_episodes` that fit into the queue.
 
         `again` holds abandoned groups: their tasks are leased before any new task, and then leave
         the list.
@@ -149,15 +147,13 @@ class NewLeases:
         self._book = book
         self._environments = environments
         self._again = again
-        self._num_groups, self._num_episodes = num_groups, num_episodes
+        self._num_episodes = num_episodes
         self._num_servers = len(by_room)
         # Heap with the largest room first; among equal rooms the first in `by_room`.
         self._heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]
         self._episodes = book.episodes_by_environment()
         # Versions of servers that have room and were refused; a refusal holds for the whole pass.
         self._refused: set[int] = set()
-        # The cause of each environment that was suspended because its tasks cannot be chosen.
-        self.suspended: dict[str, str] = {}
         # Versions for which the staleness rule allows no more groups.
         self._full: set[int] = set()
 
@@ -165,8 +161,6 @@ class NewLeases:
         """Returns the next grant, or the reason why there is none."""
         if not self._num_servers:
             return LeaseWait.SERVER
-        if self._num_groups < 1:
-            return LeaseWait.PACE
         size = self._book.group_size
         while self._heap and -self._heap[0][0] >= size:
             free, place, room = self._heap[0]
@@ -184,15 +178,8 @@ class NewLeases:
                 grant = self._lease_again(room, old)
             else:
                 assert entry is not None
-                try:
-                    grant = self._lease_new(room, entry)
-                except ChoiceFailed as error:
-                    # The other environments go on.
-                    self._environments.suspend(entry, str(error))
-                    self.suspended[entry.spec.name] = str(error)
-                    continue
+                grant = self._lease_new(room, entry)
             heapq.heapreplace(self._heap, (free + size, place, room))
-            self._num_groups -= 1
             self._num_episodes -= size
             self._episodes[grant.group.environment] += size
             return grant

@@ -16,8 +16,6 @@ class LeaseWait(IntEnum):
     STALENESS = 3
     ENVIRONMENT = 4
     QUEUE = 5
-    PACE = 6
-    VERSION = 7
 
 
 WORDS = {
@@ -27,8 +25,6 @@ WORDS = {
     LeaseWait.STALENESS: "a step: more groups could not all be trained within max_staleness",
     LeaseWait.ENVIRONMENT: "an environment that is ready and has room for a group",
     LeaseWait.QUEUE: "room in the queue (queue.max_bytes)",
-    LeaseWait.PACE: "the trainer: enough groups are leased to keep it busy (lease_policy)",
-    LeaseWait.VERSION: "the version that the trainer makes: groups of it may wait a step longer",
 }
 
 

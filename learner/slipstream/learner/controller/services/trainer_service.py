@@ -87,8 +87,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
-        for rule in self._run.lease_rules:
-            rule.trainer_lost()
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
         self._orders.trainer_version = self._former.identify(version, request.weight_digest.hex())

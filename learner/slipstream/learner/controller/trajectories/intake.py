@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-import time
 from collections.abc import Sequence
 
 from slipstream.core.errors import ProtocolError
@@ -234,9 +233,6 @@ class Intake:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
         self._note_result(group, statistics.fmean(rewards))
-        pace = self._run.pace
-        if pace is not None and group.leased_s is not None:
-            pace.group_done(time.monotonic() - group.leased_s)
         self.group_filter.filter(group)
 
     def _note_result(self, group: Group, reward: float) -> None:
