@@ -15,14 +15,14 @@ from slipstream.core.run_folder import rename_aside
 from slipstream.learner.controller.records.journal import whole_bytes
 from slipstream.learner.controller.reporting.result_files import Tell, set_aside
 
-# Columns that the row of every step has; the curves show them.
+# Columns that the row of every step has.
 COLUMNS = (
     *("step", "reward_mean", "lag_mean", "lag_max"),
     *("generated_tokens_per_s", "trained_tokens_per_s"),
 )
 # Largest step; the recorder needs a byte of memory for each.
 MAX_STEP = 10**8
-# Larger numbers no run writes; sums and curves of them would overflow.
+# Larger numbers no run writes; sums of them would overflow.
 MAX_NUMBER = 1e30
 
 # Parses a line; returns None when it is damaged.
