@@ -29,8 +29,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.learner.controller.leasing.groups import Fate
-from slipstream.learner.controller.leasing.lease_pass import Grant, NewLeases, rooms
-from slipstream.learner.controller.leasing.lease_waits import LeaseWait
+from slipstream.learner.controller.leasing.lease_pass import Grant, LeaseWait, NewLeases, rooms
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession

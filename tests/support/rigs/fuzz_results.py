@@ -10,10 +10,10 @@ from pathlib import Path
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.rows import COLUMNS
+from slipstream.learner.controller.reporting.result_files import COLUMNS
 from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.reporting.trackers.opening import RunIds
-from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.reporting.trackers.tracker import Trackers
 from slipstream.v1 import status_pb2
 
 from support.rigs.fuzz_files import changed_table, config_of, dashboard, file_reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
+from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher

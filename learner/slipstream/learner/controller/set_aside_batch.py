@@ -16,8 +16,7 @@ from slipstream.core.exit_codes import USAGE_ERROR
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.trajectories.batch import from_record
-from slipstream.learner.controller.trajectories.set_aside import SetAside
+from slipstream.learner.controller.trajectories.batch import SetAside, from_record
 
 CAUSE = "the user asked for it"
 

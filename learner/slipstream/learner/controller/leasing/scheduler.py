@@ -17,17 +17,18 @@ from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
+    WORDS,
     Grant,
+    LeaseWait,
     NewLeases,
     abandon_stranded,
     place_orphans,
     rooms,
 )
-from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
+from slipstream.learner.controller.loop_clock import Stopwatch
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0

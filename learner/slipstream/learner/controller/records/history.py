@@ -9,20 +9,146 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
+from slipstream.core.settings.curriculum_section import MAX_WINDOW
 from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
-from slipstream.learner.controller.records.busy_seconds import BusySeconds
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.filtering import FilteredGroups
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
-from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
+
+
+class Verdict(Enum):
+    """The consequence, for the run, of the groups left out while one batch was formed."""
+
+    # Too few groups were left out to judge.
+    GO_ON = "go on"
+    # Every group that was left out had full rewards: nothing is left to learn.
+    SOLVED = "solved"
+    # Too many groups had equal rewards that were not full: no batch comes together.
+    STUCK = "stuck"
+
+
+@dataclass
+class Tally:
+    """Counts of the groups of one environment that were left out."""
+
+    groups: int = 0
+    # Number of groups in which every episode has the full reward.
+    solved: int = 0
+    # Sum over the groups of the mean reward of their episodes.
+    reward_sum: float = 0.0
+
+
+@dataclass
+class FilteredGroups:
+    """The groups that were left out since the last batch, counted by environment."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
+        """Counts one more group."""
+        tally = self.tallies.setdefault(environment, Tally())
+        tally.groups += 1
+        tally.solved += solved
+        tally.reward_sum += reward_mean
+
+    def clear(self) -> None:
+        """Starts the counts again once a batch is formed."""
+        self.tallies.clear()
+
+    @property
+    def total(self) -> int:
+        """Number of groups."""
+        return sum(tally.groups for tally in self.tallies.values())
+
+    def verdict(self, limit: int) -> Verdict:
+        """Decides when `limit` groups were left out while one batch was formed.
+
+        One group that is not solved is enough for STUCK: the run has not learnt that task.
+        """
+        if self.total < limit:
+            return Verdict.GO_ON
+        solved = all(tally.solved == tally.groups for tally in self.tallies.values())
+        return Verdict.SOLVED if solved else Verdict.STUCK
+
+    def describe(self) -> str:
+        """The numbers of each environment, as text."""
+        return "; ".join(
+            f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
+            f"{tally.reward_sum / tally.groups:.3g}"
+            for name, tally in sorted(self.tallies.items())
+        )
+
+
+def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
+    """Whether each episode of a group has the full reward or more."""
+    return all(reward >= solved_reward for reward in rewards)
+
+
+class TaskResults:
+    """The mean rewards of at most `MAX_WINDOW` newest groups of each task; pure state."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, dict[GroupId, float]] = {}
+
+    def note(self, group_id: GroupId, task_index: int, reward: float) -> None:
+        """Takes one result; a group that is played again replaces its result."""
+        newest = self._newest.setdefault(task_index, {})
+        newest[group_id] = reward
+        if len(newest) > MAX_WINDOW:
+            del newest[next(iter(newest))]
+
+    def newest(self, task_index: int, number: int) -> list[float]:
+        """The rewards of at most `number` newest groups of a task, oldest first."""
+        return list(self._newest.get(task_index, {}).values())[-number:]
+
+    def tasks(self) -> list[int]:
+        """The tasks with a result."""
+        return list(self._newest)
+
+
+@dataclass(frozen=True)
+class BusySeconds:
+    """Seconds of a watched window, and the parts of it in which work was done."""
+
+    window: float = 0.0
+    generation: float = 0.0
+    training: float = 0.0
+    both: float = 0.0
+
+    def __add__(self, other: BusySeconds) -> BusySeconds:
+        """Adds the seconds of two windows that do not overlap."""
+        return BusySeconds(
+            self.window + other.window,
+            self.generation + other.generation,
+            self.training + other.training,
+            self.both + other.both,
+        )
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the window, between 0 and 1; 0 when the window is empty."""
+        times = {"generation": self.generation, "training": self.training, "both": self.both}
+        return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
+
+
+class End(Enum):
+    """The last thing that happens to a trajectory."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    QUARANTINED = "quarantined"
+    EVALUATED = "evaluated"
+    # The trajectory was in a batch that the trainer could not train.
+    SET_ASIDE = "set_aside"
+
 
 FORMAT = 1
 # The way out when a journal or a batch is not as it was written.

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import End, RunHistory
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey

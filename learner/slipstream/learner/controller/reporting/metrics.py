@@ -14,27 +14,28 @@ from pathlib import Path
 from pydantic import JsonValue
 from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
+from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.reporting.busy import Interval
 from slipstream.learner.controller.reporting.readable import TokenTexts, open_token_texts, readable
 from slipstream.learner.controller.reporting.result_files import (
     ResultFile,
-    remove_old,
-    write_result,
-)
-from slipstream.learner.controller.reporting.rows import (
     keep_whole_lines,
     parse_object,
     parse_row,
     read_rows,
+    remove_old,
+    write_result,
 )
-from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
+from slipstream.learner.controller.reporting.run_facts import (
+    Ending,
+    GenerationRate,
+    Interval,
+    RunFacts,
+)
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
-from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.reporting.trackers.tracker import Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,

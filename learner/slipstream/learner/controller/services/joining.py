@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -22,11 +23,12 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.tasks.relay import raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.seal import server_key
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import fleet_pb2
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 # Largest number of engine workers of one server; no machine has as many GPUs.
 MAX_ENGINE_WORKERS = 1024
@@ -236,3 +238,31 @@ def _impossible(hello: fleet_pb2.ServerHello) -> str:
     if not 1 <= hello.engine_workers <= MAX_ENGINE_WORKERS:
         return f"an engine has 1 to {MAX_ENGINE_WORKERS} workers, got {hello.engine_workers}"
     return ""
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """Hands the calls of rollout servers to the parts that answer them."""
+
+    def __init__(self, fleet: FleetServicer, environments: EnvironmentServicer) -> None:
+        self._fleet = fleet
+        self._relay = environments.relay
+
+    async def Join(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
+        """Serves one server until its stream ends."""
+        async with aclosing(self._fleet.join(request_iterator, context)) as messages:
+            async for message in messages:
+                yield message
+
+    async def CallEnvironments(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+        """Relays a server's calls to environments that clients serve."""
+        async with aclosing(self._relay.call_environments(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.lease_waits import batch_wait
+from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher

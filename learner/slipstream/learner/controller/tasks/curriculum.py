@@ -11,7 +11,7 @@ from enum import Enum
 
 from slipstream.core.settings.curriculum_section import CurriculumSection
 from slipstream.core.types import GroupId
-from slipstream.learner.controller.records.task_results import TaskResults
+from slipstream.learner.controller.records.history import TaskResults
 
 
 class Standing(Enum):

@@ -15,8 +15,8 @@ from slipstream.learner.controller.records.history import (
     EnvironmentHistory,
     OpenGroup,
     RunHistory,
+    TaskResults,
 )
-from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.v1 import environment_pb2 as pb

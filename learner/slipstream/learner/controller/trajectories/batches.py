@@ -15,18 +15,32 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
-from slipstream.learner.controller.records.timeline import version_of
+from slipstream.learner.controller.records.history import End, RecordedStep, RunHistory, batch_name
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
+    SetAside,
     from_record,
     tokens_by_server,
 )
-from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2
+
+
+def version_of(
+    step: int, digest: str, recorded: RecordedStep | None, *, trainer: int, newest: int
+) -> PolicyVersion:
+    """The version of weights with `digest` that `step` steps made.
+
+    `recorded`: the journal's record of that step. `trainer`: the timeline of the weights before the
+    step; `newest`: the newest timeline of the run. The same digest gives the recorded version.
+    Another digest begins a new timeline, unless the trainer's timeline is newer than the record's.
+    """
+    if recorded is None or recorded.version.incarnation < trainer:
+        return PolicyVersion(trainer, step)
+    if recorded.digest == digest:
+        return recorded.version
+    return PolicyVersion(newest + 1, step)
 
 
 @dataclass(frozen=True)

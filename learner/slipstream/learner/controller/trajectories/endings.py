@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from slipstream.core.types import Trajectory, TrajectoryId
-from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import End
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.protocol.queue.base import TrajectoryReceiver

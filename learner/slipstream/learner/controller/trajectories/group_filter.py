@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from slipstream.core.rewards import has_variance
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import (
+    End,
+    FilteredGroups,
+    RunHistory,
+    Verdict,
+    is_solved,
+)
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
 

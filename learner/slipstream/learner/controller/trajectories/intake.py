@@ -27,8 +27,7 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import End, RunHistory
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
+from slipstream.learner.controller.records.history import FilteredGroups, Verdict, is_solved
 
 
 def filtered(**environments: list[float]) -> FilteredGroups:

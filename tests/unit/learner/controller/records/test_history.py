@@ -10,9 +10,9 @@ from slipstream.core.staleness import deadline, holds
 from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.records.busy_seconds import BusySeconds
-from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import (
+    BusySeconds,
+    End,
     RecordedStep,
     RunHistory,
     batch_name,
@@ -20,10 +20,10 @@ from slipstream.learner.controller.records.history import (
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.trajectories.batches import version_of
 from slipstream.v1 import environment_pb2, trainer_pb2
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2

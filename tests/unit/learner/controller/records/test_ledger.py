@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import End
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey

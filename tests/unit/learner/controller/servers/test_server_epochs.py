@@ -4,8 +4,7 @@ import random
 
 import pytest
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.history import End, read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs

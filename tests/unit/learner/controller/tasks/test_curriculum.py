@@ -8,8 +8,7 @@ import pytest
 from pydantic import JsonValue
 from slipstream.core.settings.curriculum_section import MAX_WINDOW, CurriculumSection
 from slipstream.core.types import GroupId, ServerId
-from slipstream.learner.controller.records.history import RunHistory, read_history
-from slipstream.learner.controller.records.task_results import TaskResults
+from slipstream.learner.controller.records.history import RunHistory, TaskResults, read_history
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from slipstream.core.types import TrajectoryId
-from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import End
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs

@@ -9,16 +9,15 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import (
+    End,
     RunHistory,
     attempt_of,
     batch_name,
     read_history,
 )
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch
-from slipstream.learner.controller.trajectories.set_aside import SetAside
+from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
 from support.fakes.fake_controller import make_batch
 
 SERVER = ServerKey(ServerId("s"), 7)
