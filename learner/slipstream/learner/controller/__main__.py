@@ -1,4 +1,4 @@
-"""`python -m slipstream.learner.controller --config FILE`, with a log for disks that may be full."""
+"""Runs the controller: `python -m slipstream.learner.controller --config FILE`."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Room:
+class ServerRoom:
     """Number of episodes that a serving server may be given."""
 
     session: ServerSession
@@ -87,17 +87,18 @@ class Room:
 
 def rooms(
     sessions: Sequence[ServerSession], book: LeaseBook, reserved: Mapping[ServerKey, int]
-) -> list[Room]:
+) -> list[ServerRoom]:
     """The rooms of serving servers, largest first, without the slots of `reserved` episodes."""
     taken = book.episodes_by_holder()
     found = [
-        Room(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0)) for s in sessions
+        ServerRoom(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0))
+        for s in sessions
     ]
     return sorted(found, key=lambda room: room.episodes, reverse=True)
 
 
 def place_orphans(
-    book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[Room], limit: int
+    book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[ServerRoom], limit: int
 ) -> list[Grant]:
     """Gives at most `limit` interrupted groups to servers that may finish them."""
     # Orphans of one kind suit the same servers; each keeps its place in the order of the leases.
@@ -131,7 +132,7 @@ def place_orphans(
 def abandon_stranded(
     book: LeaseBook,
     environments: EnvironmentBook,
-    by_room: Sequence[Room],
+    by_room: Sequence[ServerRoom],
     limit: int,
     abandon: Callable[[Group], None],
 ) -> int:
@@ -174,7 +175,7 @@ class NewLeases:
         self,
         book: LeaseBook,
         environments: EnvironmentBook,
-        by_room: Sequence[Room],
+        by_room: Sequence[ServerRoom],
         again: list[Group],
         *,
         num_episodes: int,
@@ -244,14 +245,14 @@ class NewLeases:
                 return group
         return None
 
-    def _lease_again(self, room: Room, old: Group) -> Grant:
+    def _lease_again(self, room: ServerRoom, old: Group) -> Grant:
         self._again.remove(old)
         group = self._book.lease(
             old.environment, old.task_index, old.seed, room.session.key, room.served_step
         )
         return Grant(room.session, group, replaces=old.group_id)
 
-    def _lease_new(self, room: Room, turn: EnvironmentEntry) -> Grant:
+    def _lease_new(self, room: ServerRoom, turn: EnvironmentEntry) -> Grant:
         task_index, seed = self._environments.next_task(turn)
         number = turn.next_number - 1
         turn.groups_leased += 1

@@ -23,7 +23,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 
 
-class Verdict(Enum):
+class FilterVerdict(Enum):
     """The consequence, for the run, of the groups left out while one batch was formed."""
 
     # Too few groups were left out to judge.
@@ -67,15 +67,15 @@ class FilteredGroups:
         """Number of groups."""
         return sum(tally.groups for tally in self.tallies.values())
 
-    def verdict(self, limit: int) -> Verdict:
+    def verdict(self, limit: int) -> FilterVerdict:
         """Decides when `limit` groups were left out while one batch was formed.
 
         One group that is not solved is enough for STUCK: the run has not learnt that task.
         """
         if self.total < limit:
-            return Verdict.GO_ON
+            return FilterVerdict.GO_ON
         solved = all(tally.solved == tally.groups for tally in self.tallies.values())
-        return Verdict.SOLVED if solved else Verdict.STUCK
+        return FilterVerdict.SOLVED if solved else FilterVerdict.STUCK
 
     def describe(self) -> str:
         """The numbers of each environment, as text."""
@@ -137,7 +137,7 @@ class BusySeconds:
         return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
 
 
-class End(Enum):
+class TrajectoryEnd(Enum):
     """The last thing that happens to a trajectory."""
 
     TRAINED = "trained"
@@ -189,7 +189,7 @@ class RecordedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
+class JournaledStep:
     """The version that the trainer made from a batch."""
 
     version: PolicyVersion
@@ -223,13 +223,13 @@ class RunHistory:
     ended: SeenIds = field(default_factory=SeenIds)
     batches: dict[int, RecordedBatch] = field(default_factory=dict)
     # The newest record of each step.
-    steps: dict[int, RecordedStep] = field(default_factory=dict)
+    steps: dict[int, JournaledStep] = field(default_factory=dict)
     environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
     # Specification of each submitted environment, as JSON.
     submitted: dict[str, str] = field(default_factory=dict)
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
-    ends: Counter[End] = field(default_factory=Counter)
+    ends: Counter[TrajectoryEnd] = field(default_factory=Counter)
     # Number of trained tokens of each lag.
     lags: Counter[int] = field(default_factory=Counter)
     # Number of trained trajectories that more than one version sampled.
@@ -354,12 +354,16 @@ class RunHistory:
         self.ended.add(trajectory_id)
         if "tokens" not in record:
             return
-        self.ends[End(record["end"])] += record["tokens"]
+        self.ends[TrajectoryEnd(record["end"])] += record["tokens"]
         key = ServerKey(record["server"], record["epoch"])
         self.servers.count(key).received += record["tokens"]
         name = TrajectoryName.parse(trajectory_id)
         group = None if name is None else self.open_groups.get(name.group_id)
-        if name is not None and group is not None and record["end"] != End.QUARANTINED.value:
+        if (
+            name is not None
+            and group is not None
+            and record["end"] != TrajectoryEnd.QUARANTINED.value
+        ):
             before = group.attempts.get(name.member, -1)
             group.attempts[name.member] = max(before, name.attempt)
 
@@ -425,7 +429,7 @@ class RunHistory:
             )
         for trajectory_id in record["ids"]:
             self.ended.add(TrajectoryId(trajectory_id))
-        self.ends[End.SET_ASIDE] += record["tokens"]
+        self.ends[TrajectoryEnd.SET_ASIDE] += record["tokens"]
         # These tokens count again with the later batch or end of their trajectories.
         for name, epoch, tokens in record["put_back_tokens"]:
             self.servers.count(ServerKey(name, epoch)).received -= tokens
@@ -435,10 +439,10 @@ class RunHistory:
         if step not in self.batches:
             raise ProtocolError(f"the journal holds step {step + 1} without its batch")
         if step not in self.steps:
-            self.ends[End.TRAINED] += self.batch_tokens[step]
+            self.ends[TrajectoryEnd.TRAINED] += self.batch_tokens[step]
             self.lags.update(dict(record["lags"]))
             self.with_several_versions += record["several"]
-        self.steps[step] = RecordedStep(PolicyVersion(*record["version"]), record["digest"])
+        self.steps[step] = JournaledStep(PolicyVersion(*record["version"]), record["digest"])
         self.set_aside_in_a_row = 0
 
     def _environment(self, name: str) -> EnvironmentHistory:

@@ -1,4 +1,4 @@
-"""The facts of a run's summary: counts, sums, busy times and resources over the run, and its end."""
+"""The facts of a run's summary: counts, sums, busy times and resources, and its end."""
 
 from __future__ import annotations
 

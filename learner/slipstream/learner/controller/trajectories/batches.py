@@ -15,7 +15,12 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
-from slipstream.learner.controller.records.history import End, RecordedStep, RunHistory, batch_name
+from slipstream.learner.controller.records.history import (
+    JournaledStep,
+    RunHistory,
+    TrajectoryEnd,
+    batch_name,
+)
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
@@ -28,7 +33,7 @@ from slipstream.v1 import trainer_pb2
 
 
 def version_of(
-    step: int, digest: str, recorded: RecordedStep | None, *, trainer: int, newest: int
+    step: int, digest: str, recorded: JournaledStep | None, *, trainer: int, newest: int
 ) -> PolicyVersion:
     """The version of weights with `digest` that `step` steps made.
 
@@ -77,7 +82,7 @@ class BatchFormer:
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # Checksum of each kept batch, by step.
         self._crc32: dict[int, int] = {}
-        self._steps: dict[int, RecordedStep] = {}
+        self._steps: dict[int, JournaledStep] = {}
         self._newest_incarnation = 0
         # Step of the newest checkpoint. Batches before it are removed at the next checkpoint.
         self._covered_step = 0
@@ -246,7 +251,7 @@ class BatchFormer:
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
             self._newest_incarnation = max(self._newest_incarnation, version.incarnation)
-            self._steps[batch.step] = RecordedStep(version, report.weight_digest.hex())
+            self._steps[batch.step] = JournaledStep(version, report.weight_digest.hex())
             self._journal.append(
                 "step",
                 step=report.step,
@@ -257,7 +262,7 @@ class BatchFormer:
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
-            self._ledger.end(End.TRAINED, tokens)
+            self._ledger.end(TrajectoryEnd.TRAINED, tokens)
         self._reported = report, version
         self._set_aside_in_a_row = 0
         return Trained(batch, version, again=earlier is not None)
@@ -297,7 +302,7 @@ class BatchFormer:
         self.num_set_aside += 1
         self._set_aside_in_a_row += 1
         self._crc32.pop(batch.step)
-        self._ledger.end(End.SET_ASIDE, sampled_tokens(found.trajectories))
+        self._ledger.end(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
         self._book.put_back(batch.step, found.put_back)
         for group in found.groups:
             self._environments.group_left_batch(group.environment, is_put_back=False)

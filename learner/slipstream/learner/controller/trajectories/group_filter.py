@@ -10,10 +10,10 @@ from slipstream.core.rewards import has_variance
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import (
-    End,
     FilteredGroups,
+    FilterVerdict,
     RunHistory,
-    Verdict,
+    TrajectoryEnd,
     is_solved,
 )
 from slipstream.learner.controller.run import Run
@@ -73,14 +73,14 @@ class GroupFilter:
             reward=mean,
         )
         for trajectory in group.in_order():
-            self._endings.end(trajectory, End.FILTERED, cause)
+            self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
         self._judge(step)
 
     def _judge(self, step: int) -> None:
         algorithm, filtered = self._run.config.algorithm, self._newest
         settings = algorithm.dynamic_sampling
         verdict = filtered.verdict(settings.max_filtered_batches * algorithm.groups_per_step)
-        if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
+        if verdict is FilterVerdict.GO_ON or self._progress.is_over or self._progress.solved:
             return
         if self._book.has_whole_batch:
             # The next batch is complete already: the trainer is slow, not the tasks stuck.
@@ -89,7 +89,7 @@ class GroupFilter:
             f"{filtered.total} groups were filtered for their equal rewards while the batch of "
             f"step {step + 1} was formed ({filtered.describe()})"
         )
-        if verdict is Verdict.STUCK:
+        if verdict is FilterVerdict.STUCK:
             self._progress.fail(
                 f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
                 f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "

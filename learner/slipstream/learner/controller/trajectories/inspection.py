@@ -26,7 +26,7 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.history import End, RecordedBatch, RunHistory
+from slipstream.learner.controller.records.history import RecordedBatch, RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -341,11 +341,11 @@ class Inspector:
             place = f" ({path})" if path is not None else ""
         except OSError as error:
             place = f" (not kept, {error.filename}: {error.strerror})"
-        self._ledger.end(End.QUARANTINED, claim.tokens)
+        self._ledger.end(TrajectoryEnd.QUARANTINED, claim.tokens)
         self._journal.append(
             "end",
             id=trajectory_id,
-            end=End.QUARANTINED.value,
+            end=TrajectoryEnd.QUARANTINED.value,
             cause=cause,
             tokens=claim.tokens,
             server=server.server_id,

@@ -27,7 +27,7 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.records.history import End, RunHistory
+from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
@@ -217,9 +217,11 @@ class Intake:
                 assert trajectory.failure is not None
                 self._give_up(group, [trajectory.member], trajectory.failure)
             case Fate.CANCELLED:
-                self._endings.end(trajectory, End.CANCELLED, "cancelled")
+                self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
-                end = End.CANCELLED if trajectory.failure is None else End.FAILED
+                end = (
+                    TrajectoryEnd.CANCELLED if trajectory.failure is None else TrajectoryEnd.FAILED
+                )
                 self._endings.end(trajectory, end, "its group is over or its place is filled")
 
     def _complete(self, group: Group) -> None:
@@ -265,7 +267,9 @@ class Intake:
                     f"({failure.kind.name.lower()}): {failure.message}",
                     Severity.WARNING,
                 )
-        self._endings.end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
+        self._endings.end(
+            trajectory, TrajectoryEnd.FAILED, f"{failure.kind.name.lower()}: {failure.message}"
+        )
 
     def _give_up(self, group: Group, members: Sequence[int], failure: Failure) -> None:
         """Goes on without members that had their last attempt; sets a group of too few aside.
@@ -337,13 +341,13 @@ class Intake:
                 )
             )
         for trajectory in group.in_order():
-            self._endings.end(trajectory, End.CANCELLED, cause)
+            self._endings.end(trajectory, TrajectoryEnd.CANCELLED, cause)
 
     def end_evaluated(self, group: Group) -> None:
         """Ends an evaluation episode that was counted."""
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
-            self._endings.end(trajectory, End.EVALUATED, "evaluated")
+            self._endings.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
 
     def _close(self, group: Group, how: str, cause: str) -> None:
         if group.purpose is Purpose.TRAINING:
