@@ -38,7 +38,7 @@ from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
     environment_specs,
 )
-from slipstream.learner.controller.services.joining import FleetService, FleetServicer
+from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.status_service import ServiceHealth, StatusServicer
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_service import TrainerServicer, await_goodbye
@@ -289,7 +289,7 @@ class Controller:
         status = StatusServicer(
             self._run, books, self._scheduler, newest_metrics=lambda: self._recorder.newest
         )
-        fleet = FleetService(FleetServicer(self._fleet, self._run), self._environment_servicer)
+        fleet = FleetServicer(self._fleet, self._run, self._environment_servicer.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self._trainer, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, server)

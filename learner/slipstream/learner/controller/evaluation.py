@@ -217,13 +217,13 @@ class Evaluator:
         return self._round is None and self._wanted_step is None
 
     def _want_the_last(self) -> None:
-        """Wants the last version of a solved run: `step_done` did not know that it was the last."""
+        """Schedules the final evaluation of a solved run, whose end was not known in advance."""
         progress = self._progress
         if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Starts the round of a server that stopped serving again on another server."""
+        """Restarts a round on another server when its server is lost."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -287,7 +287,7 @@ class Evaluator:
     def _suits(self, version: PolicyVersion) -> bool:
         """Whether `version` may be measured: the wanted version or a newer one.
 
-        The last version is measured exactly.
+        After the last step only the final version qualifies.
         """
         wanted, last = self._wanted_step, self._progress.last_step
         assert wanted is not None

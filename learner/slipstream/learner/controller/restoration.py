@@ -64,7 +64,7 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
 
 
 def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
-    """Raises ConfigError when the newest checkpoint or batch is newer than the journal.
+    """Raises ConfigError if the newest checkpoint or batch is newer than the journal.
 
     A crash leaves no version and at most one batch without a record.
     """

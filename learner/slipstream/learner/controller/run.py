@@ -41,16 +41,16 @@ class RunProgress:
         self.run_key = b""
         self.started_s = time.monotonic()
         self.state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
-        # Why the run ends; empty: it does not end yet.
+        # Why the run ends. Empty while it goes on.
         self.cause = ""
         self._is_stopped = False
         # The newest version that the trainer has made.
         self.version = PolicyVersion(0, 0)
         # The newest timeline; timelines are counted from 0.
         self.newest_incarnation = 0
-        # The version with which training ends, and why it is not the configured one; empty: it is.
+        # The version with which training ends, and why it is not the configured one, if so.
         self.last_step, self.solved = num_steps, ""
-        # The newest version with a reported checkpoint; 0: none so far.
+        # The newest version with a reported checkpoint. 0 before the first.
         self.checkpoint_step = 0
         self.has_trainer = False
         # The place of each trainer rank; empty before a trainer has registered.
@@ -58,11 +58,11 @@ class RunProgress:
         # Time of the trainer's last call, by the run's clock.
         self.trainer_heard_s = clock.now_s()
         self.waiting_for = "the trainer"
-        # The publish whose end the trainer has yet to report; None: there is none.
+        # The publish whose end the trainer has yet to report. None if there is none.
         self.pending_publish: OverduePublish | None = None
         # Time in which a server served since the last progress: an ended episode or a made step.
         self._idle = Stopwatch()
-        # The batch at which the trainer failed and the way past it; empty: none.
+        # The batch at which the trainer failed and the way past it. Empty if there is none.
         self._suspect = ""
 
     @property
@@ -111,7 +111,7 @@ class RunProgress:
         self._idle.reset(self._clock.now_s())
 
     def trainer_failed(self, suspect: str) -> None:
-        """Notes the batch at which the trainer failed and the way past it; empty: no batch."""
+        """Notes the batch at which the trainer failed and the way past it. Empty for no batch."""
         self._suspect = suspect
 
     def note_serving(self, is_any: bool) -> None:

@@ -145,7 +145,7 @@ class CheckpointWatch:
         self._folder = folder
         self._events = events
         self._look_s = look_s
-        # The version from which a resume would continue; 0: the start.
+        # The version from which a resume would continue. 0 is the start.
         self._newest = 0
 
     def begin(self, recorded: int) -> None:
@@ -184,7 +184,7 @@ class CheckpointWatch:
 
 
 def _missing(folder: Path, step: int) -> str:
-    """The fault of the checkpoint of version `step`; empty: none, or a newer checkpoint exists."""
+    """The fault of the checkpoint of version `step`. Empty if it has none or a newer one exists."""
     if not step:
         return ""
     path, lack = checkpoint_path(folder, step), ""

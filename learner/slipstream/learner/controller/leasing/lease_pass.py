@@ -20,7 +20,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 
 
 class LeaseWait(IntEnum):
-    """What the next lease lacks; where it lacks several things, the largest number counts."""
+    """The thing that the next lease lacks; of several things the one with the largest number."""
 
     NOTHING = 0
     SERVER = 1
@@ -41,7 +41,7 @@ WORDS = {
 
 
 def batch_wait(book: LeaseBook) -> str:
-    """What the next batch waits for, in words."""
+    """Says in words for what the next batch waits."""
     due = book.due()
     if due:
         members = sum(len(group.missing) for group in due)
@@ -67,7 +67,7 @@ class Grant:
     group: Group
     # Number of the group among those of its environment; -1: the task was leased before.
     number: int = -1
-    # The abandoned group whose task is leased again; empty: none.
+    # The abandoned group whose task is leased again. Empty for a new task.
     replaces: str = ""
 
 

@@ -257,7 +257,7 @@ class LeaseBook:
     def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
         """Notes a quarantined trajectory; returns its group if the member must run again.
 
-        `will_retry`: its server tries the member again by itself.
+        `will_retry`: its server tries the member again without a new lease.
         """
         if not will_retry:
             self.closing.end_member(name.group_id, name.member, name.epoch)
@@ -275,7 +275,7 @@ class LeaseBook:
         return group
 
     def remove(self, group_id: GroupId) -> Group | None:
-        """Takes a group out of the book, whatever its state; None when the book lacks it."""
+        """Takes a group out of the book, whatever its state. None if the book lacks it."""
         if group_id not in self.groups:
             return None
         group = self._take(group_id)
@@ -295,7 +295,7 @@ class LeaseBook:
 
         As soon as all other members are back the group waits for another server. Trajectories of
         attempts before `next_attempt` may still arrive, so their numbers are not used again.
-        ProtocolError for members or attempts that are not in the lease.
+        Raises ProtocolError for members or attempts that are not in the lease.
         """
         self.closing.close(group_id, holder)
         group = self.groups.get(group_id)
@@ -318,7 +318,7 @@ class LeaseBook:
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Takes the batch of the present step and moves to the next step; None while not ready."""
+        """Takes the batch of the present step and moves to the next step. None if not ready."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None
@@ -326,7 +326,7 @@ class LeaseBook:
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """Returns `groups` of the newest batch, which was that of `step`, to form it again.
+        """Puts `groups` of the last batch back, so that `step` can be formed again.
 
         The staleness invariant holds: `step` is open again, and it had room for all of them.
         """

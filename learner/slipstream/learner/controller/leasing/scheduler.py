@@ -79,7 +79,7 @@ class Scheduler:
         """Grants at most `limit` leases; they are sent once their records are durable.
 
         Abandoned groups count to `limit`. Returns a future that is done when the records are
-        durable; None when no lease was granted and no group abandoned.
+        durable. Returns None if no lease was granted and no group abandoned.
         """
         granted, num_abandoned = self._lease_orphans(limit)
         if len(granted) + num_abandoned < limit:
@@ -210,7 +210,7 @@ class Scheduler:
 
     @property
     def lease_wait(self) -> str:
-        """What the next lease waits for, in words; empty when no lease is wanted."""
+        """The thing that the next lease waits for, in words. Empty if no lease is wanted."""
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:

@@ -49,7 +49,7 @@ class FailureCounts:
 
     @property
     def needs_own_publish(self) -> bool:
-        """Whether the server is sent weights alone, after the healthy servers."""
+        """Whether the server gets a publish of its own, after the healthy servers."""
         return self.of_server >= MAX_JOINT_FAILURES
 
 

@@ -239,13 +239,13 @@ class Publisher:
         self._current: Publish | None = None
         # Servers that hold this trainer's matrices, and may be sent only adapters.
         self._holders: set[ServerKey] = set()
-        # Whether the last publish sent adapters alone; a publish without `start` has its layout.
+        # Whether the last publish sent only adapters. A publish without `start` has its layout.
         self._last_was_adapters = False
         self.pinned = fleet.pinned
         self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """Returns the servers that should be sent `version` now; None: the newest version."""
+        """Returns the servers that should be sent `version` now, or if None the newest version."""
         newest = version or self._progress.version
         return [each for each in self._fleet.fed_by_trainer() if self._is_due(each, newest)]
 
@@ -353,7 +353,7 @@ class Publisher:
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """Tells all receivers to receive and returns them; returns none if a receiver was lost.
 
-        A question is not a start: it returns the receivers that are neither gone nor failed.
+        With `is_question` nothing starts: returns the receivers still alive.
         """
         publish = self._current
         if publish is None or publish.publish_id != start.publish_id:
@@ -412,7 +412,7 @@ class Publisher:
         try:
             receipt = await self._loads.settle(publish, digests)
         except asyncio.CancelledError:
-            # The trainer is gone: without this the servers would stay in LOADING for ever.
+            # The trainer is gone: without this the servers would stay in LOADING forever.
             self._abandon(publish, "the trainer was lost")
             raise
         self.totals.sent(result)

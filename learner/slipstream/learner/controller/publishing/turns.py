@@ -46,7 +46,7 @@ class TurnRule:
         self._speeds: list[float] = []
 
     def stepped(self, now_s: float, tokens: float) -> str:
-        """Notes a step that ended now; returns what was chosen, or an empty text."""
+        """Notes a step that ended now. Returns a text if the rule has chosen, else an empty one."""
         if self._setting != "auto" or len(self._speeds) == 2:
             return ""
         self._steps += 1

@@ -1,4 +1,4 @@
-"""The state of a run, rebuilt from the records of its journal alone.
+"""The state of a run, rebuilt from nothing but the records of its journal.
 
 Pure: no clock, no I/O. Any prefix of a journal gives a state in which no group is lost and none can
 be trained twice: every leased group is either open, or in exactly one batch, or closed for good.
@@ -132,7 +132,7 @@ class BusySeconds:
         )
 
     def shares(self) -> dict[str, float]:
-        """Shares of the window, between 0 and 1; 0 when the window is empty."""
+        """Shares of the window, between 0 and 1. All are 0 if the window is empty."""
         times = {"generation": self.generation, "training": self.training, "both": self.both}
         return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
 
@@ -245,11 +245,11 @@ class RunHistory:
     filtered: FilteredGroups = field(default_factory=FilteredGroups)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
-    # Why training ended before its last step: the task is solved. Empty: it did not.
+    # Why the task counts as solved, which ended training early. Empty if it did not.
     solved: str = ""
     # The step whose batch was being formed when the task was solved.
     solved_step: int = 0
-    # Batches that could not be trained, and the number that the run set aside by itself in a row.
+    # Batches that could not be trained, and how many in a row the trainer's reports set aside.
     set_aside: list[RecordedBatch] = field(default_factory=list)
     set_aside_in_a_row: int = 0
     # Open groups that a set-aside batch held; its file has all their trajectories.
@@ -470,7 +470,7 @@ def attempt_of(batch_id: str) -> int:
 
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
-    """Returns the state after all records; ProtocolError when they cannot belong to one run."""
+    """Returns the state after all records. Raises ProtocolError if they are not of one run."""
     history = RunHistory()
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":

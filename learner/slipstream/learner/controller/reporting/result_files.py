@@ -26,7 +26,7 @@ Tell: TypeAlias = Callable[[str], None]
 class ResultFile:
     """A file that grows by whole records. A fault is one warning, and the number of lost records.
 
-    Each record opens the file again, so that one that was removed begins anew.
+    Each record opens the file again, so that a removed file is created again.
     """
 
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
@@ -114,7 +114,7 @@ Parse: TypeAlias = Callable[[bytes], object | None]
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:
-    """The JSON object of a line; None when the line is none."""
+    """The JSON object of a line. None if the line holds none."""
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def parse_object(line: bytes) -> dict[str, JsonValue] | None:
 
 
 def parse_row(line: bytes) -> dict[str, float] | None:
-    """The numbers of a line of metrics.jsonl; None when no run writes such a line."""
+    """The numbers of a line of metrics.jsonl. None if no run writes such a line."""
     found = parse_object(line)
     if found is None:
         return None
@@ -198,7 +198,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
     """Yields the numbers of each line; nothing when there is no such file.
 
-    ProtocolError names the first damaged line.
+    Raises ProtocolError for the first damaged line.
     """
     if not path.exists():
         return

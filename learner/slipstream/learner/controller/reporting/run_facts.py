@@ -184,7 +184,7 @@ class GenerationRate:
             self._points.append((at_s, self.earlier))
 
     def at(self, now_s: float, generated: int) -> float:
-        """The rate when the whole run has `generated` tokens; 0 before the first generation."""
+        """The rate when the whole run has `generated` tokens. 0 before the first generation."""
         if not self._points:
             return 0.0
         self._points.append((now_s, generated))

@@ -63,7 +63,7 @@ class Outbox(Generic[Message]):
         self._changed.set()
 
     def pop(self) -> Message | None:
-        """Takes the next message that may be sent; None when there is none.
+        """Takes the next message that may be sent. None if there is none.
 
         Raises the error of the message's `after`, if that failed.
         """

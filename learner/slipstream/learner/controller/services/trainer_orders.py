@@ -21,7 +21,7 @@ from slipstream.v1 import trainer_pb2
 
 
 class TrainerOrders:
-    """Chooses the first order that is possible, and tells what the run waits for without one."""
+    """Picks the trainer's next order; if there is none, reports what the run is waiting for."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class TrainerOrders:
     async def next(
         self, request: trainer_pb2.NextRequest, *, must_save: bool
     ) -> trainer_pb2.Directive | FormedBatch | None:
-        """Returns the next order, None while there is none.
+        """Returns the next order. None if there is none yet.
 
         `must_save`: the run is stopping, and the trainer must still save what it has. Raises
-        ProtocolError or RunFailed where the run cannot go on.
+        ProtocolError or RunFailed if the run cannot go on.
         """
         progress = self._progress
         is_behind = self.trainer_version.step < self._book.step

@@ -37,7 +37,7 @@ MAX_LAYOUT_LINES = 256
 
 
 def impossible(hello: trainer_pb2.TrainerHello) -> str:
-    """The reason why no Slipstream trainer would send this hello; empty: it is valid."""
+    """The reason why no Slipstream trainer would send this hello. Empty if it is valid."""
     if hello.world_size < 1:
         return f"world_size of a trainer must be at least 1, got {hello.world_size}"
     if hello.num_senders > hello.world_size:
@@ -310,7 +310,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
         """Notes that the trainer leaves in order, with the path of its exported model.
 
-        One that leaves before it is told to stop got SIGTERM: nobody starts it again.
+        A trainer that leaves before the order to stop got SIGTERM: nobody starts it again.
         """
         await self.place.check(context)
         self.goodbye = request

@@ -15,7 +15,7 @@ from slipstream.learner.controller.records.history import TaskResults
 
 
 class Standing(Enum):
-    """What the newest groups of a task say about it."""
+    """The verdict of a task's newest groups on the task."""
 
     UNSEEN = "unseen"
     LEARNING = "learning"
@@ -71,7 +71,7 @@ class Curriculum:
             self._chosen.append(success)
 
     def metrics(self) -> dict[str, float]:
-        """What was chosen since the last call, and how the tasks stand; see docs/metrics.md."""
+        """The choices since the last call and the counts of tasks, named in docs/metrics.md."""
         chosen, self._chosen = self._chosen, []
         found = {f"tasks_{each.value}": float(self._standings[each]) for each in _SEEN}
         found["tasks_passed_over"] = float(self._passed_over)

@@ -42,7 +42,7 @@ class EnvironmentEntry:
     cause: str = ""
     loaded_on: set[ServerKey] = field(default_factory=set)
     failed_on: dict[ServerKey, str] = field(default_factory=dict)
-    # Episodes that the serving client takes; None: servers host the environment.
+    # Episodes that the serving client takes. None if servers host the environment.
     client_episodes: int | None = None
     groups_leased: int = 0
     groups_accepted: int = 0
@@ -198,7 +198,7 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """The environment whose turn it is on server `key`; None when none has room there.
+        """The environment whose turn it is on server `key`. None if none has room there.
 
         `open_episodes`: number of open episodes of each environment.
         """

@@ -40,7 +40,7 @@ class ClientSession:
 class RelayedCall:
     """A call on its way: the answers of the server that called, its call id, and the client.
 
-    `followed` is the key of the episode whose agent the call follows; "": it follows none.
+    `followed` is the key of the episode whose agent the call follows, "" if it follows none.
     """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]

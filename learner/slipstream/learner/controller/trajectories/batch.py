@@ -33,7 +33,7 @@ class SetAside:
 
     @classmethod
     def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, all if none is named; ProtocolError for unknown names."""
+        """Sets the `named` groups aside, or all. Unknown names raise ProtocolError."""
         there = {group.group_id for group in batch.groups}
         strange = [name for name in named if name not in there]
         if strange:

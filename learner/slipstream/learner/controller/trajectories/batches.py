@@ -140,7 +140,7 @@ class BatchFormer:
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """The path of the first missing batch from `step` on; None: all batches are there.
+        """The path of the first missing batch from `step` on. None if all are there.
 
         The batch that is being written is none of them: `recorded` waits for it.
         """
@@ -182,9 +182,9 @@ class BatchFormer:
             await self.recorded(step)
 
     async def form(self) -> FormedBatch | None:
-        """Gives the trainer the next batch, durable and acknowledged; None while rules allow none.
+        """Gives the trainer the next batch, durable and acknowledged. None if rules allow none yet.
 
-        RunFailed when the journal cannot be written.
+        Raises RunFailed if the journal cannot be written.
         """
         if self._forming is None:
             step = self._book.step
@@ -216,9 +216,9 @@ class BatchFormer:
         return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
-        """Returns the earlier answer to a repeated report; None for the first report of a batch.
+        """Returns the earlier answer to a repeated report. None for the first report of a batch.
 
-        ProtocolError when the trainer was not given that batch, or has reported it differently.
+        Raises ProtocolError if the trainer was not given that batch, or reported it differently.
         """
         if self.training is not None and _batch_of(self.training) == _batch_of(report):
             return None
@@ -274,8 +274,8 @@ class BatchFormer:
 
         The groups that `fault` names, all if it names none, are set aside. The others wait for the
         next batch of the step. The caller waits for `durable` before it answers the trainer.
-        Returns None for a repeated call. ProtocolError when the trainer was not given that batch.
-        RunFailed when the step was made before, or `most_in_a_row` batches were set aside before.
+        Returns None for a repeated call. Raises ProtocolError if the trainer was not given that
+        batch, RunFailed if the step was made before or `most_in_a_row` batches were set aside.
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):

@@ -1,4 +1,7 @@
-"""Leaves groups with equal rewards out of batches, and judges the run by how many come in a row."""
+"""Leaves groups with equal rewards out of batches.
+
+Too many in a row mean that the task is solved, or that the run is stuck.
+"""
 
 from __future__ import annotations
 

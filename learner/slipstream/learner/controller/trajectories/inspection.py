@@ -50,7 +50,7 @@ class KnownFacts:
     servers: Container[ServerKey]
     # The newest timeline, with the step of the run's version.
     newest: PolicyVersion
-    # Number of token ids; 0: unknown.
+    # Number of token ids. 0 if it is unknown.
     vocabulary: int
     max_staleness: int
     # Largest sizes of an episode that leases allow: of each branch, and of all together.
@@ -60,14 +60,14 @@ class KnownFacts:
     max_turns: int
     max_images: int
     max_image_bytes: int
-    # Likely tokens that the reference's server gives; None: no server answers for a reference.
+    # Likely tokens that the reference's server gives. None if no server answers for it.
     reference_top_k: int | None = None
 
 
 def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
-    """The reason why the trajectory is invalid; empty: no rule is broken.
+    """The reason why the trajectory is invalid. Empty if no rule is broken.
 
-    `group` is the group that the trajectory names; None: that group is not in the lease book.
+    `group` is the group that the trajectory names. None if the lease book lacks it.
     """
     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
     if key not in facts.servers:
@@ -90,7 +90,7 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why no episode of this run can have this size; empty: it can."""
+    """The reason why no episode of this run can have this size. Empty if it can."""
     size, most = len(trajectory.token_ids), facts.max_episode_tokens
     if trajectory.branches:
         if excess := _excess_of_branches(trajectory, facts):
@@ -116,7 +116,7 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why no episode of this run can have these branches; empty: it can."""
+    """The reason why no episode of this run can have these branches. Empty if it can."""
     number, most = len(trajectory.branches), facts.max_branches
     if number > most:
         return f"it has {number} branches, sampling.max_branches is {most}"
@@ -134,7 +134,7 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why the reference's log-probabilities are not those of this run; empty: none."""
+    """The reason why the reference's log-probabilities are not of this run. Empty if they are."""
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
@@ -152,7 +152,7 @@ def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:
-    """The reason why the trajectory is not one that a lease of the group allows; empty: it is."""
+    """The reason why no lease of the group allows the trajectory. Empty if one does."""
     task = (trajectory.environment, trajectory.task_index, trajectory.seed, trajectory.purpose)
     if task != (group.environment, group.task_index, group.seed, group.purpose):
         return f"it is about another task than {group.group_id} was leased for"
@@ -253,7 +253,7 @@ class Inspector:
     ) -> Trajectory | None:
         """Returns the trajectory of a delivery if it is valid and new; else settles the delivery.
 
-        `decoded` is the result of `decode`; None: it was not called yet.
+        `decoded` is the result of `decode`. None if it was not called yet.
         """
         trajectory = self.decode(delivery) if decoded is None else decoded
         if isinstance(trajectory, ProtocolError):
@@ -283,7 +283,7 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """The reason why another adapter must learn from the trajectory; empty: none must.
+        """The reason why another adapter must learn from the trajectory. Empty if none must.
 
         A trajectory of a withdrawn group is never trained, with any adapter.
         """

@@ -355,7 +355,7 @@ class Intake:
 
 
 def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode ended by itself, and by no failure that all others may share."""
+    """Whether an episode ended neither by a cancel nor by a failure that others may share."""
     failure = trajectory.failure
     is_outage = failure is not None and failure.kind in OUTAGES
     return trajectory.status is not Status.CANCELLED and not is_outage

@@ -1,4 +1,4 @@
-"""The stream of a rollout server, from its hello to its end.
+"""The service for rollout servers: the stream of each, from its hello to its end.
 
 Consumes: the server's messages. Produces: orders to it.
 Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
@@ -23,8 +23,7 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
-from slipstream.learner.controller.services.environment_service import EnvironmentServicer
-from slipstream.learner.controller.tasks.relay import raise_failure
+from slipstream.learner.controller.tasks.relay import Relay, raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.seal import server_key
 from slipstream.protocol.rich_errors import Reason, abort
@@ -44,16 +43,36 @@ _MAX_TURNED_AWAY = 1000
 BEFORE_S = 60.0
 
 
-class FleetServicer:
-    """Answers `FleetService.Join`."""
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """Serves rollout servers: their streams, and their calls of clients' environments."""
 
-    def __init__(self, fleet: Fleet, run: Run) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
+        self._fleet, self._relay = fleet, relay
         self._run, self._progress = run, run.progress
         # The processes that were turned away; one event names each.
         self._turned_away: set[int] = set()
 
-    async def join(
+    async def Join(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
+        """Serves one server until its stream ends."""
+        async with aclosing(self._orders(request_iterator, context)) as messages:
+            async for message in messages:
+                yield message
+
+    async def CallEnvironments(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+        """Relays a server's calls to environments that clients serve."""
+        async with aclosing(self._relay.call_environments(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _orders(
         self,
         requests: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
@@ -190,7 +209,7 @@ class FleetServicer:
 
 
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-    """Raises ProtocolError for counters that are too large or that fall.
+    """Raises ProtocolError if counters are too large or fall.
 
     Tokens are limited by the largest speed of an engine, busy seconds by the time since the server
     joined. Adds the report's busy seconds to the session.
@@ -230,7 +249,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:
-    """The reason why no Slipstream server would send this hello; empty: it is valid."""
+    """The reason why no Slipstream server would send this hello. Empty if it is valid."""
     try:
         check_server_id(hello.server_id)
     except ConfigError as error:
@@ -238,31 +257,3 @@ def _impossible(hello: fleet_pb2.ServerHello) -> str:
     if not 1 <= hello.engine_workers <= MAX_ENGINE_WORKERS:
         return f"an engine has 1 to {MAX_ENGINE_WORKERS} workers, got {hello.engine_workers}"
     return ""
-
-
-class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    """Hands the calls of rollout servers to the parts that answer them."""
-
-    def __init__(self, fleet: FleetServicer, environments: EnvironmentServicer) -> None:
-        self._fleet = fleet
-        self._relay = environments.relay
-
-    async def Join(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
-        """Serves one server until its stream ends."""
-        async with aclosing(self._fleet.join(request_iterator, context)) as messages:
-            async for message in messages:
-                yield message
-
-    async def CallEnvironments(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
-        """Relays a server's calls to environments that clients serve."""
-        async with aclosing(self._relay.call_environments(request_iterator)) as answers:
-            async for answer in answers:
-                yield answer
