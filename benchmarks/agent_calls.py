@@ -31,7 +31,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.rollout_server import process
-from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.chat import REPLY, ChatMessage
 from slipstream.rollout_server.engine_interface import (
