@@ -29,7 +29,7 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.publishing.probe_gap import logit_gap
+from slipstream.learner.controller.publishing.publish_totals import logit_gap
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from slipstream.core.types import (
@@ -28,10 +28,8 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.learner.controller.lease_freshness import Freshness
 from slipstream.learner.controller.leasing.groups import Fate
-from slipstream.learner.controller.leasing.lease_pass import Grant, NewLeases, rooms
-from slipstream.learner.controller.leasing.lease_waits import LeaseWait
+from slipstream.learner.controller.leasing.lease_pass import Grant, LeaseWait, NewLeases, rooms
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
@@ -103,8 +101,8 @@ class Schedule:
 
     # Most episodes of a server at one time; None: its places.
     max_episodes: int | None = None
-    # Whether nothing is leased while a newer version is made; "measured" is the controller's rule.
-    fresh: Literal["never", "always", "measured"] = "measured"
+    # Whether nothing is leased while a newer version is made; the controller leases.
+    fresh: bool = False
     # While a batch waits for groups that are due, only their replies get tokens.
     due_first: bool = False
     # Share of the groups that count as long. They start together, in the first `pulse` of every
@@ -231,7 +229,6 @@ class Simulation:
         self._engines = [_Engine() for _ in range(machines.num_servers)]
         places = schedule.max_episodes or machines.max_episodes
         self._sessions = [_session(server, places) for server in range(machines.num_servers)]
-        self._freshness = Freshness()
         self._now_s = self._paused_until_s = 0.0
         # The end of what the trainer does; infinite while it waits for a batch.
         self._until_s, self._trains = math.inf, False
@@ -269,16 +266,6 @@ class Simulation:
         return self._until_s < math.inf
 
     @property
-    def _waits_for_version(self) -> bool:
-        if self._schedule.fresh != "measured":
-            return self._is_busy and self._schedule.fresh == "always"
-        return self._freshness.waits(
-            max_staleness=self._work.max_staleness,
-            taken=sum(len(engine.remaining) for engine in self._engines),
-            places=sum(session.hello.max_episodes for session in self._sessions),
-        )
-
-    @property
     def _has_room(self) -> bool:
         sizes = zip(self._sessions, self._engines, strict=True)
         room = max(session.hello.max_episodes - len(e.remaining) for session, e in sizes)
@@ -286,7 +273,6 @@ class Simulation:
 
     def _form(self) -> None:
         self._may_form = False
-        self._freshness.trainer_asks(self._now_s)
         batch = self._book.take_batch()
         if batch is None:
             is_held_up = self._book.has_whole_batch
@@ -296,20 +282,18 @@ class Simulation:
         for group in batch:
             lag = self._book.step - 1 - (group.deadline_step - self._work.max_staleness)
             self._longest_wait_steps = max(self._longest_wait_steps, lag)
-        self._freshness.batch_given(self._now_s)
         self._may_lease = True
         self._trained_tokens += sum(sum(self._work.groups[group.task_index]) for group in batch)
         self._until_s, self._trains = self._now_s + self._machines.training_s, True
 
     def _lease(self) -> None:
-        if self._waits_for_version:
+        if self._schedule.fresh and self._is_busy:
             return
         leases = NewLeases(
             self._book,
             self._tasks,
             rooms(self._sessions, self._book, {}),
             [],
-            num_groups=math.inf,
             num_episodes=10**9,
         )
         while isinstance(grant := leases.next(), Grant):

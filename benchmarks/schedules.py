@@ -32,10 +32,9 @@ PULSES = (1, 2)
 # The rules that were tried beside ours, and what they show.
 CANDIDATES: Mapping[str, Schedule] = {
     "ours": Schedule(),
-    "ours before": Schedule(fresh="never"),
-    "always the next version": Schedule(fresh="always"),
-    "half of the places": Schedule(fresh="never", max_episodes=128),
-    "due groups alone": Schedule(fresh="never", due_first=True),
+    "always the next version": Schedule(fresh=True),
+    "half of the places": Schedule(max_episodes=128),
+    "due groups alone": Schedule(due_first=True),
     "long tasks together, by earlier epochs": Schedule(long_share=0.15, known=False),
 }
 BEST = "best found with known lengths"

@@ -24,7 +24,7 @@ def test_a_simulated_step_takes_as_long_as_on_two_gpus(
 ) -> None:
     # benchmarks/results/asynchrony.md, contexts kept.
     work = Work(stratified(8 * 150), [0] * (8 * 150), 8, max_staleness)
-    found = Simulation(Machines(), work, Schedule(fresh="never")).run(80)
+    found = Simulation(Machines(), work, Schedule()).run(80)
     assert found.step_s == pytest.approx(measured_s, rel=0.06)
     assert found.open_episodes == pytest.approx(places, rel=0.06)
 
@@ -36,7 +36,7 @@ def test_no_schedule_is_faster_than_the_bound(max_staleness: int) -> None:
     machines = Machines(max_episodes=64, request_s=4 * 13.7e-6)
     bound = bound_s(machines, work)
     assert bound >= ceiling_s(machines, work)
-    for schedule in (Schedule(), Schedule(fresh="always"), Schedule(due_first=True)):
+    for schedule in (Schedule(), Schedule(fresh=True), Schedule(due_first=True)):
         # The steps that count are not all steps, so a run of few steps may be a little ahead.
         assert Simulation(machines, work, schedule).run().step_s > 0.97 * bound
 
