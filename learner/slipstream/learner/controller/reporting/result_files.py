@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from io import FileIO
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,7 +37,13 @@ class ResultFile:
         try:
             with self._path.open("ab", buffering=0) as file:
                 size = file.tell()
-                _write_whole(file, record if size else self._header + record, size)
+                left = record if size else self._header + record
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
         except OSError as error:
             if not self._num_lost:
                 text = f"{self._path} cannot be written: {error.strerror}"
@@ -54,16 +59,6 @@ class ResultFile:
         if self._num_lost:
             self._tell(f"{self._path}: the last {self._num_lost} records were lost")
             self._num_lost = 0
-
-
-def _write_whole(file: FileIO, record: bytes, size: int) -> None:
-    """Appends `record` to a file of `size` bytes, which it keeps on OSError."""
-    try:
-        while record:
-            record = record[file.write(record) :]
-    except OSError:
-        file.truncate(size)
-        raise
 
 
 def write_result(path: Path, data: bytes, tell: Tell) -> bool:
@@ -118,12 +113,10 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         row[name] = float(value)
     if math.isnan(row.get("wall_s", math.nan)):
         return None
-    return row if "step" not in row or _is_step(row) else None
-
-
-def _is_step(row: Mapping[str, float]) -> bool:
-    step = row["step"]
-    return step.is_integer() and 1 <= step <= MAX_STEP and row.keys() >= set(COLUMNS)
+    if (step := row.get("step")) is None:
+        return row
+    is_step = step.is_integer() and 1 <= step <= MAX_STEP and row.keys() >= set(COLUMNS)
+    return row if is_step else None
 
 
 def drop_torn_line(path: Path, tell: Tell) -> None:
