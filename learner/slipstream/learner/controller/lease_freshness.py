@@ -14,7 +14,7 @@ REMEMBERED_STEPS = 8
 # Steps that are measured before leases may wait.
 FIRST_STEPS = 4
 # Least share of the time that the trainer waits, for each version of the bound. In simulations of
-# fleets of many speeds (benchmarks/schedules.py) waiting gains above it, and may lose below it.
+# fleets of many speeds (benchmarks/results/schedules.md) waiting gains above it, and may lose below it.
 LEAST_WAIT = 0.3
 # Largest share of the servers' places that are taken while leases wait.
 MOST_TAKEN = 0.5
