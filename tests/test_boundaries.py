@@ -29,11 +29,10 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "stopwatch", "lease_freshness", "lease_pace"),
-    *("own_log", "progress", "run"),
-    *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
-    *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration", "results"),
-    *("application", "check", "__main__"),
+    *("events", "loop_clock", "run"),
+    *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluation"),
+    *("set_aside_batch", "watch", "services", "reporting", "restoration", "results"),
+    *("application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.
 FLIGHTS = (

@@ -27,7 +27,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.reporting.rows import read_rows
+from slipstream.learner.controller.reporting.result_files import read_rows
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.learner.controller.publishing.probe_gap import logit_gap
+from slipstream.learner.controller.publishing.publish_totals import logit_gap
 
 RECORDED = Path(__file__).parents[4] / "data" / "probe_logprobs.npz"
 # What misses small updates only moves logits by less than their rounding.

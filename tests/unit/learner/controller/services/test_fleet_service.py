@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import grpc.aio
 import pytest
-from slipstream.learner.controller.services.joining import FleetServicer
+from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.services.fleet_service import FleetServicer
+from slipstream.learner.controller.tasks.relay import Relay
 from slipstream.v1 import fleet_pb2
 
 
@@ -31,7 +33,8 @@ async def test_processes_that_are_turned_away_again_and_again_take_no_more_memor
     run = SimpleNamespace(
         progress=None, events=SimpleNamespace(add=lambda text, _: events.append(text))
     )
-    servicer = FleetServicer(SimpleNamespace(sessions={"s": older}), run)  # type: ignore[arg-type]
+    fleet = SimpleNamespace(sessions={"s": older})
+    servicer = FleetServicer(fleet, run, Relay(str, print, LoopClock()))  # type: ignore[arg-type]
     context: grpc.aio.ServicerContext = Context()  # type: ignore[assignment]
     for process in range(2, 1502):
         hello = fleet_pb2.ServerHello(server_id="s", process=process, host="there")

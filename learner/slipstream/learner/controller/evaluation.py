@@ -7,18 +7,15 @@ keeps its version until the round is over.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.types import GroupId, PolicyVersion
-from slipstream.learner.controller.evaluations.evaluation_statistics import (
-    EvaluatedEpisode,
-    evaluation_statistics,
-)
+from slipstream.core.types import GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
@@ -27,7 +24,88 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
 from slipstream.learner.controller.trajectories.intake import Intake
+
+
+@dataclass(frozen=True)
+class EvaluatedEpisode:
+    """The facts that an evaluation keeps of one episode with a reward."""
+
+    task_index: int
+    reward: float
+    # Number of sampled tokens of each reply.
+    reply_tokens: tuple[int, ...]
+    truncated: bool
+    metrics: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> EvaluatedEpisode:
+        """The episode that `trajectory` recorded."""
+        return cls(
+            task_index=trajectory.task_index,
+            reward=trajectory.reward,
+            reply_tokens=trajectory.run_lengths[1::2],
+            truncated=trajectory.status is Status.TRUNCATED,
+            metrics=tuple(trajectory.metrics.items()),
+        )
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Probability that at least one of `k` replies passes, estimated without bias.
+
+    `k` of the `num_samples` replies, of which `num_passed` passed, are drawn without putting back:
+    1 - C(n - c, k) / C(n, k), the estimator of arXiv:2107.03374. Needs k <= num_samples.
+    """
+    assert 0 <= num_passed <= num_samples
+    assert 1 <= k <= num_samples
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def evaluation_statistics(
+    episodes: Sequence[EvaluatedEpisode],
+    *,
+    num_failed: int,
+    pass_at: Sequence[int],
+    pass_reward: float,
+) -> dict[str, float]:
+    """The numbers of one evaluation in one round, by name; docs/metrics.md says what they mean.
+
+    Returns only the counts when there is no episode. `pass_at_k` is the mean over the tasks with at
+    least k replies, not counting failed episodes. It is left out when there is no such task.
+    """
+    counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
+    if not episodes:
+        return counts
+    rewards = [episode.reward for episode in episodes]
+    replies = [tokens for episode in episodes for tokens in episode.reply_tokens]
+    return {
+        **means_of_metrics([dict(episode.metrics) for episode in episodes]),
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "reward_median": statistics.median(rewards),
+        "reply_tokens_mean": statistics.fmean(replies) if replies else 0.0,
+        "reply_tokens_max": float(max(replies, default=0)),
+        "truncated_fraction": statistics.fmean(episode.truncated for episode in episodes),
+        **_pass_rates(episodes, pass_at, pass_reward),
+        **counts,
+    }
+
+
+def _pass_rates(
+    episodes: Sequence[EvaluatedEpisode], pass_at: Sequence[int], pass_reward: float
+) -> dict[str, float]:
+    passed: dict[int, list[bool]] = {}
+    for episode in episodes:
+        passed.setdefault(episode.task_index, []).append(episode.reward >= pass_reward)
+    rates = {}
+    for k in pass_at:
+        estimates = [pass_at_k(len(p), sum(p), k) for p in passed.values() if len(p) >= k]
+        if estimates:
+            rates[f"pass_at_{k}"] = statistics.fmean(estimates)
+    return rates
 
 
 @dataclass(eq=False)
@@ -139,13 +217,13 @@ class Evaluator:
         return self._round is None and self._wanted_step is None
 
     def _want_the_last(self) -> None:
-        """Wants the last version of a solved run: `step_done` did not know that it was the last."""
+        """Schedules the final evaluation of a solved run, whose end was not known in advance."""
         progress = self._progress
         if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Starts the round of a server that stopped serving again on another server."""
+        """Restarts a round on another server when its server is lost."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -209,7 +287,7 @@ class Evaluator:
     def _suits(self, version: PolicyVersion) -> bool:
         """Whether `version` may be measured: the wanted version or a newer one.
 
-        The last version is measured exactly.
+        After the last step only the final version qualifies.
         """
         wanted, last = self._wanted_step, self._progress.last_step
         assert wanted is not None
