@@ -24,7 +24,6 @@ from slipstream.client.launch.engine_checks import (
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_certificates,
-    check_choosers,
     check_controller,
     check_engine,
     check_environments,
@@ -339,6 +338,5 @@ CHECKS = (
     ),
     Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
     Check("controller", Stage.START, SERVER, _running_controller),
-    Check("choosers", Stage.START, CONTROLLER, lambda scene: check_choosers(scene.config)),
     Check("environments", Stage.START, CONTROLLER, lambda scene: check_environments(scene.config)),
 )

@@ -45,7 +45,6 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
-CHOICE_CHECK = "slipstream.learner.controller.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_check"
 RETRY_S = 0.2
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
@@ -233,13 +232,6 @@ async def check_engine(config: Config) -> str | None:
         return None
     await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
     return f"vLLM has what is passed through to it: {', '.join(names)}"
-
-
-async def check_choosers(config: Config) -> None:
-    """Loads the classes that choose tasks, if there are any, and has each choose; ConfigError."""
-    curricula = [environment.curriculum for environment in config.environments]
-    if any(each is not None and each.rule == "own" for each in curricula):
-        await _check_by(CHOICE_CHECK, config, told="curriculum.chooser made no choice")
 
 
 async def check_reference(config: Config) -> None:
