@@ -63,8 +63,14 @@ def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN
     return {"column": Column(*arguments, **named)}
 
 
-def _token_ids(trajectories: Sequence[Trajectory], _: int) -> NumpyArray:
-    return np.concatenate([t.token_ids for t in trajectories])
+def _joined(name: str) -> Read:
+    """Returns the reader of a trajectory's field, which a step has if all trajectories have it."""
+
+    def read(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
+        arrays = [getattr(trajectory, name) for trajectory in trajectories]
+        return None if any(array is None for array in arrays) else np.concatenate(arrays)
+
+    return read
 
 
 def _loss_mask(trajectories: Sequence[Trajectory], _: int) -> NumpyArray:
@@ -103,7 +109,7 @@ class TokenEstimates(Generic[Array]):
 class TokenFields(TokenEstimates[Array]):
     """All fields of the tokens of a sequence or of a micro batch, [tokens, ...] each."""
 
-    token_ids: Array = field(metadata=_column(np.int64, _token_ids, of_all_tokens=True))
+    token_ids: Array = field(metadata=_column(np.int64, _joined("token_ids"), of_all_tokens=True))
     loss_mask: Array = field(metadata=_column(np.bool_, _loss_mask))
     # NaN for a token that no policy sampled: an environment gave it.
     behavior_logprobs: Array = field(metadata=_column(np.float32, _behavior_logprobs))
