@@ -23,7 +23,7 @@ import torch
 from measure import Spread, progress, settings_of, table, write_result
 from shapes import SHAPES
 from slipstream.core.settings.config import WeightsSection
-from slipstream.learner.trainer.weights.rank_objects import RankObjects
+from slipstream.learner.trainer.weights.version_writer import RankObjects
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.storage import Storage, Until
