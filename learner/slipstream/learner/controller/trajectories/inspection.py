@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.core.errors import ProtocolError
-from slipstream.core.settings.sampling_section import AGENT_TURNS
+from slipstream.core.settings.sampling_section import MAX_TURNS
 from slipstream.core.types import GroupId, PolicyVersion, Trajectory, TrajectoryName
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
@@ -148,7 +148,7 @@ class Inspector:
             max_episode_tokens=sampling.max_episode_tokens,
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
-            max_turns=sampling.max_turns or AGENT_TURNS,
+            max_turns=sampling.max_turns or MAX_TURNS,
             max_images=sampling.max_images,
             max_image_bytes=sampling.max_image_bytes,
             reference_top_k=reference.top_k if reference is not None and is_served else None,
