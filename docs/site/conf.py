@@ -50,6 +50,7 @@ CONTENTS = {
         "docs/guides/demonstrations",
         "docs/guides/sandbox",
         "docs/guides/judges",
+        "docs/guides/watching",
         "docs/guides/checkpoints",
         "docs/guides/models",
         "docs/guides/agreement",
