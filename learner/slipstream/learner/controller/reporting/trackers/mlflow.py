@@ -24,7 +24,7 @@ class MlflowTracker:
     """One run of an MLflow experiment, named after the project. See `Tracker`."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None) -> None:
-        """`uri`: server or database; None: MLFLOW_TRACKING_URI, or else a file of the run."""
+        """`uri`: server or database. If None, MLFLOW_TRACKING_URI, or else a file of the run."""
         place = uri or os.environ.get("MLFLOW_TRACKING_URI")
         place = place or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}"
         # MLflow's client is untyped.
