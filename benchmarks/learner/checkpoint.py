@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from slipstream.client.launch.preflight import free_port
@@ -177,7 +176,6 @@ def peer_s(models: list[StoredModel], folder: Path, device: torch.device) -> flo
 
 def stock_states(models: list[StoredModel]) -> dict[str, Any]:
     """Returns the state that Megatron-Core by itself saves of a model and its optimizer."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from slipstream.learner.trainer.model.model import unwrapped
 
     metadata = {
@@ -188,10 +186,7 @@ def stock_states(models: list[StoredModel]) -> dict[str, Any]:
     (model,) = models
     assert model.optimizer is not None
     state = {"model": unwrapped(model.chunks[0]).sharded_state_dict(metadata=metadata)}
-    # Our fix copies once more what Megatron-Core has gathered, so it is taken out here.
-    cured = DistributedOptimizer.get_parameter_state_dp_zero
-    with mock.patch.object(DistributedOptimizer, cured.__name__, cured.__wrapped__):
-        state["optimizer"] = model.optimizer.sharded_state_dict(state["model"], metadata=metadata)
+    state["optimizer"] = model.optimizer.sharded_state_dict(state["model"], metadata=metadata)
     return state
 
 

@@ -10,12 +10,14 @@ import functools
 import itertools
 import operator
 import zlib
+from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.routed_experts import RoutedExperts, unpack_experts
 from slipstream.core.types import (
+    SAMPLED_ARRAYS,
     Branch,
     Failure,
     FailureKind,
@@ -87,10 +89,11 @@ def unpack_logprobs(data: bytes) -> LogprobArray:
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     """Returns the wire form of a trajectory."""
-    token_ids, logprobs = (
-        pack_tokens(trajectory.token_ids),
-        pack_logprobs(trajectory.behavior_logprobs),
-    )
+    token_ids = pack_tokens(trajectory.token_ids)
+    arrays = {name: getattr(trajectory, name) for name in SAMPLED_ARRAYS}
+    sampled: dict[str, Any] = {
+        name: pack_logprobs(array) for name, array in arrays.items() if array is not None
+    }
     routed = experts_to_pb(trajectory.routed_experts)
     reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
@@ -99,7 +102,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         status=pb.EpisodeStatus.Name(trajectory.status.value),
         token_ids=token_ids,
         run_lengths=trajectory.run_lengths,
-        behavior_logprobs=logprobs,
+        **sampled,
         version_spans=[
             pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
@@ -107,7 +110,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
         metrics=trajectory.metrics,
         checksum=_checksum(
             token_ids,
-            logprobs,
+            *sampled.values(),
             routed.expert_ids if routed else b"",
             *_reference_arrays(reference or pb.ReferenceLogprobs()),
             *trajectory.images,
@@ -139,7 +142,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     """Returns the trajectory of a wire form; ProtocolError names parts that do not match."""
     arrays = (
         message.token_ids,
-        message.behavior_logprobs,
+        *(getattr(message, name) for name in SAMPLED_ARRAYS),
         message.routed_experts.expert_ids,
         *_reference_arrays(message.reference),
         *message.images,
@@ -162,7 +165,11 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         failure=failure,
         token_ids=unpack_tokens(message.token_ids),
         run_lengths=tuple(message.run_lengths),
-        behavior_logprobs=unpack_logprobs(message.behavior_logprobs),
+        **{
+            name: unpack_logprobs(data)
+            for name, is_required in SAMPLED_ARRAYS.items()
+            if (data := getattr(message, name)) or is_required
+        },
         version_spans=tuple(
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans

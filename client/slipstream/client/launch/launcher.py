@@ -51,7 +51,7 @@ EXPORT = "slipstream.learner.trainer.export_checkpoint"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 
 
-async def run_all(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
+async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
     config = load_config(path, overrides)

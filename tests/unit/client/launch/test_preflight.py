@@ -36,7 +36,6 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.settings.config import (
     Config,
     EnvironmentSection,
-    SamplingSection,
     SecuritySection,
 )
 from slipstream.core.settings.queue_section import QueueSection, QueueUserSection
@@ -437,14 +436,6 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
     config = config.model_copy(update={"rollout_server": server})
     assert not capsys.readouterr().err
     await check_environments(config)
-    told = (
-        "slipstream: warning: environment e: episodes end after one reply, and the first one leads "
-        "to another: sampling.max_turns, the most replies of an episode, is not set\n"
-    )
-    assert capsys.readouterr().err == told
-    # Whoever sets it knows it.
-    sampling = SamplingSection(max_reply_tokens=4, max_episode_tokens=32, max_turns=1)
-    await check_environments(config.model_copy(update={"sampling": sampling}))
     assert not capsys.readouterr().err
 
 

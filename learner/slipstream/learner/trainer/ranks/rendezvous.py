@@ -1,7 +1,7 @@
-"""The meeting place of a trainer's ranks: a torch store on one address, for ranks of one start.
+"""The rendezvous of a trainer's ranks: a torch store on one address, for ranks of one start.
 
-torch itself would open the store on all addresses and count every client as a rank. It would wait
-without a limit for a server that does not answer.
+torch itself would open the store on all addresses, count every client as a rank, and wait forever
+for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.distributed.distributed_c10d import Store
 
 # Seconds beyond the limit in which rank 0 may answer: torch asks again after a pause.
 CONNECT_GRACE_S = 5.0
-# Seconds within which a connection shows that something listens at the meeting place.
+# Seconds within which a connection shows that something listens at the address.
 PROBE_LIMIT_S = 5.0
 # Seconds within which a rank 0 that answers must have announced itself in the store.
 RECOGNITION_LIMIT_S = 60.0
 
 
-def meeting_place(
+def rendezvous(
     rank: int,
     world_size: int,
     timeout: timedelta,
@@ -73,38 +73,38 @@ def meeting_place(
     return _all_here(store, (rank, world_size), place, timeout, recognition)
 
 
-class Words:
-    """Words that one rank says to all others from any thread, outside the order of collectives."""
+class RankFlags:
+    """Flags that any rank can set for all others, from any thread, outside collectives."""
 
     def __init__(self, store: Store) -> None:
-        """Takes the `store` of `meeting_place`."""
+        """Takes the store that `rendezvous` returns."""
         self._store = store
 
-    def say(self, word: str) -> None:
-        """Lets every rank hear from now on that the word was said."""
+    def set(self, flag: str) -> None:
+        """Sets a flag, which every rank sees from now on."""
         with contextlib.suppress(RuntimeError):
-            # If rank 0 is gone, its words are too, and `was_said` is true on the remaining ranks.
-            self._store.set(f"word/{word}", "said")
+            # Without rank 0, which holds the flags, `is_set` is true on the remaining ranks.
+            self._store.set(f"flag/{flag}", "set")
 
-    def was_said(self, word: str) -> bool:
-        """Whether the word was said; also true when rank 0, which keeps the words, is gone."""
+    def is_set(self, flag: str) -> bool:
+        """Whether the flag is set; also true when rank 0, which holds the flags, is gone."""
         try:
-            return bool(self._store.check([f"word/{word}"]))
+            return bool(self._store.check([f"flag/{flag}"]))
         except RuntimeError:
             return True
 
-    def forget(self, word: str) -> None:
-        """Removes a word; called on one rank when no rank listens for the word any more."""
-        self._store.delete_key(f"word/{word}")
+    def clear(self, flag: str) -> None:
+        """Removes a flag; call it on one rank, when no rank looks for the flag any more."""
+        self._store.delete_key(f"flag/{flag}")
 
 
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
 ) -> Store:
-    """Returns the store.
+    """Returns the store at `host` and `port`.
 
-    Raises TimeoutError when what listens there does not answer, for which torch alone would wait
-    without a limit, or when nothing listens there, which takes torch up to twice its limit to say.
+    Raises TimeoutError if the server there does not answer, or if nothing listens there. torch
+    would wait forever in the first case, and up to twice its timeout in the second.
     """
     found: list[Store | BaseException] = []
 

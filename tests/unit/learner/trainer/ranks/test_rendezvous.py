@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.ranks.meeting import Words, meeting_place
+from slipstream.learner.trainer.ranks.rendezvous import RankFlags, rendezvous
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 
 HOST = "127.0.0.1"
@@ -67,7 +67,7 @@ def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int) -> Non
         "rank 0 is stopped or very slow, or another program has the port"
     )
     with socket.create_server((HOST, port)), pytest.raises(TimeoutError, match=told):
-        meeting_place(1, 2, SHORT, connect_grace_s=0.5)
+        rendezvous(1, 2, SHORT, connect_grace_s=0.5)
 
 
 @pytest.mark.usefixtures("attempts_end")
@@ -76,7 +76,7 @@ def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port: int, connect_grac
     # The ranks may start again after this error: rank 0 may be there the next time.
     told = rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
     with pytest.raises(TimeoutError, match=f"{told}started, is stopped or very slow"):
-        meeting_place(1, 2, SHORT, connect_grace_s=connect_grace_s)
+        rendezvous(1, 2, SHORT, connect_grace_s=connect_grace_s)
 
 
 def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
@@ -84,18 +84,18 @@ def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
         socket.create_server((HOST, port)),
         pytest.raises(ConfigError, match=f"got 127.0.0.1:{port}: .*in use"),
     ):
-        meeting_place(0, 2, SHORT)
+        rendezvous(0, 2, SHORT)
 
 
 def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolExecutor) -> None:
-    stores = [threads.submit(meeting_place, rank, 2, LONG) for rank in range(2)]
+    stores = [threads.submit(rendezvous, rank, 2, LONG) for rank in range(2)]
     first, second = (store.result(60) for store in stores)
     first.set("key", "value")
     assert second.get("key") == b"value"
 
 
 def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecutor) -> None:
-    came: Future[object] = threads.submit(meeting_place, 0, 2, timedelta(seconds=3))
+    came: Future[object] = threads.submit(rendezvous, 0, 2, timedelta(seconds=3))
     listening(port)
     # A rank of another program would come like this, and torch counts it.
     stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
@@ -112,31 +112,31 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
         HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
     )
     dist.PrefixStore("of this run/0", store).set("rank/0", "here")
-    meeting_place(1, 2, LONG)
+    rendezvous(1, 2, LONG)
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
     with pytest.raises(
         ConfigError,
         match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 "
         r".*belongs to another run, or has another",
     ):
-        meeting_place(1, 2, LONG, recognition_limit_s=1.0)
+        rendezvous(1, 2, LONG, recognition_limit_s=1.0)
 
 
 def test_a_word_is_heard_until_it_is_forgotten() -> None:
     store = dist.HashStore()
-    ours, theirs = Words(store), Words(store)
-    assert not theirs.was_said("stop")
-    ours.say("stop")
-    assert theirs.was_said("stop")
-    assert not theirs.was_said("go")
-    theirs.forget("stop")
-    assert not ours.was_said("stop")
+    ours, theirs = RankFlags(store), RankFlags(store)
+    assert not theirs.is_set("stop")
+    ours.set("stop")
+    assert theirs.is_set("stop")
+    assert not theirs.is_set("go")
+    theirs.clear("stop")
+    assert not ours.is_set("stop")
 
 
 def test_without_rank_0_every_word_counts_as_said(port: int) -> None:
     leader = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=SHORT)
-    words = Words(dist.TCPStore(HOST, port, is_master=False, timeout=SHORT))
-    assert not words.was_said("stop")
+    words = RankFlags(dist.TCPStore(HOST, port, is_master=False, timeout=SHORT))
+    assert not words.is_set("stop")
     del leader
-    assert words.was_said("stop")
-    words.say("go")
+    assert words.is_set("stop")
+    words.set("go")
