@@ -158,6 +158,11 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         )
     except ValueError as error:
         raise ProtocolError(f"group {message.group_id}: {error}") from error
+    sampled: dict[str, Any] = {
+        name: unpack_logprobs(data)
+        for name, is_required in SAMPLED_ARRAYS.items()
+        if (data := getattr(message, name)) or is_required
+    }
     trajectory = Trajectory(
         **dict(zip(_PLAIN_FIELDS, _plain_values(message), strict=True)),
         purpose=purpose,
@@ -165,11 +170,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         failure=failure,
         token_ids=unpack_tokens(message.token_ids),
         run_lengths=tuple(message.run_lengths),
-        **{
-            name: unpack_logprobs(data)
-            for name, is_required in SAMPLED_ARRAYS.items()
-            if (data := getattr(message, name)) or is_required
-        },
+        **sampled,
         version_spans=tuple(
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
