@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.core.errors import ProtocolError
 from slipstream.core.reservation import max_text_bytes
-from slipstream.core.settings.sampling_section import AGENT_TURNS
+from slipstream.core.settings.sampling_section import MAX_TURNS
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
@@ -318,7 +318,7 @@ class Inspector:
             max_episode_tokens=sampling.max_episode_tokens,
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
-            max_turns=sampling.max_turns or AGENT_TURNS,
+            max_turns=sampling.max_turns or MAX_TURNS,
             max_images=sampling.max_images,
             max_image_bytes=sampling.max_image_bytes,
             reference_top_k=reference.top_k if reference is not None and is_served else None,
