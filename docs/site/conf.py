@@ -74,6 +74,7 @@ CONTENTS = {
         "docs/architecture",
         "docs/internals/staleness",
         "docs/internals/weights",
+        "docs/internals/weight_changes",
         "docs/internals/journal",
         "docs/internals/trainer",
         "docs/internals/rollout_server",

@@ -94,7 +94,10 @@ class Readiness:
         unasked = [session for session in targets if session.key not in self._questions]
         self.ask(unasked, publish_id, version)
         questions = [self._questions[session.key] for session in targets]
-        await self._wait_for([question for question in questions if question.is_open])
+        if unanswered := [question for question in questions if question.is_open]:
+            clock = self._run.clock
+            until_s = max(q.asked_s for q in unanswered) + self._settings.bucket_deadline_s
+            await clock.wait([q.answer for q in unanswered], until_s - clock.now_s())
         problems = {}
         for question in questions:
             if question.is_open:
@@ -110,12 +113,6 @@ class Readiness:
     def server_lost(self, session: ServerSession) -> None:
         """Forgets the question to a server that is gone."""
         self._forget(session)
-
-    async def _wait_for(self, questions: Sequence[_Question]) -> None:
-        if questions:
-            until_s = max(q.asked_s for q in questions) + self._settings.bucket_deadline_s
-            clock = self._run.clock
-            await clock.wait([q.answer for q in questions], until_s - clock.now_s())
 
     def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
         session, question.is_late = question.session, True
