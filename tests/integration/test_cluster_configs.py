@@ -182,7 +182,8 @@ def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> 
     address = f'controller.address="127.0.0.1:{free_port("127.0.0.1")}"'
     transport = "nccl" if name == "smollm2-two-gpus" else ""
     result = run_command("run", CONFIGS / f"{name}.toml", address, "--dry-run", cwd=folder)
-    assert tomllib.loads(result.stdout)["run"]["name"] == name
+    named = {"smallest": "tiny-echo"}.get(name, name)
+    assert tomllib.loads(result.stdout)["run"]["name"] == named
     if name in SMALL:
         assert (result.returncode, result.stderr) == (0, "")
         return
@@ -253,10 +254,33 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
     settings = tomllib.loads(result.stdout)
     assert settings["run"]["name"] == name
     assert settings["algorithm"]["router_replay"] == ("rollout" if "a3b" in name else "off")
+    # What the configuration leaves out was chosen for the model.
+    algorithm, weights = settings["algorithm"], settings["weights"]
+    assert (algorithm["group_size"], algorithm["learning_rate"]) == (8, 1e-6)
+    assert algorithm["groups_per_step"] == (8 if "128k" in name else 64)
+    assert settings["learner"]["micro_batch_tokens"] == {
+        "llama-405b": 4096,
+        "qwen3-8b-128k": 32768,
+    }.get(name, 8192)
+    assert settings["rollout_server"]["tensor_parallel_size"] == {
+        "llama-405b": 8,
+        "llama-70b": 4,
+        "qwen3-8b": 1,
+    }.get(name, 2)
+    assert settings["rollout_server"]["max_episodes"] == (32 if "128k" in name else 256)
+    assert settings["learner"]["parallel"]["sequence_parallel"] is True
+    assert settings["learner"]["use_distributed_optimizer"] == (name != "qwen3-8b")
+    found = tuple(weights[key] for key in ("bucket_mib", "bucket_deadline_s", "join_deadline_s"))
+    assert found == (512, 60.0, 120.0)
+    assert len([line for line in lines_of(name) if line and not line.startswith("#")]) < 15
     lines = result.stdout.splitlines()
     assert f"# {sizes}" in lines
     assert f"# {groups}" in lines
     assert "# Only sizes were checked. Before a run can start:" in lines
+
+
+def lines_of(name: str) -> list[str]:
+    return (CONFIGS / f"{name}.toml").read_text().splitlines()
 
 
 def test_nodes_are_told_apart_by_the_environment_as_well(

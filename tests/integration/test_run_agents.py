@@ -106,7 +106,9 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
         base=SMALLEST,
         run__steps=8,
         environments=entries,
-        algorithm__groups_per_step=6,
+        run__name="smallest",
+        algorithm={"group_size": 4, "groups_per_step": 6, "learning_rate": 1e-4},
+        sampling={"max_reply_tokens": 8, "max_episode_tokens": 64},
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,26 +13,46 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from slipstream.client.launch.placement import uses_gpus  # noqa: E402
-from support.rigs.run_processes import run_command  # noqa: E402
+from support.rigs.run_processes import (  # noqa: E402
+    check_ledger,
+    run_command,
+    summary_of,
+)
 from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 
-def check_run(folder: Path, model: Path, *changes: str) -> dict:
-    summary, _ = run_smallest(folder, model, *changes)
-    assert (summary["state"], summary["steps"]) == ("finished", 3)
-    return summary
+GUESS = "slipstream.environments.guess:GuessNumber"
 
 
-# Agents of every kind train with the same settings in test_run_agents.py.
-@pytest.mark.slow
-def test_the_smallest_configuration_runs_with_every_default(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        pytest.param([str(SMALLEST)], "echo", marks=pytest.mark.slow),
+        pytest.param([f"--environment={GUESS}", "--steps=3"], "guessnumber", id="without a file"),
+    ],
+)
+def test_a_run_chooses_all_but_model_environment_and_steps(
+    start: list[str],
+    name: str,
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    check_run(tmp_path, tiny_model)
+    own = own_settings(tmp_path, tiny_model)
+    run = run_command("run", f"--model={tiny_model}", *start, *own[1:], limit_s=500)
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder = tmp_path / f"{tiny_model.name}-{name}"
+    summary = summary_of(folder)
+    check_ledger(summary)
+    assert (summary["state"], summary["steps"]) == ("finished", 3)
+    assert f"chosen for {tiny_model}: algorithm.group_size 8, " in run.stdout
+    table = tomllib.loads((folder / "config.toml").read_text())
+    assert table["algorithm"]["group_size"] == 8
+    assert "algorithm.group_size" in table["automatic"]
 
 
 @pytest.mark.slow
@@ -43,7 +64,8 @@ def test_an_engine_on_a_cpu_compiles_where_it_is_asked_for(
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     compiled = ("rollout_server.enforce_eager=false", "model.dtype=float32")
     # A probe of every publish: what was compiled computes with the new weights.
-    summary = check_run(tmp_path, tiny_model, *compiled, "weights.verify_every=1")
+    summary, _ = run_smallest(tmp_path, tiny_model, *compiled, "weights.verify_every=1")
+    assert (summary["state"], summary["steps"]) == ("finished", 3)
     assert summary["logprob_gap_max"] < 1e-4
 
 

@@ -9,9 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.client.launch.preflight import free_port  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
-    ROOT,
     TRAINER,
     address_of,
     check_ledger,
@@ -24,7 +22,12 @@ from support.rigs.run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
-from support.rigs.smallest_run import plain_engine  # noqa: E402
+from support.rigs.smallest_run import (  # noqa: E402
+    SHORT,
+    SMALLEST,
+    own_settings,
+    plain_engine,
+)
 
 __all__ = ["plain_engine"]
 pytestmark = [
@@ -39,11 +42,10 @@ STEPS = 5
 def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> None:
     run = run_command(
         "run",
-        ROOT / "deploy" / "configs" / "smallest.toml",
-        f"model.path={tiny_model}",
-        f"run.dir={tmp_path}",
+        SMALLEST,
+        *own_settings(tmp_path, tiny_model),
+        *SHORT,
         f"run.steps={STEPS}",
-        f"controller.address=127.0.0.1:{free_port('127.0.0.1')}",
         "model.dtype=bfloat16",
         "algorithm.learning_rate=1e-6",
         f"weights.storage_url={tmp_path / 'storage'}",

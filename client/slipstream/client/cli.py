@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -115,7 +116,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = commands.add_parser("run", help="everything on this machine")
-    _add_config(run)
+    _add_config(run, is_optional=True)
+    run.add_argument("--model", metavar="FOLDER", help="for model.path")
+    run.add_argument("--environment", metavar="MODULE:CLASS", help="for the only environment")
+    run.add_argument("--steps", type=int, help="for run.steps")
     run.set_defaults(execute=_run)
 
     learner = commands.add_parser(
@@ -232,8 +236,9 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     stop.set_defaults(execute=_stop)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.toml")
+def _add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    number = "?" if is_optional else None
+    parser.add_argument("config", type=Path, nargs=number, metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument(
         *("--dry-run",),
@@ -250,8 +255,22 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
 
 async def _run(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_all
+    from slipstream.core.errors import ConfigError
 
-    return await run_all(arguments.config, arguments.overrides, dry_run=arguments.dry_run)
+    path, overrides = arguments.config, list(arguments.overrides)
+    if path is not None and "=" in str(path) and not path.exists():
+        # Without a file the first setting stands in its place.
+        path, overrides = None, [str(path), *overrides]
+    if arguments.steps is not None:
+        overrides.insert(0, f"run.steps={arguments.steps}")
+    if arguments.environment is not None:
+        reference = json.dumps(arguments.environment)
+        overrides.insert(0, f"environments=[{{reference={reference}}}]")
+    if arguments.model is not None:
+        overrides.insert(0, f"model.path={json.dumps(arguments.model)}")
+    if path is None and not overrides:
+        raise ConfigError("a run needs a CONFIG.toml, or --model, --environment and --steps")
+    return await run_all(path, overrides, dry_run=arguments.dry_run)
 
 
 async def _learner(arguments: argparse.Namespace) -> int:

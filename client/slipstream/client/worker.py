@@ -202,11 +202,6 @@ class _Check:
 
         step = pb.StepCommand(episode_key=CHECK, reply=given or self._options.reply)
         verdict = (await self._ask(pb.WorkerCommand(step=step))).verdict
-        if not verdict.done and self._options.max_turns == 0:
-            self._warn(
-                "episodes end after one reply, and the first one leads to another: "
-                "sampling.max_turns, the most replies of an episode, is not set"
-            )
         whose = "its own reply" if given else f"the reply {step.reply!r}"
         return f"reward {verdict.reward:g} for {whose}"
 

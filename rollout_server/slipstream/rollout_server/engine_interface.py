@@ -44,7 +44,7 @@ class Sampling:
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
     counts context and sampled tokens of each branch, `total_tokens` those of all branches,
-    `max_turns` the replies of all branches, where 0 is one, or 256 of an agent. With `ignore_eos` a
+    `max_turns` the replies of all branches, where 0 is 256. With `ignore_eos` a
     reply does not end at the end-of-text token. `max_prompt_tokens` limits the context before the
     first reply; with 0 it need only leave room for one token of that reply. A reply also ends with
     the first of `stop_token_ids`, and with the token that completes the first of the texts in
@@ -105,6 +105,11 @@ class Generation:
     finish_reason: FinishReason
     cached_tokens: int = 0
     expert_ids: npt.NDArray[np.unsignedinteger] | None = None
+
+    @property
+    def sampled_arrays(self) -> dict[str, LogprobArray]:
+        """The values of each sampled token, by the trajectory's fields of `SAMPLED_ARRAYS`."""
+        return {"behavior_logprobs": self.logprobs}
 
     @classmethod
     def unbegun(cls) -> Generation:

@@ -21,6 +21,17 @@ def plain_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), os.getenv("PYTHONPATH", "")]))
 
 
+# Settings of a run that is over soon.
+SHORT = (
+    "run.name=smallest",
+    "algorithm.group_size=4",
+    "algorithm.groups_per_step=2",
+    "algorithm.learning_rate=1e-4",
+    "sampling.max_reply_tokens=8",
+    "sampling.max_episode_tokens=64",
+)
+
+
 def own_settings(folder: Path, model: Path) -> list[str]:
     """What is this machine's own: where the model and the runs lie, and a free port."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
@@ -29,7 +40,8 @@ def own_settings(folder: Path, model: Path) -> list[str]:
 
 def run_smallest(folder: Path, model: Path, *settings: str) -> tuple[dict, list[dict]]:
     """The summary and the rows of a run, which has succeeded and lost no token."""
-    run = run_command("run", SMALLEST, *own_settings(folder, model), *settings, limit_s=500)
+    own = (*own_settings(folder, model), *SHORT)
+    run = run_command("run", SMALLEST, *own, *settings, limit_s=500)
     assert run.returncode == 0, run.stdout + run.stderr
     summary = summary_of(folder / "smallest")
     check_ledger(summary)

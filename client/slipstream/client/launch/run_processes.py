@@ -24,6 +24,7 @@ from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.launch.waits import tell_waits
 from slipstream.client.run_folder import node_folder, write_config
 from slipstream.client.stopping import stop_signal
+from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import QueueError, RunFailed
 from slipstream.core.exit_codes import FAILED
@@ -114,6 +115,9 @@ class RunProcesses:
         """Starts the controller; this command starts `num_servers` rollout servers beside it."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
+        if self._config.automatic:
+            chosen = describe_choices(self._config)
+            self._display.tell(f"chosen for {self._config.model.path}: {chosen}")
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
         for line in model_warnings(self._config):

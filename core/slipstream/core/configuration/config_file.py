@@ -14,6 +14,7 @@ from typing import TypeAlias
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
+from slipstream.core.configuration.automatic import completed
 from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.whole_settings import check_whole
@@ -43,16 +44,19 @@ _FORMS = ("bool", "int", "float", "str", "list", "dict")
 LONGEST_VALUE = 80
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the checked settings of `path` with `overrides` on top.
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Returns the checked settings of `path` with `overrides` on top; None: of these alone.
+
+    What both leave out the run chooses where it can (`automatic`).
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
     with one line that names the value and the rule; for an unknown key it has the nearest known
     keys.
     """
     try:
-        data = path.read_bytes()
-        check_whole(path, data)
+        data = b"" if path is None else path.read_bytes()
+        if path is not None:
+            check_whole(path, data)
         # Some editors begin a file with a byte order mark.
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         table: Table = tomllib.loads(text)
@@ -69,11 +73,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply_override(table, override)
     try:
-        return Config.model_validate(table)
+        return Config.model_validate(completed(table))
     except ValidationError as error:
         worst, line = _worst(error)
         in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]
-        source = _source(path, worst, overrides, in_file)
+        source = "command line" if path is None else _source(path, worst, overrides, in_file)
         raise ConfigError(f"{source}: {line}") from None
 
 
@@ -283,7 +287,7 @@ def _source(
 
 def _problems(table: Table) -> list[str]:
     try:
-        Config.model_validate(table)
+        Config.model_validate(completed(table))
     except ValidationError as error:
         return [_describe(problem) for problem in error.errors()]
     return []

@@ -78,6 +78,16 @@ class ModelSizes:
         return 2 * self.cached_layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
 
     @property
+    def parameters(self) -> int:
+        """The number of parameters, about: without biases, norms, towers and layers of state."""
+        heads = 2 * (self.heads + self.kv_heads) * self.head_dim
+        experts = self.experts * self.expert_ffn + self.shared_expert_ffn
+        dense = self.dense_layers if self.experts else self.layers
+        mlps = 3 * (dense * self.ffn + (self.layers - dense) * experts)
+        vocab = self.vocab * (1 if self.has_tied_output else 2)
+        return self.hidden * (vocab + self.layers * heads + mlps)
+
+    @property
     def family(self) -> Family:
         """The record of the model's class; that of a plain decoder for an unknown class."""
         return FAMILIES.get(self.architecture, Family())

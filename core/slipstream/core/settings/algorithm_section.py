@@ -130,13 +130,13 @@ class AlgorithmSection(Section):
     """
 
     # Episodes of one task.
-    group_size: Positive
+    group_size: Positive = 8
     # Groups in one training step.
-    groups_per_step: Positive
+    groups_per_step: Positive = 16
     # Bound of the lag of every trained token, in versions; 0: synchronous.
     max_staleness: int = Field(2, ge=0)
     # Learning rate of the policy after the warmup and before the decay.
-    learning_rate: float = Field(gt=0)
+    learning_rate: float = Field(1e-5, gt=0)
     # Steps over which the learning rate rises linearly, beginning with 1 / warmup_steps of it.
     warmup_steps: int = Field(0, ge=0)
     # Shape in which the learning rate falls until the end of the run. With x from 0 to 1 it falls

@@ -9,9 +9,9 @@ from slipstream.core.settings.measurement_sections import MAX_TEMPERATURE, MIN_T
 from slipstream.core.settings.section import Positive, Section
 from slipstream.v1 import fleet_pb2
 
-# Most replies of an agent's episode where `max_turns` is 0. An agent that never ends is stopped by
-# the limits of tokens, mostly, and by this.
-AGENT_TURNS = 256
+# Most replies of an episode where `max_turns` is 0. One that never ends is stopped by the limits of
+# tokens, mostly, and by this.
+MAX_TURNS = 256
 
 
 class SamplingSection(Section):
@@ -25,11 +25,12 @@ class SamplingSection(Section):
     # Sampling uses this many of the most probable tokens; the learner ignores it. 0: no limit.
     top_k: int = Field(0, ge=0)
     # Most sampled tokens of one reply.
-    max_reply_tokens: Positive
-    # Most replies of one episode. 0: one, or 256 where the environment is an agent.
+    max_reply_tokens: Positive = 3072
+    # Most replies of one episode; 0: 256. An environment ends its episodes, and so do the limits of
+    # tokens.
     max_turns: int = Field(0, ge=0)
     # Most tokens of an episode, context and sampled. It bounds each branch of an agent's episode.
-    max_episode_tokens: Positive
+    max_episode_tokens: Positive = 4096
     # Most tokens of all branches of an episode together. 0: `max_episode_tokens`.
     max_total_tokens: int = Field(0, ge=0)
     # Most branches of an episode, the conversations that an agent has with the model.

@@ -44,8 +44,8 @@ class Tables(Section):
 
     run: RunSection
     model: ModelSection
-    algorithm: AlgorithmSection
-    sampling: SamplingSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    sampling: SamplingSection = SamplingSection()
     environments: tuple[EnvironmentSection, ...] = ()
     evaluations: tuple[EvaluationSection, ...] = ()
     controller: ControllerSection = ControllerSection()
@@ -59,6 +59,8 @@ class Tables(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
     tracking: TrackingSection = TrackingSection()
+    # Names of the settings that the run chose by itself (`configuration.automatic`).
+    automatic: tuple[str, ...] = ()
 
     @property
     def run_dir(self) -> Path:

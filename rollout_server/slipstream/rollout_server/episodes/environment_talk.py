@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
+from slipstream.core.settings.sampling_section import MAX_TURNS
 from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
@@ -116,7 +117,7 @@ class EnvironmentTalk:
             self._judge(verdict)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
-            if recording.num_turns >= max(1, sampling.max_turns):
+            if recording.num_turns >= (sampling.max_turns or MAX_TURNS):
                 return Status.TRUNCATED
             if renderer.cannot_fit(verdict.messages, sampling.max_episode_tokens):
                 return Status.TRUNCATED

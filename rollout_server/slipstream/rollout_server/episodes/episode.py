@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.core.settings.sampling_section import AGENT_TURNS
+from slipstream.core.settings.sampling_section import MAX_TURNS
 from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Failure, FailureKind, Status, Trajectory, VersionSpan
 from slipstream.rollout_server.agents.limits import judge_sampling
@@ -159,7 +159,7 @@ class Episode:
         api = await self._ask(self._services.agents.api())
         engine, values = self._services.engine, read_values(lease.template_values)
         most = min(max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
-        turns = lease.sampling.max_turns or AGENT_TURNS
+        turns = lease.sampling.max_turns or MAX_TURNS
         recorder = Recorder(
             engine,
             task.key,

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 import tomli_w
+from slipstream.client.launch.checks import Scene, Stage, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.placement import uses_gpus
@@ -26,7 +27,6 @@ from slipstream.client.launch.preflight import (
     check_own_certificate,
     check_port,
     check_queue_user,
-    check_settings,
     check_weights_host,
     free_port,
 )
@@ -36,7 +36,6 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.settings.config import (
     Config,
     EnvironmentSection,
-    SamplingSection,
     SecuritySection,
 )
 from slipstream.core.settings.queue_section import QueueSection, QueueUserSection
@@ -153,7 +152,7 @@ def test_files_of_security_are_tried_before_anything_starts(
     model = config.model.model_copy(update={"path": tmp_path})
     config = config.model_copy(update={"security": security, "model": model})
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_settings(config, dry_run=True)
+        asyncio.run(require(Scene(config, frozenset({"replay"}), dry_run=True), Stage.SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -437,14 +436,6 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
     config = config.model_copy(update={"rollout_server": server})
     assert not capsys.readouterr().err
     await check_environments(config)
-    told = (
-        "slipstream: warning: environment e: episodes end after one reply, and the first one leads "
-        "to another: sampling.max_turns, the most replies of an episode, is not set\n"
-    )
-    assert capsys.readouterr().err == told
-    # Whoever sets it knows it.
-    sampling = SamplingSection(max_reply_tokens=4, max_episode_tokens=32, max_turns=1)
-    await check_environments(config.model_copy(update={"sampling": sampling}))
     assert not capsys.readouterr().err
 
 

@@ -297,18 +297,17 @@ def test_an_unknown_key_of_an_environment_is_refused_with_the_nearest_right_one(
 
 def test_a_missing_key_is_named() -> None:
     table = copy.deepcopy(SMALLEST)
-    del table["algorithm"]["learning_rate"]  # type: ignore[union-attr,index,arg-type]
-    assert refusal(table) == "algorithm.learning_rate is required"
+    del table["run"]["steps"]  # type: ignore[union-attr,index,arg-type]
+    assert refusal(table) == "run.steps is required"
     del table["model"]
-    assert refusal(table) == "model.path and algorithm.learning_rate are required"
+    assert refusal(table) == "run.steps and model.path are required"
 
 
 def test_all_missing_keys_are_named_in_one_line() -> None:
     table: Table = {"run": {}, "environments": [{}]}
     missing = (
-        "run.name, run.steps, model.path, algorithm.group_size, algorithm.groups_per_step, "
-        "algorithm.learning_rate, sampling.max_reply_tokens, sampling.max_episode_tokens, "
-        "environments.0.name and environments.0.reference are required"
+        "run.name, run.steps, model.path, environments.0.name and environments.0.reference are "
+        "required"
     )
     assert refusal(table) == missing
     # A mistyped key is why another one is missing.

@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.core.errors import ProtocolError
 from slipstream.core.reservation import max_text_bytes
-from slipstream.core.settings.sampling_section import AGENT_TURNS
+from slipstream.core.settings.sampling_section import MAX_TURNS
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
@@ -26,7 +26,7 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.history import RecordedBatch, RunHistory, TrajectoryEnd
+from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -194,12 +194,10 @@ class EarlierIds:
             # The file was removed because a checkpoint covers the batch.
             return True
         if self._newest[0] != step:
-            self._newest = step, self._read(batch)
+            message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
+            ids = frozenset(trajectory_from_pb(t).trajectory_id for t in message.trajectories)
+            self._newest = step, ids
         return trajectory_id in self._newest[1]
-
-    def _read(self, recorded: RecordedBatch) -> frozenset[TrajectoryId]:
-        batch = self._journal.read_batch(recorded.step, recorded.crc32, recorded.attempt)
-        return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
 
 
 # Bytes for long names and a failure's message, in addition to what a lease reserves.
@@ -320,7 +318,7 @@ class Inspector:
             max_episode_tokens=sampling.max_episode_tokens,
             max_total_tokens=sampling.total_tokens,
             max_branches=sampling.max_branches,
-            max_turns=sampling.max_turns or AGENT_TURNS,
+            max_turns=sampling.max_turns or MAX_TURNS,
             max_images=sampling.max_images,
             max_image_bytes=sampling.max_image_bytes,
             reference_top_k=reference.top_k if reference is not None and is_served else None,

@@ -1,8 +1,8 @@
 """The statistic of a probe, by hand and on log-probabilities of a real engine and learner.
 
 The file holds what SmolLM2-135M-Instruct's learner and rollout server said in bfloat16 of the same
-tokens, after deliveries of right weights and of weights with one fault; benchmarks/probe_faults.py
-records it.
+tokens, after deliveries of right weights and of weights with one fault; see
+benchmarks/results/logprobs.md.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
             publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=client)
             first = publish_order(1, new_communicator=True, verify=False)[0].publish
             first.receivers[0].num_workers = 2
+            first.bucket_deadline_s = LIMIT_S
             first.communicator.transport = transport
             publisher.run(first, None)
             ranks.gather_bytes(b"")
@@ -136,6 +137,7 @@ def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
             assert list(stream.offer.changed) == scene.changed
             second.communicator.transport = transport
             second.delta.CopyFrom(stream.offer)
+            second.bucket_deadline_s = LIMIT_S
             publisher.run(second, None)
             senders.abort()
 

@@ -1,0 +1,250 @@
+"""Settings that a run chooses by itself, from its other settings and the model's config.json.
+
+The machine has no part in the choice, so that all hosts of a run choose the same. A stated value
+always wins. The run's folder keeps what was chosen, and a run that goes on takes it from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, JsonValue
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
+from slipstream.core.routed_experts import routing_bytes_per_token
+from slipstream.core.run_folder import CONFIG
+from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
+from slipstream.core.settings.tables import Tables
+
+# Parameters from which a model is small, and large: they decide learning rate and batch.
+SMALL, LARGE = 5e7, 1e9
+# Most tokens of an episode, and episodes of a server, unless more are asked for.
+EPISODE_TOKENS, SERVER_EPISODES = 4096, 256
+# Bytes of weights on one GPU of an engine: half of the smallest GPU for such work.
+WORKER_BYTES = 40e9
+MIB = 1 << 20
+
+T = TypeVar("T")
+S = TypeVar("S", bound=BaseModel)
+
+
+def completed(table: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Returns the settings of a file with what it leaves out, if the run chooses that itself.
+
+    The names of the chosen settings are under the key `automatic`. Raises pydantic's
+    ValidationError for a section that is wrong by itself.
+    """
+    whole: dict[str, Any] = copy.deepcopy(dict(table))
+    _name(whole)
+    lora = whole.get("lora")
+    if isinstance(lora, dict) and lora.get("adapters"):
+        lora.setdefault("publish", "adapters")
+    tables = Tables.model_validate(whole)
+    try:
+        sizes = read_model_sizes(tables.model.path)
+    except ConfigError:
+        # The check of the model will say it.
+        sizes = ModelSizes.of({})
+    recorded = {} if tables.run.resume == "never" else _recorded(tables.run_dir / CONFIG)
+    chosen = chosen_settings(tables, sizes, recorded)
+    for key, value in chosen.items():
+        *parents, last = key.split(".")
+        reduce(lambda place, name: place.setdefault(name, {}), parents, whole)[last] = value
+    if chosen:
+        whole["automatic"] = sorted({*tables.automatic, *chosen})
+    return whole
+
+
+def chosen_settings(
+    tables: Tables, sizes: ModelSizes, recorded: Mapping[str, JsonValue]
+) -> dict[str, JsonValue]:
+    """Returns a value for each setting that `tables` does not state and a run chooses.
+
+    A setting in `recorded` keeps that value.
+    """
+    choice = _Choice(tables, recorded)
+    parameters = sizes.parameters
+    model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)
+    is_large = parameters >= LARGE
+    algorithm, learner, steps = tables.algorithm, tables.learner, tables.run.steps
+
+    # The step.
+    compares = algorithm.advantage not in ("score", "none")
+    size = choice("algorithm.group_size", 8 if compares else 1)
+    episodes = 512 if is_large else 128
+    per_mini_batch = max(1, episodes // size // algorithm.mini_batches)
+    groups = choice("algorithm.groups_per_step", per_mini_batch * algorithm.mini_batches)
+    rate = 1e-3 if parameters < SMALL else 1e-6 if is_large else 1e-5
+    # Adapters learn best at some ten times the rate of all parameters.
+    choice("algorithm.learning_rate", min(10 * rate, 3e-3) if tables.lora.rank else rate)
+    falling = 0 if algorithm.decay == "none" else algorithm.decay_steps or 1
+    fixed = tables.critic.warmup_steps if tables.critic is not None else 0
+    rising = min(10, steps // 30, steps - fixed - falling) if parameters >= SMALL else 0
+    choice("algorithm.warmup_steps", max(0, rising))
+
+    # Lengths.
+    context = sizes.max_positions or EPISODE_TOKENS
+    set_reply = "max_reply_tokens" in tables.sampling.model_fields_set
+    room = tables.sampling.max_reply_tokens * 4 // 3 if set_reply else 0
+    longest = choice("sampling.max_episode_tokens", min(context, max(EPISODE_TOKENS, room)))
+    choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
+
+    # The learner.
+    cp = learner.parallel.cp
+    share = math.ceil(longest / cp)
+    packed = max(4096, share, min(2 * share, 8192))
+    choice("learner.micro_batch_tokens", packed + packed % 2)
+    for place in ("learner", "reference", "critic"):
+        section = getattr(tables, place)
+        if section is not None and section.parallel is not None:
+            choice(f"{place}.parallel.sequence_parallel", section.parallel.tp > 1)
+    choice("learner.use_distributed_optimizer", _has_replicas(tables))
+    choice("learner.threads", 4 if is_large else 1)
+
+    # The rollout servers.
+    server = tables.rollout_server
+    batched = server.engine.get("max_num_batched_tokens")
+    most = min(SERVER_EPISODES, batched) if isinstance(batched, int) else SERVER_EPISODES
+    running = max(size, server.shared_max_episodes or 1, min(most, max(64, size * groups)))
+    choice("rollout_server.max_episodes", running)
+    choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
+
+    # Routing, and the queue, which must hold what it adds.
+    replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
+    routing = _routing_bytes(sizes) if replays else 0
+    trajectory = choice.applied().trajectory_bytes(routing_bytes_per_token=routing)
+    ahead = (algorithm.max_staleness + 1) * groups * size * trajectory
+    choice("queue.max_bytes", max(256 * MIB, ahead))
+
+    # Weights.
+    power = round(math.log2(max(1.0, model_bytes / 32 / MIB)))
+    bucket = choice("weights.bucket_mib", 1 << min(9, max(6, power)))
+    bucket_s = min(60.0, min(bucket, model_bytes / MIB) * 10 / 64)
+    bucket_s = choice("weights.bucket_deadline_s", round(max(2.0, bucket_s), 1))
+    join_s = choice("weights.join_deadline_s", round(min(120.0, 20 + model_bytes / 1e7), 1))
+    silence_s = 1800.0 if parameters >= 1e8 else 600.0
+    choice("learner.timeout_s", max(silence_s, 2 * (join_s + bucket_s)))
+    return choice.made
+
+
+def describe_choices(tables: Tables) -> str:
+    """Returns one line with the values that a run chose by itself; "" if it chose none."""
+    return ", ".join(f"{key} {_shown(_value(tables, key))}" for key in tables.automatic)
+
+
+class _Choice:
+    """The value of each setting: the stated one, else the recorded one, else the given one."""
+
+    def __init__(self, tables: Tables, recorded: Mapping[str, JsonValue]) -> None:
+        self._tables, self._recorded = tables, recorded
+        self.made: dict[str, JsonValue] = {}
+
+    def __call__(self, key: str, value: T) -> T:
+        place, _, name = key.rpartition(".")
+        section = _value(self._tables, place)
+        assert isinstance(section, BaseModel)
+        if name in section.model_fields_set:
+            found = getattr(section, name)
+        else:
+            found = self.made[key] = self._recorded.get(key, cast("JsonValue", value))
+        return cast("T", found)
+
+    def applied(self) -> Tables:
+        """Returns the tables with the choices made so far."""
+        tables = self._tables
+        for key, value in self.made.items():
+            tables = _replaced(tables, key.split("."), value)
+        return tables
+
+
+def _replaced(section: S, path: list[str], value: JsonValue) -> S:
+    first, *rest = path
+    inner = _replaced(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: inner})
+
+
+def _value(tables: Tables, key: str) -> object:
+    return reduce(getattr, key.split("."), tables)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _name(table: dict[str, Any]) -> None:
+    """Names environments by their classes, and the run by the model and its environments."""
+    names: list[str] = []
+    environments = table.get("environments")
+    for each in environments if isinstance(environments, list) else ():
+        if isinstance(each, dict):
+            each.setdefault("name", str(each.get("reference")).rpartition(":")[2].lower() or "none")
+            names.append(str(each["name"]))
+    model, run = table.get("model"), table.setdefault("run", {})
+    path = model.get("path") if isinstance(model, dict) else None
+    if isinstance(run, dict):
+        parts = [Path(str(path)).absolute().name, *names]
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+        run.setdefault("name", name.lstrip("._-")[:100] or "run")
+
+
+def _recorded(path: Path) -> dict[str, JsonValue]:
+    """Returns what the run of this file chose; {} without a whole one, which others report."""
+    try:
+        table = tomllib.loads(path.read_text())
+        return {
+            key: reduce(lambda place, name: place[name], key.split("."), table)
+            for key in table["automatic"]
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _has_replicas(tables: Tables) -> bool:
+    """Whether ranks could share the optimizer's state, and Megatron can split it."""
+    learner = tables.learner
+    try:
+        layout = RankLayout.of(learner.parallel, learner.world_size)
+    except ValueError:
+        return False
+    return layout.dp * layout.cp > 1 and learner.optimizer.get("optimizer", "adam") == "adam"
+
+
+def _workers(sizes: ModelSizes, model_bytes: float) -> int:
+    """Returns the smallest number of an engine's GPUs, 8 at most, with room for the weights."""
+    groups = max(1, sizes.kv_heads)
+    fitting = [
+        tp
+        for tp in (1, 2, 4, 8)
+        if sizes.heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+    ]
+    return next((tp for tp in fitting if model_bytes / tp <= WORKER_BYTES), fitting[-1])
+
+
+def _replay(tables: Tables, sizes: ModelSizes) -> str:
+    """Returns "rollout" for a mixture of experts whose routing can be recorded, else "off"."""
+    algorithm = tables.algorithm.model_copy(update={"router_replay": "rollout"})
+    replaying = tables.model_copy(update={"algorithm": algorithm})
+    # With adapters the reference may be the policy without them, which cannot replay.
+    without_adapters = tables.lora.rank > 0 and tables.algorithms.measures_divergence
+    if not sizes.experts or without_adapters or any(replay_table_problems(replaying)):
+        return "off"
+    if "max_bytes" not in tables.queue.model_fields_set:
+        # The queue's size follows from the answer.
+        queue = tables.queue.model_copy(update={"max_bytes": 1 << 62})
+        replaying = replaying.model_copy(update={"queue": queue})
+    num_bytes = tables.trajectory_bytes(routing_bytes_per_token=_routing_bytes(sizes))
+    return "off" if any(trajectory_problems(replaying, num_bytes)) else "rollout"
+
+
+def _routing_bytes(sizes: ModelSizes) -> int:
+    return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.core.configuration.automatic import completed, describe_choices
+from slipstream.core.configuration.config_file import dump_config, load_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+LARGE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LARGE |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def chosen(folder: Path, model: dict[str, Any] = TINY, **tables: Any) -> Config:
+    """The settings of a file with model, environment, steps and `tables`."""
+    (folder / "model").mkdir(exist_ok=True)
+    fields = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 256, **model}
+    (folder / "model" / "config.json").write_text(json.dumps(fields))
+    table = {
+        "run": {"steps": 90, "dir": str(folder), **tables.pop("run", {})},
+        "model": {"path": str(folder / "model")},
+        "environments": [{"reference": "a.b:Sums"}],
+    }
+    return Config.model_validate(completed(table | tables))
+
+
+def test_a_run_is_named_by_its_model_and_environments(tmp_path: Path) -> None:
+    config = chosen(tmp_path)
+    assert (config.run.name, config.environments[0].name) == ("model-sums", "sums")
+    named = chosen(tmp_path, run={"name": "mine"}, environments=[{"reference": "a:B", "name": "c"}])
+    assert (named.run.name, named.environments[0].name) == ("mine", "c")
+
+
+def test_a_stated_value_wins_and_the_others_follow_it(tmp_path: Path) -> None:
+    config = chosen(tmp_path, algorithm={"group_size": 4, "mini_batches": 3, "learning_rate": 0.5})
+    assert (config.algorithm.group_size, config.algorithm.learning_rate) == (4, 0.5)
+    assert config.algorithm.groups_per_step == 30
+    assert config.rollout_server.max_episodes == 120
+    assert "algorithm.group_size" not in config.automatic
+    assert "algorithm.groups_per_step" in config.automatic
+    assert "rollout_server.max_episodes 120" in describe_choices(config)
+
+
+def test_lengths_are_those_of_the_model(tmp_path: Path) -> None:
+    config = chosen(tmp_path)
+    sampling = config.sampling
+    assert (sampling.max_episode_tokens, sampling.max_reply_tokens) == (256, 192)
+    assert config.learner.micro_batch_tokens == 4096
+    long = {"max_position_embeddings": 131072}
+    assert chosen(tmp_path, TINY | long).sampling.max_episode_tokens == 4096
+    asked = chosen(tmp_path, TINY | long, sampling={"max_reply_tokens": 9000}).sampling
+    assert (asked.max_reply_tokens, asked.max_episode_tokens) == (9000, 12000)
+    whole = chosen(tmp_path, TINY | long, sampling={"max_episode_tokens": 20000})
+    assert whole.sampling.max_reply_tokens == 15000
+    assert whole.learner.micro_batch_tokens == 20000
+    split = {"world_size": 3, "parallel": {"cp": 3}}
+    uneven = chosen(tmp_path, TINY | long, sampling={"max_episode_tokens": 20000}, learner=split)
+    assert uneven.learner.micro_batch_tokens == 8192
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "rate", "groups", "warmup"),
+    [
+        (TINY, {}, 1e-3, 16, 0),
+        (TINY, {"rank": 8}, 3e-3, 16, 0),
+        (LARGE, {}, 1e-6, 64, 3),
+        (LARGE, {"rank": 8}, 1e-5, 64, 3),
+    ],
+)
+def test_larger_models_take_smaller_and_more_careful_steps(
+    model: dict[str, Any],
+    lora: dict[str, Any],
+    rate: float,
+    groups: int,
+    warmup: int,
+    tmp_path: Path,
+) -> None:
+    algorithm = chosen(tmp_path, model, lora=lora).algorithm
+    assert math.isclose(algorithm.learning_rate, rate)
+    assert (algorithm.groups_per_step, algorithm.warmup_steps) == (groups, warmup)
+
+
+def test_weights_have_time_and_room_by_their_bytes(tmp_path: Path) -> None:
+    def found(model: dict[str, Any]) -> tuple[float, ...]:
+        config = chosen(tmp_path, model)
+        weights = config.weights
+        return (
+            weights.bucket_mib,
+            weights.bucket_deadline_s,
+            weights.join_deadline_s,
+            config.learner.timeout_s,
+            config.rollout_server.tensor_parallel_size,
+        )
+
+    assert found(TINY) == (64, 2.0, 20.0, 600.0, 1)
+    assert found(LARGE) == (512, 60.0, 120.0, 1800.0, 1)
+    assert found(LARGE | {"num_hidden_layers": 320}) == (512, 60.0, 120.0, 1800.0, 4)
+
+
+def test_ranks_share_what_they_can(tmp_path: Path) -> None:
+    def found(**learner: Any) -> tuple[bool, bool]:
+        config = chosen(tmp_path, learner=learner)
+        parallel = config.learner.parallel
+        return config.learner.use_distributed_optimizer, parallel.sequence_parallel
+
+    assert found() == (False, False)
+    assert found(world_size=2) == (True, False)
+    assert found(world_size=2, optimizer={"optimizer": "sgd"}) == (False, False)
+    assert found(world_size=2, parallel={"tp": 2}) == (False, True)
+    assert found(world_size=4, parallel={"tp": 2}) == (True, True)
+    assert found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})[1] is False
+
+
+def test_mixtures_replay_their_routing_where_it_can_be_recorded(tmp_path: Path) -> None:
+    def found(**tables: Any) -> str:
+        return chosen(tmp_path, TINY | MIXTURE, **tables).algorithm.router_replay
+
+    assert chosen(tmp_path).algorithm.router_replay == "off"
+    assert found() == "rollout"
+    assert found(sampling={"stop": ["."]}) == "off"
+    assert found(rollout_server={"drafts": "shared"}) == "off"
+    assert found(lora={"rank": 4}) == "rollout"
+    assert found(lora={"rank": 4}, algorithm={"kl": {"coefficient": 0.1}}) == "off"
+    assert found(algorithm={"router_replay": "off"}) == "off"
+    # The queue holds what routing adds.
+    assert found(queue={"max_bytes": 1 << 20}) == "off"
+
+
+def test_a_queue_holds_the_batches_that_may_be_ahead(tmp_path: Path) -> None:
+    algorithm = {"group_size": 256, "groups_per_step": 64, "max_staleness": 3}
+    sampling = {"max_episode_tokens": 256, "max_reply_tokens": 64}
+    config = chosen(tmp_path, algorithm=algorithm, sampling=sampling)
+    assert config.queue.max_bytes == 4 * 64 * 256 * config.max_trajectory_bytes
+
+
+def test_named_adapters_are_published_as_adapters(tmp_path: Path) -> None:
+    lora = {"rank": 4, "adapters": ["one"]}
+    environments = [{"reference": "a:B", "adapter": "one"}]
+    config = chosen(tmp_path, lora=lora, environments=environments)
+    assert config.lora.publishes_adapters
+
+
+def test_a_run_that_goes_on_keeps_what_it_chose(tmp_path: Path) -> None:
+    config = chosen(tmp_path)
+    assert "algorithm.group_size" in config.automatic
+    config.run_dir.mkdir()
+    text = dump_config(config).replace("group_size = 8", "group_size = 12")
+    (config.run_dir / "config.toml").write_text(text)
+    # What the file of the run holds is what another release would have chosen.
+    again = chosen(tmp_path, run={"steps": 200}, algorithm={"groups_per_step": 5})
+    assert (again.algorithm.group_size, again.algorithm.groups_per_step) == (12, 5)
+    assert chosen(tmp_path, run={"resume": "never"}).algorithm.group_size == 8
+    assert chosen(tmp_path, run={"name": "other"}).algorithm.group_size == 8
+    (config.run_dir / "config.toml").write_text("damaged [")
+    assert chosen(tmp_path).algorithm.group_size == 8
+
+
+def test_a_folder_that_is_no_model_is_left_to_its_check(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[run]\nsteps = 1\n[model]\npath = "nowhere"\n')
+    assert load_config(tmp_path / "run.toml").sampling.max_episode_tokens == 4096
+
+
+def test_settings_need_no_file() -> None:
+    assert load_config(None, ["run.steps=4", "model.path=models/tiny"]).run.steps == 4
+    with pytest.raises(ConfigError, match=r"^command line: run\.steps is required$"):
+        load_config(None, ["model.path=models/tiny"])
+    with pytest.raises(ConfigError, match=r"^command line: algorithm\.group_size: input should"):
+        load_config(None, ["run.steps=4", "model.path=m", "algorithm.group_size=x"])
