@@ -48,6 +48,7 @@ CONTENTS = {
         "docs/guides/frameworks",
         "docs/guides/agents",
         "docs/guides/demonstrations",
+        "docs/guides/distillation",
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",
