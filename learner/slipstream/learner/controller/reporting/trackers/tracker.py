@@ -88,10 +88,8 @@ CLOSE_LIMIT_S = 60.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    step: int
-    values: dict[str, float]
+# The numbers of one step or version.
+_Entry: TypeAlias = tuple[int, dict[str, float]]
 
 
 class Trackers:
@@ -121,7 +119,7 @@ class Trackers:
         """Passes on the finite numbers of one step or version."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         for writer in self._writers:
-            writer.put(_Entry(step, finite))
+            writer.put((step, finite))
 
     def close(self) -> None:
         """Waits until all trackers have taken all numbers, at most `close_limit_s` in total."""
@@ -161,7 +159,7 @@ class _Writer(threading.Thread):
                 entry = self._entries.get()
                 if entry is None:
                     break
-                tracker.log(entry.step, entry.values)
+                tracker.log(*entry)
             tracker.close()
         except Exception as error:
             log.exception("tracker %s", self.name)
