@@ -36,6 +36,10 @@ MAX_JOINT_FAILURES = 2
 MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 
 
+# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
+MAX_FAILING = 1000
+
+
 @dataclass(frozen=True)
 class FailureCounts:
     """Numbers of publishes to one server that failed in a row."""
@@ -131,10 +135,6 @@ class Membership:
             new_communicator=new,
             receivers=receivers,
         )
-
-
-# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
-MAX_FAILING = 1000
 
 
 @dataclass(eq=False)

@@ -30,6 +30,15 @@ _UNTOLD = (
 )
 
 
+# Takes a warning about a tracker; called on any thread.
+Complain: TypeAlias = Callable[[str], None]
+MAX_WAITING = 10_000
+CLOSE_LIMIT_S = 60.0
+log = logging.getLogger(__name__)
+# The numbers of one step or version.
+_Entry: TypeAlias = tuple[int, dict[str, float]]
+
+
 class Tracker(Protocol):
     """Takes the numbers of one run; called from one thread, and may block.
 
@@ -79,17 +88,6 @@ def told_settings(config: Config) -> dict[str, JsonValue]:
 
 # Opens a tracker; raises the errors of the tracker's package.
 OpenTracker: TypeAlias = Callable[[], Tracker]
-# Takes a warning about a tracker; called on any thread.
-Complain: TypeAlias = Callable[[str], None]
-
-MAX_WAITING = 10_000
-CLOSE_LIMIT_S = 60.0
-
-log = logging.getLogger(__name__)
-
-
-# The numbers of one step or version.
-_Entry: TypeAlias = tuple[int, dict[str, float]]
 
 
 class Trackers:
