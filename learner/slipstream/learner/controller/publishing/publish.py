@@ -239,7 +239,7 @@ class Publisher:
         order.version.CopyFrom(version_to_pb(version))
         order.verify = self._wants_probe(ready)
         order.adapters_alone = self._may_send_adapters(ready)
-        order.bucket_deadline_s = self._settings.bucket_deadline_s
+        order.bucket_deadline_s = self.deliveries.bucket_deadline_s
         order.join_deadline_s = self._settings.join_deadline_s
         self._current = publish = Publish(
             publish_id, version, order.verify, ready, order, holders=self._holders
@@ -276,8 +276,8 @@ class Publisher:
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
         """Sets the limit by which the trainer must end this publish, or the run fails."""
-        settings, stall_s = self._settings, self._run.config.controller.stall_timeout_s
-        limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
+        order, stall_s = publish.order, self._run.config.controller.stall_timeout_s
+        limit_s = 2 * order.join_deadline_s + num_buckets * order.bucket_deadline_s
         self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
