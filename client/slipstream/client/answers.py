@@ -76,7 +76,7 @@ def _arguments(text: str) -> Mapping[str, object] | str:
 
 
 def verdict(result: object) -> pb.Verdict:
-    """Converts what `step` returned; EnvironmentFailed if it is no StepResult or out of bounds."""
+    """Converts the result of `step`; raises EnvironmentFailed if it is none or out of bounds."""
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
     if result.done not in (True, False):
@@ -106,7 +106,7 @@ def agent_observation(reply_limit: object) -> pb.Observation:
 
 
 def agent_result(result: object) -> pb.AgentResult:
-    """Converts what `run` returned; EnvironmentFailed if it is no result or out of bounds."""
+    """Converts the result of `run`; raises EnvironmentFailed if it is none or out of bounds."""
     if not isinstance(result, AgentOutcome):
         if not isinstance(result, SupportsFloat):
             what = "run() must return a number or an AgentOutcome"
@@ -206,7 +206,7 @@ def _given(reply: object, source: str) -> str:
 
 
 def content_parts(content: object) -> list[pb.ContentPart]:
-    """Returns the parts of a content that is no text; ValueError names a part of another form.
+    """Returns the parts of a content that is no text; raises ValueError for a part of another form.
 
     A file is read here: what travels is its bytes.
     """

@@ -246,7 +246,7 @@ class Client:
     async def drain(self, server_id: str, reason: str) -> str:
         """Asks one rollout server to end or hand back its episodes, and to leave the run.
 
-        Returns what the run lacks without this server; "" when it lacks nothing.
+        Returns what the run lacks without this server, or "" if it lacks nothing.
         """
         with self._errors.raised():
             response = await self._status.DrainServer(
@@ -300,7 +300,7 @@ class Client:
         return None
 
     async def _wait_for_controller(self, limit_s: float) -> None:
-        """Waits for a run that is still loading; ConfigError when it cannot be served."""
+        """Waits for a run that is still loading; raises ConfigError if it cannot be served."""
         loop = asyncio.get_running_loop()
         began_s, is_told = loop.time(), False
         while True:

@@ -69,7 +69,7 @@ LOCK = "command.lock"
 
 
 def check_run_folder(config: Config) -> bool:
-    """Whether the folder holds a run to resume; ConfigError when no run may start there."""
+    """Whether the folder holds a run to resume; raises ConfigError if no run may start there."""
     # Another command may hold the folder and not yet have a journal.
     _check_not_held(config.run_dir / LOCK, config.run_dir)
     return _check_contents(config)
@@ -125,7 +125,7 @@ def _check_unfinished(folder: Path, config: Config) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run; None when the file is missing or damaged.
+    """Returns the summary of a run, or None if the file is missing or damaged.
 
     Only one decision depends on the summary: a finished run is not started again.
     """
@@ -142,7 +142,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
-    """Raises ConfigError while a process holds the lock of the file `path`; it need not exist.
+    """Raises ConfigError while a process holds the lock of `path`; a missing file is unlocked.
 
     A lock that is free is released at once: the command that writes the folder takes it again.
     """
@@ -164,7 +164,7 @@ def _held(folder: Path) -> str:
 
 
 def settings_of(folder: Path) -> Path:
-    """Returns the settings file in the folder of a run; ConfigError where there is none."""
+    """Returns a run folder's settings file; raises ConfigError if there is none."""
     path = folder / CONFIG
     if path.is_file():
         return path
@@ -183,7 +183,7 @@ def check_unwritten(target: Path) -> None:
 
 
 def version_to_export(folder: Path, step: int | None) -> int:
-    """The version to export: `step`, or the newest; ConfigError when it has no whole checkpoint."""
+    """Returns `step` or the newest version; raises ConfigError if its checkpoint is incomplete."""
     checkpoints = folder / CHECKPOINTS
     steps, over = complete_steps(checkpoints), passed_over(checkpoints)
     whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
@@ -228,7 +228,7 @@ def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
-    """Makes `folder` and holds its lock while the block runs; ConfigError(`refusal`) if taken.
+    """Makes `folder` and holds its lock in the block; raises ConfigError(`refusal`) if taken.
 
     The lock ends with this process at the latest: children do not inherit it.
     """
@@ -246,7 +246,7 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 
 
 def make_run_folder(config: Config) -> None:
-    """Makes the run's folder, readable by its owner alone; ConfigError.
+    """Makes the run's folder, readable only by its owner; raises ConfigError if it cannot.
 
     A folder that exists stays as it is. It will hold prompts, replies and weights.
     """
@@ -254,7 +254,7 @@ def make_run_folder(config: Config) -> None:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> Path:
-    """Makes `path` and all folders above it, and returns `path`; ConfigError when it cannot."""
+    """Makes `path` and the folders above it, and returns it; raises ConfigError if it cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
@@ -345,7 +345,7 @@ def _adapters(config: Config) -> dict[str, str | None]:
 
 
 def _likely_tokens(config: Config) -> int | None:
-    """The number of likely tokens that a server gives for the reference; None without a server."""
+    """Returns the reference server's `top_k`, or None without a server."""
     reference = config.reference
     return reference.top_k if reference is not None and reference.server else None
 

@@ -329,7 +329,7 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
         findings = await check_queue(config)
         assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
         assert [
-            f"user {user} has the rights it needs alone" in finding.seen
+            f"user {user} has only the rights it needs" in finding.seen
             for user, finding in zip(USERS, findings, strict=True)
         ] == [True, True]
     gone = await check_queue(config)

@@ -75,7 +75,7 @@ class AgentEpisode:
         await self._exchange.part(part)
 
     def place(self) -> str:
-        """Returns where the agent's code is; "" if that is not known."""
+        """Returns where the agent's code is, or "" if that is not known."""
         return self._run.place() if self._run is not None else ""
 
     async def end(self, limit_s: float) -> AgentRun | None:
@@ -113,7 +113,7 @@ class AgentEpisodes:
     def open(
         self, environment: AgentEnvironment[Any], task: object, *, on_busy: OnBusy
     ) -> AgentEpisode:
-        """Opens an episode; EnvironmentFailed when too many earlier runs have not ended."""
+        """Opens an episode; raises EnvironmentFailed if too many earlier runs have not ended."""
         self._left = [run for run in self._left if run.is_alive]
         if len(self._left) >= self._max_left_runs:
             raise environment_failed(
@@ -152,7 +152,7 @@ class EpisodeOver(SystemExit):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What `run` returned, or raised."""
+    """The result of `run`, or the error that it raised."""
 
     value: object = None
     error: BaseException | None = None
@@ -183,7 +183,7 @@ class AgentRun:
         return outcome.value
 
     def place(self) -> str:
-        """Returns file, line and function where the run is; "" if that is not known."""
+        """Returns file, line and function where the run is, or "" if that is not known."""
         thread = self._thread
         if thread is None:
             return awaited_place(self.task)

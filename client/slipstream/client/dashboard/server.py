@@ -1,4 +1,4 @@
-"""The web server of the dashboard, for browsers on this machine alone.
+"""The web server of the dashboard, for browsers on this machine.
 
 It listens on loopback only and answers only requests to a loopback name, so that no web page
 reaches it through a name of its own (DNS rebinding). It reads folders of runs, into which the runs
@@ -49,7 +49,7 @@ _RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|about)")
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Returns a server that listens already; ConfigError for a taken port or a missing folder.
+    """Returns a server that listens already; raises ConfigError if it cannot.
 
     `port` 0 chooses a free port.
     """
@@ -151,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(query: dict[str, list[str]], name: str, default: Any) -> Any:  # noqa: ANN401
-    """Returns a whole number, not negative, of the query, or `default`; ValueError."""
+    """Returns the query's whole number, or `default`; raises ValueError for another text."""
     if name not in query:
         return default
     text = query[name][-1]
@@ -202,11 +202,11 @@ class RunFolders:
         return lines
 
     def metrics(self, name: str, begin: int) -> Part:
-        """Returns rows of metrics.jsonl from byte `begin` on; UnknownRun."""
+        """Returns rows of metrics.jsonl from byte `begin` on; raises UnknownRun."""
         return _lines(self._of(name) / METRICS, begin)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """Returns the steps with kept trajectories, and those of `step` (None: the newest step)."""
+        """Returns the steps with kept trajectories, and those of `step`, the newest one if None."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         path, begin, is_all = self._of(name) / SAMPLES, 0, False
@@ -296,7 +296,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> object:
-    """The value of a JSON text; None if `data` is no JSON, and for numbers that are not finite."""
+    """Returns the value of a JSON text, or None if it is none; infinite numbers are None."""
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):

@@ -57,7 +57,7 @@ def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]
 
 
 def _wanted(config: Config) -> str:
-    """Returns what in the settings wants GPUs; "" if CPUs will do."""
+    """Returns the settings that need GPUs, or "" if there are none."""
     learner, server = config.learner, config.rollout_server
     named = {
         "learner.devices": learner.devices is not None,

@@ -91,7 +91,7 @@ def _memory() -> Finding:
 
 
 def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
-    """Returns free memory and limit of a container in GiB (cgroup v2); None without a limit."""
+    """Returns free memory and limit of a container in GiB (cgroup v2), or None without a limit."""
     try:
         limit, used = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current"))
         lines = (cgroup / "memory.stat").read_text().splitlines()
@@ -207,7 +207,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def version_of(name: str) -> str | None:
-    """Returns the installed version of a distribution; None if it is not installed."""
+    """Returns the installed version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -67,11 +67,11 @@ async def _check_end(config: Config, end: QueueEnd) -> Finding:
             f"user {found.user} has more rights than it needs: {', '.join(found.excessive)}",
             LINES,
         )
-    return ok(area, f"{found.server}, user {found.user} has the rights it needs alone")
+    return ok(area, f"{found.server}, user {found.user} has only the rights it needs")
 
 
 async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
-    """Logs in as the user of `url`; QueueError when the server cannot hold a queue.
+    """Logs in as the user of `url`; raises QueueError if the server cannot hold a queue.
 
     Nothing is written: rights are tried inside a transaction that is discarded.
     """

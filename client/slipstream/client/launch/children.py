@@ -135,7 +135,7 @@ async def start_child(
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
-    """Returns the first child whose exit code is not in `fine`; None when all codes are.
+    """Returns the first child whose exit code is not in `fine`, or None if all codes are.
 
     It does not wait for the other children then: they may wait for the one that failed.
     """

@@ -173,7 +173,7 @@ async def _run_server(
 
 
 async def run_replay(folder: Path) -> int:
-    """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
+    """`slipstream replay`: only the trainer ranks, which train the journaled batches again."""
     path = settings_of(folder)
     config = load_config(path)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)

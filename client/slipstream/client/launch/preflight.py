@@ -177,7 +177,7 @@ def check_installed(*names: str) -> None:
 
 
 async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:
-    """Waits for the controller; ConfigError when it refuses us or does not answer in time."""
+    """Waits for the controller; raises ConfigError if it refuses us or does not answer in time."""
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
@@ -243,7 +243,7 @@ async def check_engine(config: Config) -> str | None:
 
 
 async def check_reference(config: Config) -> None:
-    """Asks the server of the reference model, if there is one, what it can do; ConfigError.
+    """Asks the server of the reference model, if there is one, what it can do; raises ConfigError.
 
     Its tokenizer is compared token by token, which takes seconds.
     """
@@ -273,7 +273,7 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 async def check_environments(
     config: Config, *, grace_s: float = WORKER_GRACE_S, at_once: int = CHECKS_AT_ONCE
 ) -> None:
-    """Loads every environment in a process of its own and resets its first task; ConfigError.
+    """Loads every environment in its own process and resets its first task; raises ConfigError.
 
     `at_once` are loaded side by side. The first error in the order of the settings is raised.
 
@@ -379,7 +379,7 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
 class Ended:
     """How a program ended, and the lines in the last `TAIL_BYTES` that it wrote to stderr."""
 
-    # The exit code; None: the program did not end within its limit.
+    # The exit code, or None if the program did not end within its limit.
     code: int | None
     lines: tuple[str, ...]
     # What it wrote to stdout.

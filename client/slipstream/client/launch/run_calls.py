@@ -57,7 +57,7 @@ class RunCalls:
         return ""
 
     async def milestones(self) -> Milestones | None:
-        """Returns how far the run is; None when the controller does not answer."""
+        """Returns how far the run is, or None if the controller does not answer."""
         status = await self._status()
         return None if status is None else Milestones(status.step, status.checkpoint_step)
 
