@@ -67,6 +67,7 @@ CONTENTS = {
         "docs/metrics",
         "docs/events",
         "docs/errors",
+        "docs/support",
         "docs/protocol",
         "docs/security",
         "docs/performance",
