@@ -57,6 +57,7 @@ CONTENTS = {
         "docs/guides/agreement",
         "docs/guides/parallelism",
         "docs/guides/deployment",
+        "docs/guides/gpus",
         "docs/guides/migration",
     ],
     "Reference": [
@@ -76,6 +77,8 @@ CONTENTS = {
         "docs/architecture",
         "docs/internals/staleness",
         "docs/internals/weights",
+        "docs/internals/wire_weights",
+        "docs/internals/limits",
         "docs/internals/weight_changes",
         "docs/internals/journal",
         "docs/internals/trainer",

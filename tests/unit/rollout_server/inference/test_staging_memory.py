@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
+from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from support.fakes.small_configs import small_config
 
 GB = 10**9
