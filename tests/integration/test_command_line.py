@@ -78,7 +78,7 @@ SETTINGS = {
     "unknown key of a list": ("environments.0.nme=3", "did you mean 'name'?"),
     "wrong type": ("run.steps=many", "run.steps", "integer", "'many'"),
     "no override": ("run.steps", "section.key=value"),
-    "group too large": ("algorithm.group_size=300", "max_episodes", "300 and 256"),
+    "group too large": ("rollout_server.max_episodes=8", "max_episodes", "16 and 8"),
     "world too small": ("learner.parallel.tp=2", "tp * pp * cp = 2", "got 1"),
     "world and pipeline": (
         "learner={world_size=2, parallel={pp=2, cp=2}}",

@@ -258,7 +258,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     from slipstream.core.errors import ConfigError
 
     path, overrides = arguments.config, list(arguments.overrides)
-    if path is not None and "=" in path.name and not path.exists():
+    if path is not None and "=" in str(path) and not path.exists():
         # Without a file the first setting stands in its place.
         path, overrides = None, [str(path), *overrides]
     if arguments.steps is not None:
