@@ -111,8 +111,8 @@ async def started(arguments: argparse.Namespace, folder: Path) -> VllmEngine:
         "sampling": {
             "max_reply_tokens": REPLY_TOKENS,
             "max_episode_tokens": REPLY_TOKENS + 64,
-            "ignore_eos": True,
         },
+        "debug": {"ignore_eos": True},
         "rollout_server": {
             "max_episodes": 8,
             "threads": arguments.threads,

@@ -22,7 +22,6 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
         max_prompt_tokens=9,
         stop_token_ids=(1, 2),
         stop=("a", "b"),
-        ignore_eos=True,
     )
     message = section.to_pb()
     sampling = Sampling.from_pb(message)

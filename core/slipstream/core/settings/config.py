@@ -37,7 +37,6 @@ from slipstream.core.settings.sections import (
 from slipstream.core.settings.storage_rules import storage_problems
 from slipstream.core.settings.table_rules import (
     algorithm_problems,
-    interval_problems,
     lora_problems,
     replay_table_problems,
     size_problems,
@@ -98,9 +97,8 @@ class Config(Tables):
         yield from storage_problems(server, self.weights, self.lora)
         yield from turn_problems(self.controller, self.learner, server, self.weights)
         yield from length_problems(sampling, self.evaluations)
-        yield from profile_problems(self.learner, self.run)
+        yield from profile_problems(self.debug.profile, self.learner, self.run)
         yield from served_problems(self.reference, self.algorithms, sampling.temperature)
-        yield from interval_problems(self)
         yield from algorithm_problems(self)
         yield from replay_table_problems(self)
         yield from role_problems(self.roles, self.learner, sampling)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.settings.measurement_sections import EvaluationSection, ProfileSection
 from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.settings.sections import LearnerSection, RunSection
 
@@ -32,16 +32,17 @@ def length_problems(
             )
 
 
-def profile_problems(learner: LearnerSection, run: RunSection) -> Iterator[str]:
+def profile_problems(
+    profile: ProfileSection, learner: LearnerSection, run: RunSection
+) -> Iterator[str]:
     """Checks that the profile lies within the run and its ranks."""
-    profile = learner.profile
     if profile.start_step is not None and profile.start_step > run.steps:
         yield (
-            f"learner.profile.start_step must be at most run.steps, "
+            f"debug.profile.start_step must be at most run.steps, "
             f"got {profile.start_step} and {run.steps}"
         )
     if max(profile.ranks, default=0) >= learner.world_size:
         yield (
-            f"learner.profile.ranks must be below learner.world_size, "
+            f"debug.profile.ranks must be below learner.world_size, "
             f"got {max(profile.ranks)} and {learner.world_size}"
         )

@@ -86,17 +86,6 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
         )
 
 
-def interval_problems(config: Tables) -> Iterator[str]:
-    """Checks that versions are published often enough."""
-    max_staleness = config.algorithm.max_staleness
-    if config.weights.publish_every_steps > max_staleness + 1:
-        yield (
-            f"weights.publish_every_steps must be at most algorithm.max_staleness + 1: later "
-            f"steps would find no server that may start a group for them, got "
-            f"{config.weights.publish_every_steps} and {max_staleness}"
-        )
-
-
 def algorithm_problems(config: Tables) -> Iterator[str]:
     """Checks that other tables have what the algorithm needs."""
     algorithm, sampling = config.algorithm, config.sampling

@@ -75,7 +75,7 @@ class Trainer:
         self._stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(
-            config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
+            config.debug.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
         models = [*stored_policy(policy), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)

@@ -9,7 +9,7 @@ from __future__ import annotations
 # Number of running replies for each waiting prompt above which prompts wait. At most a 32nd of an
 # engine's places is empty because of the wait, half of that on average.
 REPLIES_PER_PROMPT = 32
-# Largest number of steps that prompts wait on GPUs if `rollout_server.prompt_wait_steps` is unset.
+# Largest number of steps that prompts wait on GPUs if `debug.prompt_wait_steps` is unset.
 MOST_STEPS = 32
 
 
