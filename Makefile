@@ -82,7 +82,7 @@ test: $(STAMP)
 # since some of their tests wait.
 FAST_PARTS := trainer weights controller client servers rest
 # Benchmarks whose tests import torch, some of them while they run.
-FAST_torch := $(patsubst %,tests/unit/test_benchmark_%.py,drafts engine_steps families learner long_context rounding)
+FAST_torch := $(patsubst %,tests/unit/benchmarks/test_%.py,drafts engine_steps families learner)
 FAST_weights := $(addprefix tests/unit/learner/trainer/,weights ranks checkpoints)
 FAST_trainer := tests/unit/learner/trainer $(FAST_weights:%=--ignore=%) tests/unit/core/models/vision $(FAST_torch)
 FAST_servers := tests/unit/rollout_server
@@ -144,7 +144,7 @@ packages: $(STAMP)
 
 # The plots of docs/performance.md, from the results in benchmarks/results.
 plots: $(STAMP)
-	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python -m benchmarks.common.plots
 
 clean:
 	rm -rf $(VENV) build dist site models runs .pytest_cache .mypy_cache .ruff_cache

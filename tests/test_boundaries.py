@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,10 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "stopwatch", "lease_freshness", "lease_pace"),
-    *("own_log", "progress", "run"),
-    *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluations"),
-    *("set_aside_batch", "watch", "services", "goodbye", "reporting", "restoration", "results"),
-    *("application", "check", "__main__"),
+    *("events", "loop_clock", "run"),
+    *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluation"),
+    *("set_aside_batch", "watch", "services", "reporting", "restoration", "results"),
+    *("application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.
 FLIGHTS = (
@@ -98,6 +97,8 @@ def module_name(path: Path) -> str:
         if path.is_relative_to(ROOT / root):
             parts = path.relative_to(ROOT / root).with_suffix("").parts
             return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    if path.is_relative_to(ROOT / "benchmarks"):
+        return ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return path.stem
 
 
@@ -185,9 +186,9 @@ def test_the_controller_does_not_import_the_trainer_which_would_bring_torch() ->
     assert not wrong
 
 
-def own_imports() -> dict[str, set[str]]:
-    """Returns for each of our modules the modules of ours that it imports, at any depth."""
-    modules = {module_name(path): path for path in package_sources()}
+def own_imports(sources: Sequence[Path]) -> dict[str, set[str]]:
+    """Returns for each of these modules those among them that it imports, at any depth."""
+    modules = {module_name(path): path for path in sources}
     found = {}
     for module, path in modules.items():
         names = {name for _, name in imports(path)}
@@ -208,7 +209,7 @@ def circle(graph: dict[str, set[str]]) -> set[str]:
 def stairs(package: str) -> dict[str, set[str]]:
     """Returns for each module or folder of a package those of the package that it imports."""
     found: dict[str, set[str]] = {}
-    for module, others in own_imports().items():
+    for module, others in own_imports(package_sources()).items():
         if not within(module, package) or module == package:
             continue
         step = module.removeprefix(f"{package}.").split(".")[0]
@@ -222,7 +223,13 @@ def stairs(package: str) -> dict[str, set[str]]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circle(own_imports()) == set()
+    assert circle(own_imports(package_sources())) == set()
+
+
+def test_no_benchmarks_import_each_other_in_a_circle() -> None:
+    found = own_imports(sorted((ROOT / "benchmarks").rglob("*.py")))
+    assert "benchmarks.common.measure" in found["benchmarks.common.report"]
+    assert circle(found) == set()
 
 
 @pytest.mark.parametrize("package", FLIGHTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import statistics
 from dataclasses import replace
 
 import grpc.aio
@@ -46,7 +45,6 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
     assert summary["ledger"]["difference"] == 0
     assert summary["ledger"]["trained"] == 12 * 16 * 5
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
-    assert (config.run_dir / "curves.png").stat().st_size > 0
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 12
 
 
@@ -421,24 +419,6 @@ async def test_a_silent_server_is_removed(tmp_path):
     summary = await play(config, silent, good, trainer=trainer)
     assert summary["steps"] == 4
     assert summary["ledger"]["difference"] == 0
-
-
-async def test_leases_just_in_time_keep_the_lag_of_a_fast_fleet_low(tmp_path):
-    steps, settled = 20, 12
-    changes = {"algorithm__max_staleness": 6, "algorithm__lease_policy": "just_in_time"}
-    config = make_config(tmp_path, run__steps=steps, **changes)
-    trainer = FakeTrainer(config.controller.address, step_s=0.15)
-    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
-    assert summary["steps"] == steps
-    assert summary["ledger"]["difference"] == 0
-    lags = [
-        step - span.version.step
-        for step in range(settled, steps)
-        for trajectory in trainer.batches[step]
-        for span in trajectory.version_spans
-    ]
-    # Leases granted as early as possible would give a mean of 6.
-    assert statistics.fmean(lags) < 4
 
 
 async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_step(tmp_path):

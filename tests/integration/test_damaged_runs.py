@@ -167,7 +167,7 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
         for task in (running, *others):
             task.cancel()
         await asyncio.gather(running, *others, return_exceptions=True)
-    for name in ("metrics.jsonl", "trajectories.jsonl", "summary.json", "curves.png"):
+    for name in ("metrics.jsonl", "trajectories.jsonl", "summary.json"):
         path = config.run_dir / name
         data = path.read_bytes()
         path.unlink()

@@ -26,7 +26,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.ranks.meeting import meeting_place
+from slipstream.learner.trainer.ranks.rendezvous import rendezvous
 from slipstream.protocol.access.exposure import narrow_sockets
 
 limit = timedelta(seconds=60)
@@ -34,7 +34,7 @@ child = os.fork()
 rank = 0 if child else 1
 if sys.argv[1] == "narrow":
     narrow_sockets(os.environ, gloo="127.0.0.1", nccl=("127.0.0.1",))
-store = meeting_place(rank, 2, limit)
+store = rendezvous(rank, 2, limit)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
 dist.all_reduce(torch.ones(1))
 found = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.settings.transformer_table import FROM_MODEL, OFF
-from slipstream.learner.trainer.model.settings import OWNED
+from slipstream.learner.trainer.model.recipe import OWNED
 from support.fakes.parity_models import make_models
 from support.ranks import settings_ranks
 from support.ranks.rank_pool import RankPool

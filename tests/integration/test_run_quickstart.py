@@ -185,12 +185,6 @@ def test_tensorboard_events_can_be_read(run: Path) -> None:
     assert losses == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
 
 
-def test_the_curves_are_drawn(run: Path) -> None:
-    data = (run / "curves.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
-
-
 def test_sampled_trajectories_can_be_read(run: Path) -> None:
     lines = [json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == {1, 6}

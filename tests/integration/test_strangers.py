@@ -21,7 +21,7 @@ import torch
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
-from slipstream.learner.trainer.ranks.meeting import meeting_place
+from slipstream.learner.trainer.ranks.rendezvous import rendezvous
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
@@ -121,13 +121,13 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     limit = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(meeting_place, 0, 2, limit)
+        first = threads.submit(rendezvous, 0, 2, limit)
         until = time.monotonic() + 30
         while port not in listening_ports():
             assert time.monotonic() < until
             os.sched_yield()
         with strangers([port], HOST):
-            second = threads.submit(meeting_place, 1, 2, limit)
+            second = threads.submit(rendezvous, 1, 2, limit)
             first.result(60).set("key", "value")
             assert second.result(60).get("key") == b"value"
 

@@ -123,9 +123,9 @@ def write_config(path: Path) -> None:
     table["model"]["dtype"] = "float32"
     table["environments"] = [echo | {"name": "echo"}]
     table["evaluations"] = []
-    table["algorithm"] |= {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP}
+    table["algorithm"] = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP}
     table["sampling"] = {"max_reply_tokens": 4, "max_episode_tokens": 16}
-    table["learner"]["micro_batch_tokens"] = 256
+    table["learner"] = {"micro_batch_tokens": 256}
     # These hosts share no file system.
     table["checkpoint"] = {"every_steps": 0}
     table["rollout_server"] = {"max_episodes": 16, "threads": 1, "enforce_eager": True}

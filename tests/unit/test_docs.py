@@ -224,7 +224,7 @@ def test_our_programs_take_every_command() -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
     )
     said = [json.loads(line) for line in asked.stdout.splitlines()]
     assert len(said) == len(commands), asked.stderr

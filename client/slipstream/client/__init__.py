@@ -16,7 +16,6 @@ from slipstream.client.environment import (
     StepResult,
     ToolCall,
 )
-from slipstream.core.task_view import TaskView
 
 if TYPE_CHECKING:
     from slipstream.client.client import Client
@@ -33,7 +32,6 @@ __all__ = [
     "Reply",
     "ResetResult",
     "StepResult",
-    "TaskView",
     "ToolCall",
 ]
 

@@ -110,7 +110,7 @@ def see_fp8(config: Config) -> dict:
     """What the model is built from, were TransformerEngine there; and what is said without it."""
     from slipstream.core.errors import ConfigError
     from slipstream.learner.trainer.model import recipe
-    from slipstream.learner.trainer.model.precision import check_fp8
+    from slipstream.learner.trainer.model.recipe import check_fp8
     from slipstream.learner.trainer.ranks import compat
 
     provider_of = recipe.provider_of

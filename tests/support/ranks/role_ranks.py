@@ -349,8 +349,7 @@ def groups(folder: Path) -> None:
     """Two ranks, the policy in tp 2, others in dp 2 and pp 2; without any model."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from slipstream.learner.trainer.ranks.grid import known_globals
-    from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+    from slipstream.learner.trainer.ranks.parallel import Launch, Ranks, known_globals
 
     learner = LearnerSection(world_size=2, parallel=ParallelSection(tp=2))
     ranks = Ranks(Launch.from_environment(), learner, seed=1)

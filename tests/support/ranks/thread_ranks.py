@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from slipstream.core.settings.config import OffloadSection
 from slipstream.learner.trainer.ranks.activity import Activity
-from slipstream.learner.trainer.ranks.meeting import Words
+from slipstream.learner.trainer.ranks.rendezvous import RankFlags
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 
 
@@ -32,7 +32,7 @@ class ThreadRanks:
         self._meeting, self.rank, self.timeout_s = meeting, rank, timeout_s
         self.activity = Activity()
         self.world_size = meeting.world_size
-        self.words = Words(meeting.store)
+        self.flags = RankFlags(meeting.store)
 
     @property
     def is_main(self) -> bool:

@@ -1,17 +1,17 @@
-"""The names of metrics in docs/metrics.md."""
+"""The names of metrics in docs/metrics.md, and of the fields of kept episodes."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[3] / "docs"
 NAME = re.compile(r"`([^`]+)`")
 
 
-def tables(heading: str) -> list[list[str]]:
+def tables(heading: str, page: str = "metrics.md") -> list[list[str]]:
     """The names in the first column of each table below a heading."""
-    section = PAGE.read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    section = (DOCS / page).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     found: list[list[str]] = []
     for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
         cells = [line.split("|")[1] for line in block.splitlines()[2:]]

@@ -12,7 +12,6 @@ from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
 from slipstream.core.run_folder import (
     CHECKPOINTS,
-    CURVES,
     LOGS,
     METRICS,
     SAMPLES,
@@ -24,7 +23,7 @@ from slipstream.v1 import status_pb2
 
 # The names in a run's folder that people look for.
 FILES = (
-    *(SUMMARY, METRICS, SAMPLES, CURVES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
+    *(SUMMARY, METRICS, SAMPLES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
     *(f"{CHECKPOINTS}/", "quarantine/", f"{LOGS}/"),
 )
 # The beginning of the controller's event of a failure.

@@ -16,7 +16,6 @@ from slipstream.client.launch.dry_run import describe_dry_run, describe_server
 from slipstream.client.launch.engine_checks import check_cache, check_processor, check_variables
 from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
 from slipstream.client.launch.preflight import (
-    check_choosers,
     check_controller,
     check_engine,
     check_environments,
@@ -83,7 +82,6 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
     config = share_memory(config, placement)
     check_transport(config, placement)
     await check_reference(config)
-    await check_choosers(config)
     await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config))
@@ -136,7 +134,6 @@ async def run_learner(
     placement = place_here(config, ranks=per_node)
     if has_controller:
         check_weights_host(config)
-        await check_choosers(config)
         await check_environments(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=node_rank))

@@ -47,7 +47,6 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
-CHOICE_CHECK = "slipstream.learner.controller.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_check"
 RETRY_S = 0.2
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
@@ -247,13 +246,6 @@ async def check_engine(config: Config) -> None:
     passes = bool(server.engine or server.tool_parser or server.reasoning_parser)
     if passes and importlib.util.find_spec("vllm") is not None:
         await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
-
-
-async def check_choosers(config: Config) -> None:
-    """Loads the classes that choose tasks, if there are any, and has each choose; ConfigError."""
-    curricula = [environment.curriculum for environment in config.environments]
-    if any(each is not None and each.rule == "own" for each in curricula):
-        await _check_by(CHOICE_CHECK, config, told="curriculum.chooser made no choice")
 
 
 async def check_reference(config: Config) -> None:

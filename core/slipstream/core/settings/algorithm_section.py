@@ -119,6 +119,7 @@ class DynamicSamplingSection(Section):
     # finished if all these groups are solved, else as failed.
     max_filtered_batches: Positive = 20
     # Full reward of an episode from the environment: a group is solved when all episodes reach it.
+    # A curriculum reads it too.
     solved_reward: float = 1.0
 
 
@@ -134,10 +135,6 @@ class AlgorithmSection(Section):
     groups_per_step: Positive = 16
     # Bound of the lag of every trained token, in versions; 0: synchronous.
     max_staleness: int = Field(2, ge=0)
-    # eager: groups are leased as soon as `max_staleness` allows; just_in_time: as late as measured
-    # times of groups and steps allow without making the trainer wait. This lowers the lag if
-    # generation is faster than training. With `max_staleness` 0 or 1 both are the same.
-    lease_policy: Literal["eager", "just_in_time"] = "eager"
     # Learning rate of the policy after the warmup and before the decay.
     learning_rate: float = Field(1e-5, gt=0)
     # Steps over which the learning rate rises linearly, beginning with 1 / warmup_steps of it.

@@ -90,7 +90,7 @@ class EvaluationSection(PlayedSection):
 class TrackingSection(Section):
     """Trackers that get the metrics of a run, beside the screen and metrics.jsonl."""
 
-    # Any of these together; for wandb and mlflow see docs/metrics.md.
+    # Any of these together; for wandb and mlflow see docs/guides/watching.md.
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # The project of Weights & Biases, the experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"

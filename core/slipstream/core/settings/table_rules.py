@@ -93,6 +93,13 @@ def algorithm_problems(config: Tables) -> Iterator[str]:
         own = environment.algorithm
         if own is not None and (refusal := own.refusal(algorithm)):
             yield f"algorithm of environment {environment.name}: {refusal}"
+        solved = config.algorithm_of(environment.name).dynamic_sampling.solved_reward
+        curriculum = environment.curriculum
+        if curriculum is not None and curriculum.failed_reward >= solved:
+            yield (
+                f"curriculum.failed_reward of environment {environment.name} must be below "
+                f"dynamic_sampling.solved_reward, got {curriculum.failed_reward} and {solved}"
+            )
     for each in config.algorithms.distinct:
         if each.overlong.cache_tokens > sampling.max_reply_tokens:
             yield (

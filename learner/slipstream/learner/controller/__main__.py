@@ -1,4 +1,4 @@
-"""`python -m slipstream.learner.controller --config FILE`."""
+"""Runs the controller: `python -m slipstream.learner.controller --config FILE`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,48 @@ import uvloop
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import RunFailed, SlipstreamError
 from slipstream.core.exit_codes import FAILED, USAGE_ERROR
-from slipstream.learner.controller.own_log import OwnLog, last_words
+
+FORM = "%(asctime)s %(levelname)s %(message)s"
+
+
+class OwnLog(logging.Handler):
+    """Writes each line at once; counts lines that the disk refuses and logs their number later."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(FORM))
+        self._descriptor = descriptor
+        self._num_lost = 0
+        self._cause = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        text = self.format(record)
+        if self._num_lost:
+            told = f"{self._num_lost} lines of this log were lost: {self._cause}"
+            facts = {"levelname": "WARNING", "levelno": logging.WARNING, "msg": told}
+            lost = logging.makeLogRecord({"name": record.name, **facts})
+            # The newline ends the line before, which may have been torn.
+            text = f"\n{self.format(lost)}\n{text}"
+        try:
+            _write(self._descriptor, f"{text}\n".encode(errors="backslashreplace"))
+            self._num_lost = 0
+        except OSError as error:
+            self._num_lost += 1
+            self._cause = error.strerror or type(error).__name__
+
+
+def last_words(text: str) -> None:
+    """Writes on standard error why the process ends; ignores a full disk."""
+    try:
+        _write(sys.stderr.fileno(), f"slipstream: {text}\n".encode(errors="backslashreplace"))
+    except OSError:
+        return
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def main() -> int:

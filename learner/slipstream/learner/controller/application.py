@@ -17,40 +17,36 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
-from slipstream.learner.controller.evaluations.evaluation import Evaluator
+from slipstream.learner.controller.evaluation import Evaluator
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.goodbye import await_goodbye
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.turns import EngineTurns
-from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.records.queue_account import AccountedReceiver, open_receiver
 from slipstream.learner.controller.reporting.metrics import open_recorder
 from slipstream.learner.controller.restoration import RestoredParts, begin, journal_servers, restore
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.services.environment_service import EnvironmentServicer
-from slipstream.learner.controller.services.fleet_service import FleetService
-from slipstream.learner.controller.services.joining import FleetServicer
-from slipstream.learner.controller.services.service_health import ServiceHealth
-from slipstream.learner.controller.services.status_service import StatusServicer
+from slipstream.learner.controller.services.environment_service import (
+    EnvironmentServicer,
+    environment_specs,
+)
+from slipstream.learner.controller.services.fleet_service import FleetServicer
+from slipstream.learner.controller.services.status_service import ServiceHealth, StatusServicer
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
-from slipstream.learner.controller.services.trainer_service import TrainerServicer
-from slipstream.learner.controller.tasks.environment_specs import environment_specs
+from slipstream.learner.controller.services.trainer_service import TrainerServicer, await_goodbye
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.learner.controller.tasks.own_choice import own_choices
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.learner.controller.trajectories.receivers import open_receiver
-from slipstream.learner.controller.watch import RunWatch
+from slipstream.learner.controller.watch import CheckpointWatch, RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.bounds import one_line
 from slipstream.v1 import (
@@ -151,12 +147,17 @@ class Controller:
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
             min_group_share=config.controller.min_group_share,
         )
-        curricula = {e.name: e.curriculum for e in config.environments if e.curriculum}
         self._environments = EnvironmentBook(
             seed=config.run.seed,
             max_failed_groups=config.controller.max_failed_groups,
-            curricula=curricula,
-            choosers=own_choices(curricula, search_path=os.getcwd()),
+            curricula={
+                each.name: (
+                    each.curriculum,
+                    config.algorithm_of(each.name).dynamic_sampling.solved_reward,
+                )
+                for each in config.environments
+                if each.curriculum is not None
+            },
         )
         self._fleet = Fleet(self._run)
         self._ledger = TokenLedger(self._fleet.epochs)
@@ -288,7 +289,7 @@ class Controller:
         status = StatusServicer(
             self._run, books, self._scheduler, newest_metrics=lambda: self._recorder.newest
         )
-        fleet = FleetService(FleetServicer(self._fleet, self._run), self._environment_servicer)
+        fleet = FleetServicer(self._fleet, self._run, self._environment_servicer.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self._trainer, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, server)

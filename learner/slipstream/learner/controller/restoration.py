@@ -11,10 +11,15 @@ from pathlib import Path
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
-from slipstream.learner.controller.evaluations.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.records.busy_seconds import BusySeconds
-from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
+from slipstream.learner.controller.records.history import (
+    FORMAT,
+    REMEDY,
+    BusySeconds,
+    RunHistory,
+    read_history,
+)
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -59,7 +64,7 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
 
 
 def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
-    """Raises ConfigError when the newest checkpoint or batch is newer than the journal.
+    """Raises ConfigError if the newest checkpoint or batch is newer than the journal.
 
     A crash leaves no version and at most one batch without a record.
     """

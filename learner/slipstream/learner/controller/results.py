@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
+from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -94,7 +94,7 @@ class Results:
         hello: trainer_pb2.TrainerHello | None,
         goodbye: trainer_pb2.TrainerGoodbye | None,
     ) -> None:
-        """Ends the run's progress, and writes its summary and curves."""
+        """Ends the run's progress, and writes its summary."""
         progress, books = self._run.progress, self._books
         progress.end()
         self._recorder.summary(
@@ -112,6 +112,5 @@ class Results:
                 suspended_environments=books.environments.suspended(),
             ),
         )
-        await self._recorder.draw(evaluations)
         await asyncio.to_thread(self._recorder.close)
         self._run.events.close(progress.state, progress.cause)

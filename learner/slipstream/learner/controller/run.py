@@ -1,15 +1,185 @@
-"""What all parts of the controller share of their run."""
+"""The settings, events, clock and progress that all parts of the controller share."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.events import EventLog, Signal
-from slipstream.learner.controller.lease_freshness import Freshness
-from slipstream.learner.controller.lease_pace import JustInTime
-from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.progress import RunProgress
+from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.events import EventLog, Severity, Signal
+from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
+from slipstream.protocol.weights.transports import Place
+from slipstream.v1 import status_pb2
+
+
+@dataclass(frozen=True)
+class OverduePublish:
+    """The publish under way, which the trainer must end before its deadline."""
+
+    publish_id: str
+    # Deadline, by the run's clock.
+    until_s: float
+    # Seconds from the publish's last order to the deadline.
+    limit_s: float
+
+
+class RunProgress:
+    """State and version of the run. Its methods alone change it: all attributes are for reading.
+
+    STARTING --trainer_registered--> RUNNING --complete or stop--> STOPPING
+    STOPPING --end--> FINISHED, or STOPPED after `stop`; `fail` leads from all of them to FAILED.
+    """
+
+    def __init__(
+        self, run_id: str, *, num_steps: int, events: EventLog, signal: Signal, clock: LoopClock
+    ) -> None:
+        self._events, self._signal, self._clock = events, signal, clock
+        self.run_id = run_id
+        # Secret of the controller, from which the keys of rollout servers are made.
+        self.run_key = b""
+        self.started_s = time.monotonic()
+        self.state: status_pb2.RunState = status_pb2.RUN_STATE_STARTING
+        # Why the run ends. Empty while it goes on.
+        self.cause = ""
+        self._is_stopped = False
+        # The newest version that the trainer has made.
+        self.version = PolicyVersion(0, 0)
+        # The newest timeline; timelines are counted from 0.
+        self.newest_incarnation = 0
+        # The version with which training ends, and why it is not the configured one, if so.
+        self.last_step, self.solved = num_steps, ""
+        # The newest version with a reported checkpoint. 0 before the first.
+        self.checkpoint_step = 0
+        self.has_trainer = False
+        # The place of each trainer rank; empty before a trainer has registered.
+        self.learner_places: tuple[Place, ...] = ()
+        # Time of the trainer's last call, by the run's clock.
+        self.trainer_heard_s = clock.now_s()
+        self.waiting_for = "the trainer"
+        # The publish whose end the trainer has yet to report. None if there is none.
+        self.pending_publish: OverduePublish | None = None
+        # Time in which a server served since the last progress: an ended episode or a made step.
+        self._idle = Stopwatch()
+        # The batch at which the trainer failed and the way past it. Empty if there is none.
+        self._suspect = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more training will happen."""
+        return self.state in (
+            status_pb2.RUN_STATE_STOPPING,
+            status_pb2.RUN_STATE_FINISHED,
+            status_pb2.RUN_STATE_FAILED,
+            status_pb2.RUN_STATE_STOPPED,
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended by a failure."""
+        return self.state == status_pb2.RUN_STATE_FAILED
+
+    @property
+    def all_steps_done(self) -> bool:
+        """Whether the last version exists."""
+        return self.version.step >= self.last_step
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which a server served since the last progress."""
+        return self._idle.total_s(self._clock.now_s())
+
+    def begin(self, run_id: str, run_key: bytes, version: PolicyVersion) -> None:
+        """Takes over what the journal says of the run."""
+        self.run_id, self.run_key = run_id, run_key
+        self.reached(version)
+
+    def trainer_registered(self, places: Iterable[Place]) -> None:
+        """Notes a new trainer with the place of each rank: the run is RUNNING if it is not over."""
+        self.has_trainer, self.learner_places = True, tuple(places)
+        if not self.is_over:
+            self.state = status_pb2.RUN_STATE_RUNNING
+
+    def trainer_heard(self) -> None:
+        """Notes a call of the trainer."""
+        self.trainer_heard_s = self._clock.now_s()
+
+    def trainer_works(self) -> None:
+        """Notes progress of the trainer in a long operation."""
+        self.trainer_heard()
+        self._idle.reset(self._clock.now_s())
+
+    def trainer_failed(self, suspect: str) -> None:
+        """Notes the batch at which the trainer failed and the way past it. Empty for no batch."""
+        self._suspect = suspect
+
+    def note_serving(self, is_any: bool) -> None:
+        """Notes whether any server serves; the run is idle only while one does."""
+        self._idle.note(self._clock.now_s(), running=is_any)
+
+    def waits_for(self, what: str) -> None:
+        """Notes what the run waits for, for people."""
+        self.waiting_for = what
+
+    def publish_ordered(self, publish_id: str, limit_s: float) -> None:
+        """Notes a publish, which the trainer must end within `limit_s` from now."""
+        until_s = self._clock.now_s() + limit_s
+        self.pending_publish = OverduePublish(publish_id, until_s, limit_s)
+
+    def publish_ended(self) -> None:
+        """Notes that the trainer owes no end of a publish."""
+        self.pending_publish = None
+
+    def reached(self, version: PolicyVersion) -> None:
+        """Notes that the trainer has made a version, or continues from it."""
+        self._suspect = ""
+        self.version = version
+        self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
+
+    def saved(self, step: int) -> None:
+        """Notes that version `step` has a checkpoint."""
+        self.checkpoint_step = step
+
+    def moved(self) -> None:
+        """Notes progress."""
+        self._idle.reset(self._clock.now_s())
+        self._signal.notify()
+
+    def solve(self, last_step: int, cause: str) -> None:
+        """Makes `last_step` the last version; the run then ends as after its last step."""
+        self.last_step, self.solved = last_step, cause
+        self._events.add(cause)
+        self._signal.notify()
+
+    def complete(self) -> None:
+        """Ends the training after its last step."""
+        self.state = status_pb2.RUN_STATE_STOPPING
+        self.cause = self.solved or "all steps are done"
+        self._signal.notify()
+
+    def stop(self, reason: str) -> None:
+        """Ends the run early, in order."""
+        if not self.is_over:
+            self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
+            self._is_stopped = True
+            self._events.add(f"stopping: {reason}")
+            self._signal.notify()
+
+    def fail(self, cause: str) -> None:
+        """Ends the run as failed; the first cause stays."""
+        if not self.has_failed:
+            self.cause = f"{cause}; {self._suspect}" if self._suspect else cause
+            self.state = status_pb2.RUN_STATE_FAILED
+            self._events.add(f"the run failed: {self.cause}", Severity.ERROR)
+            self._signal.notify()
+
+    def end(self) -> None:
+        """Notes that all processes have left: the state is final."""
+        self.waiting_for = ""
+        if not self.has_failed:
+            stopped, finished = status_pb2.RUN_STATE_STOPPED, status_pb2.RUN_STATE_FINISHED
+            self.state = stopped if self._is_stopped else finished
 
 
 @dataclass(frozen=True)
@@ -23,28 +193,12 @@ class Run:
     # Measures the silence and delays of servers and trainer.
     clock: LoopClock
     progress: RunProgress
-    # The pace of leases; None: groups are leased as early as the staleness bound allows.
-    pace: JustInTime | None
-    # Whether leases wait for a version that is being made; None: they never do.
-    freshness: Freshness | None
 
     @classmethod
     def of(cls, config: Config, run_id: str) -> Run:
         """The run of `config` before its first step; a journal may give it another id."""
         events, signal, clock = EventLog(), Signal(), LoopClock()
-        algorithm, pace, freshness = config.algorithm, None, None
-        if algorithm.lease_policy == "just_in_time":
-            pace = JustInTime(
-                groups_per_step=algorithm.groups_per_step, max_staleness=algorithm.max_staleness
-            )
-        else:
-            freshness = Freshness()
         progress = RunProgress(
             run_id, num_steps=config.run.steps, events=events, signal=signal, clock=clock
         )
-        return cls(config, events, signal, clock, progress, pace, freshness)
-
-    @property
-    def lease_rules(self) -> list[JustInTime | Freshness]:
-        """The rules of the leases that measure the trainer's waits and steps."""
-        return [rule for rule in (self.pace, self.freshness) if rule is not None]
+        return cls(config, events, signal, clock, progress)

@@ -16,8 +16,7 @@ from slipstream.core.exit_codes import USAGE_ERROR
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.trajectories.batch import from_record
-from slipstream.learner.controller.trajectories.set_aside import SetAside
+from slipstream.learner.controller.trajectories.batch import SetAside, from_record
 
 CAUSE = "the user asked for it"
 
@@ -40,7 +39,7 @@ def main() -> int:
 def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAside:
     """Journals that `groups` of the batch of `step`, from 1, or all, will not be trained.
 
-    ConfigError while a controller runs, or when no batch of `step` waits to be trained.
+    Raises ConfigError if a controller runs, or if no batch of `step` waits to be trained.
     """
     folder = run / JOURNAL
     if not (folder / JOURNAL_LOG).is_file():
@@ -59,7 +58,7 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
 
 
 def _check_waits(history: RunHistory, run: Path, step: int) -> None:
-    """Raises ConfigError unless the batch of `step`, from 1, waits to be trained."""
+    """Raises ConfigError unless the batch of `step`, counted from 1, waits to be trained."""
     newest = history.version.step
     if step - 1 in history.steps:
         covered = ", which a checkpoint covers" if step <= history.checkpoint.step else ""

@@ -1,7 +1,8 @@
-"""The watch over the whole run: removes silent servers and fails a run that cannot continue.
+"""The watches of the controller: over servers, leases, checkpoints and the run as a whole.
 
-Consumes: the state of the fleet and the environments. Produces: the end of a run.
-Waits for: its period. Unblocked by: the clock.
+Consumes: the state of the fleet and the environments, names and sizes of checkpoint files.
+Produces: cancelled leases, removed servers, warnings, the end of a run that cannot continue.
+Waits for: a period. Unblocked by: the clock.
 """
 
 from __future__ import annotations
@@ -9,13 +10,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+from slipstream.core.errors import CheckpointError
+from slipstream.core.types import GroupId
+from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_watch import CANCEL_LIMIT_S, LeaseWatch
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentEntry
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+    read_manifest,
+)
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
@@ -115,3 +128,139 @@ class RunWatch:
             and bool(sessions)
             and all(session.key in entry.failed_on for session in sessions)
         )
+
+
+LOOK_S = 2.0
+
+
+class CheckpointWatch:
+    """Warns when a resume could not use the newest reported checkpoint, once for each change.
+
+    watch.begin(40)  # the journal names a checkpoint of version 40; warns if it is missing
+    watch.saved(50)  # the trainer has reported the checkpoint of version 50
+    await watch.watch_forever()  # warns when that checkpoint was removed or lost a file
+    """
+
+    def __init__(self, folder: Path, events: EventLog, *, look_s: float = LOOK_S) -> None:
+        self._folder = folder
+        self._events = events
+        self._look_s = look_s
+        # The version from which a resume would continue. 0 is the start.
+        self._newest = 0
+
+    def begin(self, recorded: int) -> None:
+        """Checks the folder at the start; the journal's newest checkpoint is of version `recorded`.
+
+        Warns of newer folders that are no whole checkpoints.
+        """
+        over = passed_over(self._folder)
+        self._newest = max(complete_steps(self._folder), default=0)
+        for path in over:
+            self._warn(f"{path} is no whole checkpoint, it has no {MANIFEST_NAME}")
+        if not over and recorded > self._newest:
+            self._warn(f"{checkpoint_path(self._folder, recorded)} is not there any more")
+
+    def saved(self, step: int) -> None:
+        """Notes that the trainer has reported the checkpoint of version `step`."""
+        if step in complete_steps(self._folder):
+            self._newest = step
+
+    async def watch_forever(self) -> None:
+        """Checks the newest checkpoint every `look_s` seconds until the task is cancelled."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            expected = self._newest
+            trouble = await asyncio.to_thread(_missing, self._folder, expected)
+            # The trainer may have reported a newer checkpoint meanwhile.
+            if trouble and self._newest == expected:
+                whole = complete_steps(self._folder)
+                self._newest = max((step for step in whole if step < expected), default=0)
+                # A resume would refuse a checkpoint that still has its manifest.
+                self._warn(f"{trouble}; remove what is left" if expected in whole else trouble)
+
+    def _warn(self, what: str) -> None:
+        base = f"version {self._newest}" if self._newest else "the start"
+        self._events.add(f"{what}: a resume begins from {base}", Severity.WARNING)
+
+
+def _missing(folder: Path, step: int) -> str:
+    """The fault of the checkpoint of version `step`. Empty if it has none or a newer one exists."""
+    if not step:
+        return ""
+    path, lack = checkpoint_path(folder, step), ""
+    try:
+        for file in read_manifest(path).files:
+            found = (path / file.path).stat().st_size
+            if found != file.num_bytes:
+                lack = f"{file.path} has {found} bytes instead of {file.num_bytes}"
+    except CheckpointError:
+        lack = f"{MANIFEST_NAME} is missing or damaged"
+    except OSError as error:
+        lack = f"{error.filename}: {error.strerror}"
+    # The trainer removes an old checkpoint once a newer one is complete.
+    if not lack or max(complete_steps(folder), default=0) > step:
+        return ""
+    return f"{path} was removed or damaged under the live run ({lack})"
+
+
+# Seconds of serving within which a server must end a cancelled lease.
+CANCEL_LIMIT_S = 60.0
+
+
+@dataclass
+class _Mark:
+    # Number of the group's lease.
+    number: int
+    # The last ended attempt of each member; a change is progress of the lease.
+    ended: tuple[tuple[int, int], ...]
+    # The server's clock at the last progress.
+    served_s: float
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """The leases and servers that are late."""
+
+    # Groups whose leases must be taken back.
+    groups: tuple[Group, ...]
+    # Servers that did not end a cancelled lease in time.
+    servers: tuple[ServerKey, ...]
+
+
+class LeaseWatch:
+    """Remembers when each lease made progress last, by the clock of its server.
+
+    That clock runs only while the server serves: time in which the server loads weights, is stale,
+    rests or waits for a publish does not count.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        """Makes a lease overdue when no attempt of it ended in `limit_s` seconds of serving."""
+        self._limit_s = limit_s
+        self._marks: dict[GroupId, _Mark] = {}
+
+    def overdue(self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]) -> Overdue:
+        """Returns each overdue lease once, and servers that still run it `CANCEL_LIMIT_S` later.
+
+        `served_s`: seconds that each server has served.
+        """
+        late, stuck, marks = [], [], {}
+        for group in groups:
+            holder, number = group.holder, group.num_leases
+            if holder is None or holder not in served_s or not group.running:
+                continue
+            ended, now_s = tuple(sorted(group.attempts.items())), served_s[holder]
+            mark = self._marks.get(group.group_id)
+            if mark is None or (mark.number, mark.ended) != (number, ended):
+                is_cancelled = mark is not None and mark.is_cancelled and mark.number == number
+                mark = _Mark(number, ended, now_s, is_cancelled)
+            elif mark.is_cancelled:
+                if now_s - mark.served_s > CANCEL_LIMIT_S:
+                    stuck.append(holder)
+            elif now_s - mark.served_s > self._limit_s:
+                late.append(group)
+                mark = _Mark(number, ended, now_s, is_cancelled=True)
+            marks[group.group_id] = mark
+        self._marks = marks
+        return Overdue(tuple(late), tuple(dict.fromkeys(stuck)))

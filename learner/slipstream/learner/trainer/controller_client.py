@@ -1,24 +1,34 @@
-"""The trainer's calls to the controller: blocking, each with a deadline."""
+"""The trainer's calls to the controller, each blocking with a deadline, and the orders it gets."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 from slipstream.core.backoff import Backoff
-from slipstream.core.errors import RunFailed
+from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
-from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
+from slipstream.protocol.bounds import one_line
+from slipstream.protocol.codec import (
+    TRAINER_EPOCH,
+    trajectory_from_pb,
+    version_from_pb,
+    version_to_pb,
+)
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
@@ -315,3 +325,77 @@ def _has_reason(error: grpc.RpcError, reason: Reason) -> bool:
 def _describe(error: grpc.RpcError) -> str:
     call: Any = error
     return f"{_code(error).name}: {call.details()}"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The order to make no more steps."""
+
+    reason: str
+    # Whether the trainer leaves without exporting its model.
+    without_model: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The order to ask again, because there is nothing to do yet."""
+
+
+Order: TypeAlias = Batch | weights_pb2.PublishOrder | pb.StoreOrder | Stop | Wait
+
+
+def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
+    """Packs the messages of one answer, each behind its length."""
+    buffer = io.BytesIO()
+    for directive in directives:
+        serialize_length_prefixed(directive, buffer)
+    return buffer.getvalue()
+
+
+def unpack_directives(data: bytes) -> list[pb.Directive]:
+    """Inverts `pack_directives`."""
+    buffer = io.BytesIO(data)
+    directives = []
+    while (message := parse_length_prefixed(pb.Directive, buffer)) is not None:
+        directives.append(message)
+    return directives
+
+
+def read_order(directives: Sequence[pb.Directive]) -> Order:
+    """Reads the order of an answer; ProtocolError when its messages do not fit together."""
+    if not directives:
+        raise ProtocolError("the controller answered Next without an order")
+    first = directives[0]
+    kind = first.WhichOneof("directive")
+    if kind == "batch":
+        return _read_batch(first.batch, directives[1:])
+    if kind == "publish":
+        return first.publish
+    if kind == "store":
+        return first.store
+    if kind == "stop":
+        return Stop(first.stop.reason, first.stop.without_model)
+    if kind == "wait":
+        return Wait()
+    raise ProtocolError(f"an answer begins with an order, got {kind}")
+
+
+def _read_batch(header: pb.BatchHeader, chunks: Sequence[pb.Directive]) -> Batch:
+    batch_id = one_line(header.batch_id, 128)
+    if any(chunk.WhichOneof("directive") != "chunk" for chunk in chunks):
+        raise ProtocolError(f"batch {batch_id}: something else than a chunk follows")
+    try:
+        trajectories = tuple(
+            trajectory_from_pb(message) for chunk in chunks for message in chunk.chunk.trajectories
+        )
+    except ProtocolError as error:
+        # The message may contain names that nothing has checked.
+        raise ProtocolError(one_line(f"batch {batch_id}: {error}", 1000)) from error
+    batch = Batch(header.step, header.batch_id, trajectories)
+    found = (len(set(batch.group_ids)), len(trajectories))
+    if found != (header.num_groups, header.num_trajectories):
+        raise ProtocolError(
+            f"batch {batch_id}: {header.num_groups} groups of {header.num_trajectories} "
+            f"trajectories were announced, {found[0]} of {found[1]} came"
+        )
+    return batch

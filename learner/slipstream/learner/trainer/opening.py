@@ -21,16 +21,17 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
 )
 from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.layers.router_replay import replay_routers
-from slipstream.learner.trainer.model.attention_check import check_attention
 from slipstream.learner.trainer.model.model import (
     Change,
     ParallelModel,
     Policy,
     TrainedModel,
     defer_projections,
+    shared_scaler,
     unwrapped,
 )
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
+from slipstream.learner.trainer.model.numeric_checks import check_attention, check_range
 from slipstream.learner.trainer.model.offload import (
     HostMemory,
     Part,
@@ -38,8 +39,6 @@ from slipstream.learner.trainer.model.offload import (
     optimizer_state,
     parameters,
 )
-from slipstream.learner.trainer.model.precision import shared_scaler
-from slipstream.learner.trainer.model.range_check import check_range
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.ranks import compat, cpu

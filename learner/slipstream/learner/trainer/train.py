@@ -11,23 +11,23 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import FrameType
 
+import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import Config, ProfileSection
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.cost import StepCost
-from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.orders import (
+from slipstream.learner.trainer.controller_client import (
+    ControllerClient,
     Order,
     Stop,
     Wait,
@@ -35,13 +35,15 @@ from slipstream.learner.trainer.orders import (
     read_order,
     unpack_directives,
 )
-from slipstream.learner.trainer.profiler import ProfileWindow
+from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.roles import open_roles
-from slipstream.learner.trainer.step import TrainingStep
+from slipstream.learner.trainer.step import StepResult, TrainingStep
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
-from slipstream.learner.trainer.weights.probe import build_probe
-from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
@@ -49,8 +51,109 @@ from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
+from torch.profiler import ProfilerActivity, profile
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 logger = logging.getLogger(__name__)
+
+
+class StepCost:
+    """Measures the cost of a trainer's steps."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sizes = model_sizes(read_model_table(config.model.path))
+        self._epochs = config.algorithm.epochs
+        self._peak_tflops = config.debug.peak_tflops
+        if self._peak_tflops is None and ranks.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            self._peak_tflops = peak_tflops(name)
+            if self._peak_tflops is None:
+                logger.warning("no mfu: the peak of %s is not known, set debug.peak_tflops", name)
+
+    def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
+        """Returns the known metrics of the step that trained `batch`; collective."""
+        sizes = batch.lengths()
+        flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
+        computed = self._epochs * (sum(sizes) - result.saved.tokens)
+        tflops = flops / result.wall_s / self._ranks.world_size / 1e12
+        found = {
+            "tokens_per_micro_batch": computed / result.metrics["num_micro_batches"],
+            "model_flops": flops,
+            "tflops_per_rank": tflops,
+            **self._memory(),
+        }
+        if self._peak_tflops is not None:
+            found["mfu"] = tflops / self._peak_tflops
+        return found
+
+    def _memory(self) -> dict[str, float]:
+        """Returns the largest memory use of any rank; collective."""
+        used = {"trainer_rss_bytes": resident_bytes()}
+        if self._ranks.device.type == "cuda":
+            used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+        values = torch.tensor(list(used.values()), dtype=torch.float64)
+        return dict(zip(used, self._ranks.max(values).tolist(), strict=True))
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of main memory that this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+class ProfileWindow:
+    """Profiles the steps of `section` on the ranks of `section`; does nothing on other ranks."""
+
+    def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
+        """Takes the `folder` for traces."""
+        self._section = section
+        self._folder = folder
+        self._rank = rank
+        self._profiler: profile | None = None
+        self._steps: list[int] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Surrounds a step, counted from 1; writes the trace after the window's last step."""
+        first = self._section.start_step
+        if first is None or self._rank not in self._section.ranks:
+            yield
+            return
+        last = first + self._section.num_steps - 1
+        if first <= step <= last:
+            self._start()
+            self._steps.append(step)
+        yield
+        if step >= last:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace of a window that is still open."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank-{self._rank}-steps-{self._steps[0]}-{self._steps[-1]}.json"
+        profiler.export_chrome_trace(str(path))
+        logger.info("the profile of steps %d to %d is %s", self._steps[0], self._steps[-1], path)
+
+    def _start(self) -> None:
+        if self._profiler is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(
+            activities=activities,
+            with_stack=self._section.with_stack,
+            profile_memory=self._section.memory,
+        )
+        self._profiler.start()
+
 
 # Largest number of groups in a report; if more are faulty, all of the batch are set aside.
 MAX_NAMED_GROUPS = 4096

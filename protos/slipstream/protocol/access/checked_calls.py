@@ -258,8 +258,8 @@ async def _end(context: Context, method: str, error: Exception) -> NoReturn:
         cause = cause.exceptions[0]
     if isinstance(cause, grpc.aio.AbortError):
         raise cause
-    if isinstance(cause, grpc.aio.InternalError):
-        # A write failed: its caller is gone.
+    if isinstance(cause, grpc.aio.BaseError) and not isinstance(cause, grpc.aio.UsageError):
+        # A write failed, or the server has stopped: the caller is gone.
         raise asyncio.CancelledError("the caller is gone") from None
     if isinstance(cause, ProtocolError):
         text = str(cause)

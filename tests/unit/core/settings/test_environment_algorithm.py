@@ -117,11 +117,12 @@ def test_warnings_about_old_tokens_are_those_of_all_environments() -> None:
 @pytest.mark.parametrize(
     ("table", "rule"),
     [
-        ({"rule": "skip", "floor": 0.1}, "floor has no effect with rule = 'skip'"),
-        ({"rule": "sample", "every_rounds": 2}, "every_rounds has no effect with rule = 'sample'"),
-        ({"rule": "skip", "failed_reward": 1.0}, "failed_reward must be below solved_reward"),
-        ({"rule": "skip", "window": 17}, "less than or equal to 16"),
-        ({}, "environments.0.curriculum.rule is required"),
+        (
+            {"failed_reward": 1.0},
+            "curriculum.failed_reward of environment a must be below "
+            "dynamic_sampling.solved_reward, got 1.0 and 1.0",
+        ),
+        ({"window": 17}, "less than or equal to 16"),
     ],
 )
 def test_a_curriculum_without_a_meaning_is_refused(table: Table, rule: str) -> None:

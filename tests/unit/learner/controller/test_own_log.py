@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.learner.controller.own_log import OwnLog
+from slipstream.learner.controller.__main__ import OwnLog
 
 
 def test_lines_that_find_no_room_are_counted_and_later_ones_are_written(tmp_path: Path) -> None:

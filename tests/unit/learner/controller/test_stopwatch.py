@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.learner.controller.stopwatch import Stopwatch
+from slipstream.learner.controller.loop_clock import Stopwatch
 
 changes = st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans()), max_size=20)
 

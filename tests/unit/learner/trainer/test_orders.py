@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.learner.trainer.orders import (
+from slipstream.learner.trainer.controller_client import (
     Stop,
     Wait,
     pack_directives,

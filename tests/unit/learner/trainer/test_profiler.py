@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 from slipstream.core.settings.config import ProfileSection
-from slipstream.learner.trainer.profiler import ProfileWindow
 from slipstream.learner.trainer.stages import StageTimes
+from slipstream.learner.trainer.train import ProfileWindow
 
 
 def run_steps(window: ProfileWindow, steps: range) -> None:

@@ -15,7 +15,7 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.machine.gpu_lock import fill_gpus
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.orders import Order, Stop, Wait
+from slipstream.learner.trainer.controller_client import Order, Stop, Wait
 from slipstream.learner.trainer.train import Trainer, turn_of_step
 from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import weights_pb2

@@ -1,4 +1,4 @@
-"""What the controller keeps account of."""
+"""The accounts that several parts of the controller read and change."""
 
 from __future__ import annotations
 

@@ -44,8 +44,6 @@ class Group:
     closed: bool = False
     # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
-    # Time of its first lease by this controller, by `time.monotonic`; None: none was sent yet.
-    leased_s: float | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -83,7 +81,7 @@ class Group:
         return self.holder.epoch == epoch and attempt >= self.first_attempt
 
     def excess(self, epoch: int, attempt: int) -> str:
-        """The reason why no lease of this group allows the attempt; empty: a lease allows it."""
+        """The reason why no lease of this group allows the attempt. Empty if a lease allows it."""
         allowed = self.allowed.get(epoch)
         if allowed is None:
             return f"{self.group_id} was never leased to the server of epoch {epoch:x}"
@@ -95,7 +93,7 @@ class Group:
         return ""
 
     def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
-        """Raises ProtocolError when the holder's report contradicts the lease."""
+        """Raises ProtocolError if the holder's report contradicts the lease."""
         assert self.holder is not None
         fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
         if max(unfinished, default=0) >= self.size:

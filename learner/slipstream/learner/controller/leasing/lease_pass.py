@@ -10,14 +10,53 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_waits import LeaseWait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
-from slipstream.learner.controller.tasks.own_choice import ChoiceFailed
+
+
+class LeaseWait(IntEnum):
+    """The thing that the next lease lacks; of several things the one with the largest number."""
+
+    NOTHING = 0
+    SERVER = 1
+    SLOTS = 2
+    STALENESS = 3
+    ENVIRONMENT = 4
+    QUEUE = 5
+
+
+WORDS = {
+    LeaseWait.NOTHING: "",
+    LeaseWait.SERVER: "a rollout server that serves",
+    LeaseWait.SLOTS: "a rollout server with room for a group",
+    LeaseWait.STALENESS: "a step: more groups could not all be trained within max_staleness",
+    LeaseWait.ENVIRONMENT: "an environment that is ready and has room for a group",
+    LeaseWait.QUEUE: "room in the queue (queue.max_bytes)",
+}
+
+
+def batch_wait(book: LeaseBook) -> str:
+    """Says in words for what the next batch waits."""
+    due = book.due()
+    if due:
+        members = sum(len(group.missing) for group in due)
+        return (
+            f"{members} episodes that step {book.step + 1} cannot leave for later, "
+            f"the first of group {due[0].group_id}"
+        )
+    training = book.training_groups()
+    if not training:
+        return "a rollout server that serves, with an environment that is loaded"
+    complete = sum(group.is_complete for group in training)
+    return (
+        f"groups for step {book.step + 1}: {complete} of "
+        f"{book.groups_per_step} are complete, {len(training)} are leased"
+    )
 
 
 @dataclass(frozen=True)
@@ -28,12 +67,12 @@ class Grant:
     group: Group
     # Number of the group among those of its environment; -1: the task was leased before.
     number: int = -1
-    # The abandoned group whose task is leased again; empty: none.
+    # The abandoned group whose task is leased again. Empty for a new task.
     replaces: str = ""
 
 
 @dataclass(frozen=True)
-class Room:
+class ServerRoom:
     """Number of episodes that a serving server may be given."""
 
     session: ServerSession
@@ -48,17 +87,18 @@ class Room:
 
 def rooms(
     sessions: Sequence[ServerSession], book: LeaseBook, reserved: Mapping[ServerKey, int]
-) -> list[Room]:
+) -> list[ServerRoom]:
     """The rooms of serving servers, largest first, without the slots of `reserved` episodes."""
     taken = book.episodes_by_holder()
     found = [
-        Room(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0)) for s in sessions
+        ServerRoom(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0))
+        for s in sessions
     ]
     return sorted(found, key=lambda room: room.episodes, reverse=True)
 
 
 def place_orphans(
-    book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[Room], limit: int
+    book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[ServerRoom], limit: int
 ) -> list[Grant]:
     """Gives at most `limit` interrupted groups to servers that may finish them."""
     # Orphans of one kind suit the same servers; each keeps its place in the order of the leases.
@@ -92,7 +132,7 @@ def place_orphans(
 def abandon_stranded(
     book: LeaseBook,
     environments: EnvironmentBook,
-    by_room: Sequence[Room],
+    by_room: Sequence[ServerRoom],
     limit: int,
     abandon: Callable[[Group], None],
 ) -> int:
@@ -135,13 +175,12 @@ class NewLeases:
         self,
         book: LeaseBook,
         environments: EnvironmentBook,
-        by_room: Sequence[Room],
+        by_room: Sequence[ServerRoom],
         again: list[Group],
         *,
-        num_groups: float,
         num_episodes: int,
     ) -> None:
-        """Grants at most `num_groups` groups and the `num_episodes` that fit into the queue.
+        """Grants the `num_episodes` that fit into the queue.
 
         `again` holds abandoned groups: their tasks are leased before any new task, and then leave
         the list.
@@ -149,15 +188,13 @@ class NewLeases:
         self._book = book
         self._environments = environments
         self._again = again
-        self._num_groups, self._num_episodes = num_groups, num_episodes
+        self._num_episodes = num_episodes
         self._num_servers = len(by_room)
         # Heap with the largest room first; among equal rooms the first in `by_room`.
         self._heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]
         self._episodes = book.episodes_by_environment()
         # Versions of servers that have room and were refused; a refusal holds for the whole pass.
         self._refused: set[int] = set()
-        # The cause of each environment that was suspended because its tasks cannot be chosen.
-        self.suspended: dict[str, str] = {}
         # Versions for which the staleness rule allows no more groups.
         self._full: set[int] = set()
 
@@ -165,8 +202,6 @@ class NewLeases:
         """Returns the next grant, or the reason why there is none."""
         if not self._num_servers:
             return LeaseWait.SERVER
-        if self._num_groups < 1:
-            return LeaseWait.PACE
         size = self._book.group_size
         while self._heap and -self._heap[0][0] >= size:
             free, place, room = self._heap[0]
@@ -184,15 +219,8 @@ class NewLeases:
                 grant = self._lease_again(room, old)
             else:
                 assert entry is not None
-                try:
-                    grant = self._lease_new(room, entry)
-                except ChoiceFailed as error:
-                    # The other environments go on.
-                    self._environments.suspend(entry, str(error))
-                    self.suspended[entry.spec.name] = str(error)
-                    continue
+                grant = self._lease_new(room, entry)
             heapq.heapreplace(self._heap, (free + size, place, room))
-            self._num_groups -= 1
             self._num_episodes -= size
             self._episodes[grant.group.environment] += size
             return grant
@@ -217,14 +245,14 @@ class NewLeases:
                 return group
         return None
 
-    def _lease_again(self, room: Room, old: Group) -> Grant:
+    def _lease_again(self, room: ServerRoom, old: Group) -> Grant:
         self._again.remove(old)
         group = self._book.lease(
             old.environment, old.task_index, old.seed, room.session.key, room.served_step
         )
         return Grant(room.session, group, replaces=old.group_id)
 
-    def _lease_new(self, room: Room, turn: EnvironmentEntry) -> Grant:
+    def _lease_new(self, room: ServerRoom, turn: EnvironmentEntry) -> Grant:
         task_index, seed = self._environments.next_task(turn)
         number = turn.next_number - 1
         turn.groups_leased += 1

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from slipstream.core import staleness
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
-from slipstream.learner.controller.leasing.closing_leases import ClosingLeases
 from slipstream.learner.controller.leasing.groups import (
     Fate,
     Group,
@@ -22,6 +22,50 @@ from slipstream.learner.controller.leasing.groups import (
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.servers.server_states import ServerKey
+
+
+@dataclass(eq=False)
+class ClosingLease:
+    """A lease of which `holder` still runs `members`: they keep their slots and bytes."""
+
+    environment: str
+    holder: ServerKey
+    members: set[int] = field(default_factory=set)
+
+
+class ClosingLeases:
+    """Leases that are left over, by group.
+
+    A lease leaves when `end_member` has named its last member, when the server has closed it
+    (`close`), or with its server (`server_lost`).
+    """
+
+    def __init__(self) -> None:
+        self.leases: dict[GroupId, ClosingLease] = {}
+
+    def keep(self, group: Group, members: set[int]) -> None:
+        """Keeps the slots of `members` until the group's holder has ended them."""
+        if group.holder is not None:
+            lease = ClosingLease(group.environment, group.holder)
+            self.leases.setdefault(group.group_id, lease).members |= members
+
+    def end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
+        """Notes that the server of `epoch` runs a member no more."""
+        lease = self.leases.get(group_id)
+        if lease is not None and lease.holder.epoch == epoch:
+            lease.members.discard(member)
+            if not lease.members:
+                del self.leases[group_id]
+
+    def close(self, group_id: GroupId, holder: ServerKey) -> None:
+        """Notes that `holder` runs no member of a lease any more."""
+        lease = self.leases.get(group_id)
+        if lease is not None and lease.holder == holder:
+            del self.leases[group_id]
+
+    def server_lost(self, holder: ServerKey) -> None:
+        """Drops the leases of a server that is gone."""
+        self.leases = {g: lease for g, lease in self.leases.items() if lease.holder != holder}
 
 
 class LeaseBook:
@@ -213,7 +257,7 @@ class LeaseBook:
     def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
         """Notes a quarantined trajectory; returns its group if the member must run again.
 
-        `will_retry`: its server tries the member again by itself.
+        `will_retry`: its server tries the member again without a new lease.
         """
         if not will_retry:
             self.closing.end_member(name.group_id, name.member, name.epoch)
@@ -231,7 +275,7 @@ class LeaseBook:
         return group
 
     def remove(self, group_id: GroupId) -> Group | None:
-        """Takes a group out of the book, whatever its state; None when the book lacks it."""
+        """Takes a group out of the book, whatever its state. None if the book lacks it."""
         if group_id not in self.groups:
             return None
         group = self._take(group_id)
@@ -251,7 +295,7 @@ class LeaseBook:
 
         As soon as all other members are back the group waits for another server. Trajectories of
         attempts before `next_attempt` may still arrive, so their numbers are not used again.
-        ProtocolError for members or attempts that are not in the lease.
+        Raises ProtocolError for members or attempts that are not in the lease.
         """
         self.closing.close(group_id, holder)
         group = self.groups.get(group_id)
@@ -274,7 +318,7 @@ class LeaseBook:
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Takes the batch of the present step and moves to the next step; None while not ready."""
+        """Takes the batch of the present step and moves to the next step. None if not ready."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None
@@ -282,7 +326,7 @@ class LeaseBook:
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """Returns `groups` of the newest batch, which was that of `step`, to form it again.
+        """Puts `groups` of the last batch back, so that `step` can be formed again.
 
         The staleness invariant holds: `step` is open again, and it had room for all of them.
         """

@@ -8,29 +8,27 @@ back, a new version; the disk.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from slipstream.core import reservation
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
 from slipstream.core.types import Purpose
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
+    WORDS,
     Grant,
+    LeaseWait,
     NewLeases,
-    Room,
     abandon_stranded,
     place_orphans,
     rooms,
 )
-from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
+from slipstream.learner.controller.loop_clock import Stopwatch
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0
@@ -39,7 +37,7 @@ MAX_GRANTS_IN_A_PASS = 64
 
 
 class Scheduler:
-    """Leases groups to every serving server, as far as staleness, queue and pace allow."""
+    """Leases groups to every serving server, as far as staleness and queue allow."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class Scheduler:
         # Abandoned groups whose tasks are leased again, before new tasks.
         self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
-        self._queue_waits, self._version_waits = Stopwatch(), Stopwatch()
+        self._queue_waits = Stopwatch()
         # Number of episodes that an evaluation is about to start on each server; no training
         # lease takes their slots.
         self.reserved: dict[ServerKey, int] = {}
@@ -65,7 +63,7 @@ class Scheduler:
     async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
         """Grants all leases that are allowed, after each change, until the task is cancelled.
 
-        Looks again after `recheck_s` without a change, or sooner if the pace allows a lease then.
+        Looks again after `recheck_s` without a change.
         """
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
@@ -75,13 +73,13 @@ class Scheduler:
                 # The state may have changed meanwhile. Streams wait for `durable` too.
                 await asyncio.shield(durable)
                 continue
-            await self._run.signal.changes(self._recheck_s(recheck_s))
+            await self._run.signal.changes(recheck_s)
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
         """Grants at most `limit` leases; they are sent once their records are durable.
 
         Abandoned groups count to `limit`. Returns a future that is done when the records are
-        durable; None when no lease was granted and no group abandoned.
+        durable. Returns None if no lease was granted and no group abandoned.
         """
         granted, num_abandoned = self._lease_orphans(limit)
         if len(granted) + num_abandoned < limit:
@@ -92,8 +90,6 @@ class Scheduler:
             self._record(grant)
         durable = self._journal.durable()
         for grant in granted:
-            if grant.group.leased_s is None:
-                grant.group.leased_s = time.monotonic()
             message = fleet_pb2.ControllerMessage(lease=self.lease_message(grant.group))
             grant.session.send(message, after=durable)
         return durable
@@ -140,15 +136,11 @@ class Scheduler:
     def _lease_new(self, limit: int) -> list[Grant]:
         """Leases at most `limit` new groups; notes what the next lease waits for."""
         by_room = rooms(self._fleet.serving(), self._book, self.reserved)
-        if self._waits_for_version(by_room):
-            self._note(LeaseWait.VERSION)
-            return []
         leases = NewLeases(
             self._book,
             self._environments,
             by_room,
             self._again,
-            num_groups=self._groups_in_time(),
             num_episodes=self._free_bytes() // self._largest_bytes - self._evaluated_soon(),
         )
         granted: list[Grant] = []
@@ -158,8 +150,6 @@ class Scheduler:
                 self._note(lease)
                 break
             granted.append(lease)
-        for name, cause in leases.suspended.items():
-            self._run.events.add(f"environment {name} is suspended: {cause}", Severity.ERROR)
         return granted
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
@@ -221,7 +211,7 @@ class Scheduler:
 
     @property
     def lease_wait(self) -> str:
-        """What the next lease waits for, in words; empty when no lease is wanted."""
+        """The thing that the next lease waits for, in words. Empty if no lease is wanted."""
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:
@@ -229,7 +219,6 @@ class Scheduler:
         return {
             "reserved_bytes": float(self.reserved_bytes),
             "lease_queue_wait_s": self._queue_waits.total_s(time.monotonic()),
-            "lease_version_wait_s": self._version_waits.total_s(time.monotonic()),
         }
 
     def _free_bytes(self) -> int:
@@ -242,9 +231,7 @@ class Scheduler:
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait
-        now_s = time.monotonic()
-        self._queue_waits.note(now_s, running=wait is LeaseWait.QUEUE)
-        self._version_waits.note(now_s, running=wait is LeaseWait.VERSION)
+        self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
 
     def _evaluated_soon(self) -> int:
         """Number of evaluation episodes that would start now if the queue had room."""
@@ -253,27 +240,3 @@ class Scheduler:
             for key, waiting in self.reserved.items()
             if (session := self._fleet.find(key)) is not None
         )
-
-    def _waits_for_version(self, by_room: Sequence[Room]) -> bool:
-        """Whether groups start with the next version; tasks that start afresh never wait."""
-        freshness = self._run.freshness
-        if freshness is None or self._again:
-            return False
-        places = sum(room.session.hello.max_episodes for room in by_room)
-        taken = places - sum(room.episodes for room in by_room)
-        return freshness.waits(max_staleness=self._book.max_staleness, taken=taken, places=places)
-
-    def _groups_in_time(self) -> float:
-        """Number of groups that the pace of the run allows to lease now."""
-        pace = self._run.pace
-        limit = pace.limit(time.monotonic()) if pace is not None else None
-        if limit is None:
-            return math.inf
-        # A group that waits for a server takes no place.
-        return limit - sum(group.holder is not None for group in self._book.training_groups())
-
-    def _recheck_s(self, longest_s: float) -> float:
-        """Seconds until the next pass without a signal."""
-        pace = self._run.pace
-        sooner = pace.recheck_s() if pace is not None else None
-        return longest_s if sooner is None else min(sooner, longest_s)

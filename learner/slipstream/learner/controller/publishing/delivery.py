@@ -7,6 +7,7 @@ each receiver, with a deadline. Unblocked by: its report, its loss, or a failure
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,17 +15,8 @@ from dataclasses import dataclass, field
 
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.publishing.membership import Membership
 from slipstream.learner.controller.publishing.phases import LOADED, SERVING, PhaseReports
-from slipstream.learner.controller.publishing.probe_gap import check_probe
-from slipstream.learner.controller.publishing.publish_failures import (
-    FailRun,
-    FailureCounts,
-    RetryAfter,
-    SendAway,
-    consequence,
-)
-from slipstream.learner.controller.publishing.publish_totals import PublishTotals
+from slipstream.learner.controller.publishing.publish_totals import PublishTotals, check_probe
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
@@ -32,6 +24,114 @@ from slipstream.learner.controller.servers.session import JoinedOrder, ServerSes
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.v1 import fleet_pb2, weights_pb2
+
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+# Failed publishes of one session after which the server is sent away.
+MAX_FAILED_PUBLISHES = 8
+# Failed publishes after which the server shares no publish with others.
+MAX_JOINT_FAILURES = 2
+# Failed publishes of one server, while no server serves, after which the run fails. By then the
+# server was sent away once and came back.
+MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
+
+
+@dataclass(frozen=True)
+class FailureCounts:
+    """Numbers of publishes to one server that failed in a row."""
+
+    # Failures since this session began or last served.
+    in_session: int
+    # Failures since the server last served, in this or an earlier epoch.
+    of_server: int
+    # Failures of the server since any server last served.
+    while_none_served: int
+
+    @property
+    def needs_own_publish(self) -> bool:
+        """Whether the server gets a publish of its own, after the healthy servers."""
+        return self.of_server >= MAX_JOINT_FAILURES
+
+
+@dataclass(frozen=True)
+class RetryAfter:
+    """The server is sent the weights again after `wait_s` seconds."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class SendAway:
+    """The server's stream ends; it may join again."""
+
+
+@dataclass(frozen=True)
+class FailRun:
+    """The run ends: no server could be given its weights."""
+
+
+def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
+    """Returns the consequence of a failure; `counts` already includes that failure."""
+    if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
+        return FailRun()
+    if counts.in_session >= MAX_FAILED_PUBLISHES:
+        return SendAway()
+    return RetryAfter(min(FIRST_RETRY_S * 2 ** max(counts.in_session - 1, 0), MAX_RETRY_S))
+
+
+class Membership:
+    """The members of the newest communicator; a change of members or a fault needs a new one."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        # Number of the trainer's ranks that send; they are the first ranks of a communicator.
+        self.num_senders = 1
+        self._members: tuple[ServerKey, ...] = ()
+        self._epoch, self._name = 0, ""
+
+    def forget(self, communicator_id: str | None = None) -> None:
+        """Drops the communicator; with an id, only if it is the newest communicator."""
+        if communicator_id in (None, self._name):
+            self._members = ()
+
+    def server_lost(self, key: ServerKey) -> None:
+        """Drops the communicator if this server was a member."""
+        if key in self._members:
+            self.forget()
+
+    def order_for(
+        self, targets: Sequence[ServerSession], transport: str, *, trainer_has: str
+    ) -> weights_pb2.PublishOrder:
+        """Returns an order for `targets` with their ranks, with a new communicator if needed.
+
+        The newest communicator is used again if its members are the same and the trainer still
+        has it (`trainer_has`).
+        """
+        members = tuple(session.key for session in targets)
+        new = members != self._members or trainer_has != self._name
+        if new:
+            self._members = members
+            self._epoch += 1
+            # A secret that is sent only over gRPC: strangers cannot join by gloo or ipc.
+            self._name = f"{self._run_id}-{self._epoch}-{secrets.token_hex(16)}"
+        receivers, rank = [], self.num_senders
+        for session in targets:
+            workers = session.hello.engine_workers
+            receivers.append(
+                weights_pb2.Receiver(server_id=session.name, first_rank=rank, num_workers=workers)
+            )
+            rank += workers
+        return weights_pb2.PublishOrder(
+            communicator=weights_pb2.Communicator(
+                communicator_id=self._name,
+                transport=transport,
+                world_size=rank,
+                num_senders=self.num_senders,
+            ),
+            new_communicator=new,
+            receivers=receivers,
+        )
+
 
 # Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
 MAX_FAILING = 1000

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish, can_take
-from slipstream.learner.controller.publishing.loads import Loads
-from slipstream.learner.controller.publishing.phases import FAILED, LOADED, PhaseReports
-from slipstream.learner.controller.publishing.readiness import Readiness
+from slipstream.learner.controller.publishing.phases import FAILED, LOADED, READY, PhaseReports
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -25,6 +25,197 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import num_tensors
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
+
+
+@dataclass(eq=False)
+class _Question:
+    publish_id: str
+    session: ServerSession
+    asked_s: float
+    answer: asyncio.Future[fleet_pb2.PublishReport]
+    # A publish left the server out while the question was open.
+    is_late: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self.answer.done()
+
+
+class Readiness:
+    """One question at a time to each server; its answer counts until the next publish to it.
+
+    Life of a question: `ask` sends it, `answers` collects it for a publish and forgets it. If the
+    server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late` is
+    true. A late answer makes the server due again. Without an answer within `join_deadline_s` its
+    stream is ended.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tasks: asyncio.TaskGroup,
+        reports: PhaseReports,
+        deliveries: Deliveries,
+    ) -> None:
+        self._run, self._settings = run, run.config.weights
+        self._tasks, self._reports, self._deliveries = tasks, reports, deliveries
+        self._questions: dict[ServerKey, _Question] = {}
+
+    def is_late(self, session: ServerSession) -> bool:
+        """Whether a publish left this server out, and it has still not answered."""
+        question = self._questions.get(session.key)
+        return question is not None and question.is_late and question.is_open
+
+    def ask(
+        self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
+    ) -> None:
+        """Asks these servers if they are ready, except servers whose question is still open."""
+        message = fleet_pb2.ControllerMessage(
+            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version_to_pb(version))
+        )
+        for session in targets:
+            earlier = self._questions.get(session.key)
+            if earlier is not None and earlier.is_open:
+                continue
+            self._forget(session)
+            answer = self._reports.expect(publish_id, session.key, READY)
+            now_s = self._run.clock.now_s()
+            self._questions[session.key] = _Question(publish_id, session, now_s, answer)
+            session.send(message)
+
+    async def answers(
+        self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
+    ) -> dict[ServerKey, str]:
+        """Maps each server that answered to its reason for staying out; "" means ready.
+
+        Servers that were not asked before are asked now. Waits until `bucket_deadline_s` after the
+        newest open question; servers that have not answered by then are left out of this publish.
+        """
+        unasked = [session for session in targets if session.key not in self._questions]
+        self.ask(unasked, publish_id, version)
+        questions = [self._questions[session.key] for session in targets]
+        await self._wait_for([question for question in questions if question.is_open])
+        problems = {}
+        for question in questions:
+            if question.is_open:
+                self._leave_out(question, version)
+                continue
+            if self._questions.get(question.session.key) is question:
+                self._forget(question.session)
+            report = question.answer.result()
+            ready = report.phase == READY
+            problems[question.session.key] = "" if ready else report.message or "it failed"
+        return problems
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Forgets the question to a server that is gone."""
+        self._forget(session)
+
+    async def _wait_for(self, questions: Sequence[_Question]) -> None:
+        if questions:
+            until_s = max(q.asked_s for q in questions) + self._settings.bucket_deadline_s
+            clock = self._run.clock
+            await clock.wait([q.answer for q in questions], until_s - clock.now_s())
+
+    def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
+        session, question.is_late = question.session, True
+        keeps = "it serves nothing yet"
+        if session.is_serving and session.version is not None:
+            keeps = f"it keeps version {session.version.step}"
+        waited_s = self._run.clock.now_s() - question.asked_s
+        self._run.events.add(
+            f"rollout server {session.name} is left out of the publish of version {version.step}: "
+            f"not ready {waited_s:.1f} s after it was asked; {keeps}",
+            Severity.WARNING,
+        )
+        self._tasks.create_task(self._follow(question))
+
+    async def _follow(self, question: _Question) -> None:
+        """Waits for the answer, which makes the server due, or for the deadline of the question."""
+        limit_s = self._settings.join_deadline_s
+        clock = self._run.clock
+        await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
+        if not question.is_open:
+            self._run.signal.notify()
+            return
+        self._forget(question.session)
+        if not question.session.is_leaving:
+            self._deliveries.send_away(
+                question.session,
+                f"it did not say within {limit_s:g} s (weights.join_deadline_s) "
+                "that it is ready for new weights",
+            )
+
+    def _forget(self, session: ServerSession) -> None:
+        question = self._questions.pop(session.key, None)
+        if question is not None:
+            self._reports.forget(question.publish_id, session.key, READY)
+
+
+class Loads:
+    """Follows the receivers of a publish until they have loaded what the trainer sent."""
+
+    def __init__(
+        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, deliveries: Deliveries
+    ) -> None:
+        self._fleet, self._run, self._tasks = fleet, run, tasks
+        self._settings, self._deliveries = run.config.weights, deliveries
+
+    async def settle(
+        self, publish: Publish, digests: Sequence[bytes]
+    ) -> trainer_pb2.PublishReceipt:
+        """Waits for the loads of buckets with these digests; returns the trainer's receipt."""
+        loads = [
+            self._tasks.create_task(self._follow(publish, session, digests))
+            for session in publish.receivers
+        ]
+        await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
+        return self._receipt(publish, [load.done() for load in loads])
+
+    async def _follow(
+        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
+    ) -> None:
+        problem = await self._problem(publish, session, digests)
+        if problem:
+            self._deliveries.fail(publish, session, problem)
+
+    async def _problem(
+        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
+    ) -> str:
+        if session.key in publish.failed:
+            return "it failed"
+        report = await self._deliveries.reports.wait(
+            publish.publish_id, session.key, LOADED, self._settings.join_deadline_s
+        )
+        if report.phase == FAILED:
+            return report.message or "it failed"
+        if list(report.bucket_digests) != list(digests):
+            return "the digests of the loaded buckets are not those that were sent"
+        return ""
+
+    def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
+        """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""
+        settled: list[ServerSession] = []
+        late: list[ServerSession] = []
+        for session, is_done in zip(publish.receivers, is_settled, strict=True):
+            (settled if is_done else late).append(session)
+        loaded = [
+            session
+            for session in settled
+            if session.key not in publish.failed and self._fleet.find(session.key) is session
+        ]
+        for session in late if loaded else ():
+            self._run.events.add(
+                f"rollout server {session.name} still loads version {publish.version.step}: "
+                "the others and the trainer go on",
+                Severity.WARNING,
+            )
+        is_broken = len(loaded) < len(settled)
+        if is_broken:
+            self._deliveries.membership.forget(publish.communicator_id)
+        return trainer_pb2.PublishReceipt(
+            serving=[session.name for session in loaded], discard_communicator=is_broken
+        )
 
 
 class Publisher:
@@ -48,13 +239,13 @@ class Publisher:
         self._current: Publish | None = None
         # Servers that hold this trainer's matrices, and may be sent only adapters.
         self._holders: set[ServerKey] = set()
-        # Whether the last publish sent adapters alone; a publish without `start` has its layout.
+        # Whether the last publish sent only adapters. A publish without `start` has its layout.
         self._last_was_adapters = False
         self.pinned = fleet.pinned
         self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """Returns the servers that should be sent `version` now; None: the newest version."""
+        """Returns the servers that should be sent `version` now, or if None the newest version."""
         newest = version or self._progress.version
         return [each for each in self._fleet.fed_by_trainer() if self._is_due(each, newest)]
 
@@ -157,7 +348,7 @@ class Publisher:
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """Tells all receivers to receive and returns them; returns none if a receiver was lost.
 
-        A question is not a start: it returns the receivers that are neither gone nor failed.
+        With `is_question` nothing starts: returns the receivers still alive.
         """
         publish = self._current
         if publish is None or publish.publish_id != start.publish_id:
@@ -216,7 +407,7 @@ class Publisher:
         try:
             receipt = await self._loads.settle(publish, digests)
         except asyncio.CancelledError:
-            # The trainer is gone: without this the servers would stay in LOADING for ever.
+            # The trainer is gone: without this the servers would stay in LOADING forever.
             self._abandon(publish, "the trainer was lost")
             raise
         self.totals.sent(result)

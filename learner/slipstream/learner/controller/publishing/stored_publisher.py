@@ -15,15 +15,16 @@ from collections import Counter
 
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
-from slipstream.learner.controller.publishing.phases import READY
-from slipstream.learner.controller.publishing.publish_failures import (
+from slipstream.learner.controller.publishing.delivery import (
     MAX_RETRY_S,
+    Deliveries,
     FailRun,
     FailureCounts,
+    Publish,
     RetryAfter,
     consequence,
 )
+from slipstream.learner.controller.publishing.phases import READY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import (

@@ -50,7 +50,7 @@ def _choose(run: Run, places: Mapping[str, Place]) -> str:
 
 
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
-    """The reason why a server can never be sent weights; empty: it can, or no trainer came yet."""
+    """The reason why a server can never be sent weights. Empty if it can, or before a trainer."""
     if hello.from_storage:
         has_storage = run.config.weights.storage_url is not None
         return "" if has_storage else "it reads storage, but the run has no weights.storage_url"

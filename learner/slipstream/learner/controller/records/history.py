@@ -1,4 +1,4 @@
-"""The state of a run, rebuilt from the records of its journal alone.
+"""The state of a run, rebuilt from nothing but the records of its journal.
 
 Pure: no clock, no I/O. Any prefix of a journal gives a state in which no group is lost and none can
 be trained twice: every leased group is either open, or in exactly one batch, or closed for good.
@@ -9,20 +9,146 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
+from slipstream.core.settings.curriculum_section import MAX_WINDOW
 from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
-from slipstream.learner.controller.records.busy_seconds import BusySeconds
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.filtering import FilteredGroups
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
-from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
+
+
+class FilterVerdict(Enum):
+    """The consequence, for the run, of the groups left out while one batch was formed."""
+
+    # Too few groups were left out to judge.
+    GO_ON = "go on"
+    # Every group that was left out had full rewards: nothing is left to learn.
+    SOLVED = "solved"
+    # Too many groups had equal rewards that were not full: no batch comes together.
+    STUCK = "stuck"
+
+
+@dataclass
+class Tally:
+    """Counts of the groups of one environment that were left out."""
+
+    groups: int = 0
+    # Number of groups in which every episode has the full reward.
+    solved: int = 0
+    # Sum over the groups of the mean reward of their episodes.
+    reward_sum: float = 0.0
+
+
+@dataclass
+class FilteredGroups:
+    """The groups that were left out since the last batch, counted by environment."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
+        """Counts one more group."""
+        tally = self.tallies.setdefault(environment, Tally())
+        tally.groups += 1
+        tally.solved += solved
+        tally.reward_sum += reward_mean
+
+    def clear(self) -> None:
+        """Starts the counts again once a batch is formed."""
+        self.tallies.clear()
+
+    @property
+    def total(self) -> int:
+        """Number of groups."""
+        return sum(tally.groups for tally in self.tallies.values())
+
+    def verdict(self, limit: int) -> FilterVerdict:
+        """Decides when `limit` groups were left out while one batch was formed.
+
+        One group that is not solved is enough for STUCK: the run has not learnt that task.
+        """
+        if self.total < limit:
+            return FilterVerdict.GO_ON
+        solved = all(tally.solved == tally.groups for tally in self.tallies.values())
+        return FilterVerdict.SOLVED if solved else FilterVerdict.STUCK
+
+    def describe(self) -> str:
+        """The numbers of each environment, as text."""
+        return "; ".join(
+            f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
+            f"{tally.reward_sum / tally.groups:.3g}"
+            for name, tally in sorted(self.tallies.items())
+        )
+
+
+def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
+    """Whether each episode of a group has the full reward or more."""
+    return all(reward >= solved_reward for reward in rewards)
+
+
+class TaskResults:
+    """The mean rewards of at most `MAX_WINDOW` newest groups of each task; pure state."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, dict[GroupId, float]] = {}
+
+    def note(self, group_id: GroupId, task_index: int, reward: float) -> None:
+        """Takes one result; a group that is played again replaces its result."""
+        newest = self._newest.setdefault(task_index, {})
+        newest[group_id] = reward
+        if len(newest) > MAX_WINDOW:
+            del newest[next(iter(newest))]
+
+    def newest(self, task_index: int, number: int) -> list[float]:
+        """The rewards of at most `number` newest groups of a task, oldest first."""
+        return list(self._newest.get(task_index, {}).values())[-number:]
+
+    def tasks(self) -> list[int]:
+        """The tasks with a result."""
+        return list(self._newest)
+
+
+@dataclass(frozen=True)
+class BusySeconds:
+    """Seconds of a watched window, and the parts of it in which work was done."""
+
+    window: float = 0.0
+    generation: float = 0.0
+    training: float = 0.0
+    both: float = 0.0
+
+    def __add__(self, other: BusySeconds) -> BusySeconds:
+        """Adds the seconds of two windows that do not overlap."""
+        return BusySeconds(
+            self.window + other.window,
+            self.generation + other.generation,
+            self.training + other.training,
+            self.both + other.both,
+        )
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the window, between 0 and 1. All are 0 if the window is empty."""
+        times = {"generation": self.generation, "training": self.training, "both": self.both}
+        return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
+
+
+class TrajectoryEnd(Enum):
+    """The last thing that happens to a trajectory."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    QUARANTINED = "quarantined"
+    EVALUATED = "evaluated"
+    # The trajectory was in a batch that the trainer could not train.
+    SET_ASIDE = "set_aside"
+
 
 FORMAT = 1
 # The way out when a journal or a batch is not as it was written.
@@ -63,7 +189,7 @@ class RecordedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
+class JournaledStep:
     """The version that the trainer made from a batch."""
 
     version: PolicyVersion
@@ -97,13 +223,13 @@ class RunHistory:
     ended: SeenIds = field(default_factory=SeenIds)
     batches: dict[int, RecordedBatch] = field(default_factory=dict)
     # The newest record of each step.
-    steps: dict[int, RecordedStep] = field(default_factory=dict)
+    steps: dict[int, JournaledStep] = field(default_factory=dict)
     environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
     # Specification of each submitted environment, as JSON.
     submitted: dict[str, str] = field(default_factory=dict)
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
-    ends: Counter[End] = field(default_factory=Counter)
+    ends: Counter[TrajectoryEnd] = field(default_factory=Counter)
     # Number of trained tokens of each lag.
     lags: Counter[int] = field(default_factory=Counter)
     # Number of trained trajectories that more than one version sampled.
@@ -119,11 +245,11 @@ class RunHistory:
     filtered: FilteredGroups = field(default_factory=FilteredGroups)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
-    # Why training ended before its last step: the task is solved. Empty: it did not.
+    # Why the task counts as solved, which ended training early. Empty if it did not.
     solved: str = ""
     # The step whose batch was being formed when the task was solved.
     solved_step: int = 0
-    # Batches that could not be trained, and the number that the run set aside by itself in a row.
+    # Batches that could not be trained, and how many in a row the trainer's reports set aside.
     set_aside: list[RecordedBatch] = field(default_factory=list)
     set_aside_in_a_row: int = 0
     # Open groups that a set-aside batch held; its file has all their trajectories.
@@ -228,12 +354,16 @@ class RunHistory:
         self.ended.add(trajectory_id)
         if "tokens" not in record:
             return
-        self.ends[End(record["end"])] += record["tokens"]
+        self.ends[TrajectoryEnd(record["end"])] += record["tokens"]
         key = ServerKey(record["server"], record["epoch"])
         self.servers.count(key).received += record["tokens"]
         name = TrajectoryName.parse(trajectory_id)
         group = None if name is None else self.open_groups.get(name.group_id)
-        if name is not None and group is not None and record["end"] != End.QUARANTINED.value:
+        if (
+            name is not None
+            and group is not None
+            and record["end"] != TrajectoryEnd.QUARANTINED.value
+        ):
             before = group.attempts.get(name.member, -1)
             group.attempts[name.member] = max(before, name.attempt)
 
@@ -299,7 +429,7 @@ class RunHistory:
             )
         for trajectory_id in record["ids"]:
             self.ended.add(TrajectoryId(trajectory_id))
-        self.ends[End.SET_ASIDE] += record["tokens"]
+        self.ends[TrajectoryEnd.SET_ASIDE] += record["tokens"]
         # These tokens count again with the later batch or end of their trajectories.
         for name, epoch, tokens in record["put_back_tokens"]:
             self.servers.count(ServerKey(name, epoch)).received -= tokens
@@ -309,10 +439,10 @@ class RunHistory:
         if step not in self.batches:
             raise ProtocolError(f"the journal holds step {step + 1} without its batch")
         if step not in self.steps:
-            self.ends[End.TRAINED] += self.batch_tokens[step]
+            self.ends[TrajectoryEnd.TRAINED] += self.batch_tokens[step]
             self.lags.update(dict(record["lags"]))
             self.with_several_versions += record["several"]
-        self.steps[step] = RecordedStep(PolicyVersion(*record["version"]), record["digest"])
+        self.steps[step] = JournaledStep(PolicyVersion(*record["version"]), record["digest"])
         self.set_aside_in_a_row = 0
 
     def _environment(self, name: str) -> EnvironmentHistory:
@@ -340,7 +470,7 @@ def attempt_of(batch_id: str) -> int:
 
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
-    """Returns the state after all records; ProtocolError when they cannot belong to one run."""
+    """Returns the state after all records. Raises ProtocolError if they are not of one run."""
     history = RunHistory()
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":

@@ -126,7 +126,7 @@ class Journal:
         return done
 
     def trouble(self) -> str:
-        """The reason why records cannot be written any more; empty: they can. Waits for no sync."""
+        """The reason why records cannot be written. Empty if they can. Does not wait for a sync."""
         if self._failure is None:
             self._failure = self._vanished()
         return "" if self._failure is None else str(self._failure)
@@ -214,7 +214,7 @@ def whole_bytes(path: Path) -> int:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
-    """Yields all records in order, without a torn last line; ProtocolError for any other damage.
+    """Yields all records in order, without a torn last line. Other damage raises ProtocolError.
 
     Yields nothing when there is no journal. Line numbers are checked and left out.
     """
@@ -250,7 +250,7 @@ def _parse(text: bytes) -> dict[str, JsonValue] | None:
 
 
 def _whole_record(line: bytes) -> bytes | None:
-    """The JSON text of a line whose checksum is right; None for any other line.
+    """The JSON text of a line. None if its checksum is wrong.
 
     The newline of the last line may be missing or damaged: the checksum shows if it is whole.
     """
@@ -280,7 +280,7 @@ def _mend_end(path: Path, file: FileIO) -> int:
 
 
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-    """Reads the batch of a step; ProtocolError when its checksum is not the journal's `crc32`."""
+    """Reads the batch of a step. Raises ProtocolError unless its checksum is `crc32`."""
     path = batch_path(folder, step, attempt)
     try:
         data = path.read_bytes()

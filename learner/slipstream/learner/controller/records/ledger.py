@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -22,7 +21,7 @@ class TokenLedger:
     def __init__(self, epochs: ServerEpochs) -> None:
         """`epochs` knows which servers are connected."""
         self._epochs = epochs
-        self._ends: Counter[End] = Counter()
+        self._ends: Counter[TrajectoryEnd] = Counter()
         self._seen = SeenIds()
 
     def restore(self, history: RunHistory) -> None:
@@ -61,7 +60,7 @@ class TokenLedger:
         self._epochs.count(key).received += tokens
         return True
 
-    def end(self, end: End, tokens: int) -> None:
+    def end(self, end: TrajectoryEnd, tokens: int) -> None:
         """Notes the end of a trajectory."""
         self._ends[end] += tokens
 
@@ -76,7 +75,7 @@ class TokenLedger:
 
     def trained(self) -> int:
         """Number of tokens that were trained on."""
-        return self._ends[End.TRAINED]
+        return self._ends[TrajectoryEnd.TRAINED]
 
     def snapshot(self) -> status_pb2.Ledger:
         """The ledger now; `difference` is 0 when every generated token is accounted for."""
@@ -95,13 +94,13 @@ class TokenLedger:
         difference = generated - in_flight - queued - lost - ended - judged
         return status_pb2.Ledger(
             generated=generated,
-            trained=self._ends[End.TRAINED],
-            filtered=self._ends[End.FILTERED],
-            failed=self._ends[End.FAILED],
-            cancelled=self._ends[End.CANCELLED],
-            quarantined=self._ends[End.QUARANTINED],
-            evaluated=self._ends[End.EVALUATED],
-            set_aside=self._ends[End.SET_ASIDE],
+            trained=self._ends[TrajectoryEnd.TRAINED],
+            filtered=self._ends[TrajectoryEnd.FILTERED],
+            failed=self._ends[TrajectoryEnd.FAILED],
+            cancelled=self._ends[TrajectoryEnd.CANCELLED],
+            quarantined=self._ends[TrajectoryEnd.QUARANTINED],
+            evaluated=self._ends[TrajectoryEnd.EVALUATED],
+            set_aside=self._ends[TrajectoryEnd.SET_ASIDE],
             judged=judged,
             queued=max(queued, 0),
             in_flight=in_flight,

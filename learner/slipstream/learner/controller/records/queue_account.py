@@ -1,4 +1,4 @@
-"""Counts the bytes that the queue delivered and that are not acknowledged yet.
+"""The controller's end of the queue, and the bytes there that are not acknowledged yet.
 
 Consumes: deliveries of the queue, acknowledgements for it. Produces: both, unchanged, and the
 number of waiting bytes. Waits for: the queue. Unblocked by: the queue.
@@ -7,10 +7,19 @@ number of waiting bytes. Waits for: the queue. Unblocked by: the queue.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 
+import grpc.aio
 from slipstream.core.types import TrajectoryId
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.seen_ids import SeenIds
+from slipstream.learner.controller.run import Run
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import AsyncClosing, Delivery, TrajectoryReceiver
+from slipstream.protocol.queue.seal import opener
+from slipstream.v1 import trajectory_pb2_grpc
 
 
 class AccountedReceiver(AsyncClosing):
@@ -49,3 +58,34 @@ class AccountedReceiver(AsyncClosing):
 
     def _forget(self, trajectory_id: TrajectoryId) -> None:
         self.waiting_bytes -= self._waiting.pop(trajectory_id, 0)
+
+
+async def open_receiver(
+    stack: AsyncExitStack,
+    server: grpc.aio.Server,
+    journal: Journal,
+    history: RunHistory,
+    run: Run,
+) -> TrajectoryReceiver:
+    """Opens the receiver on `stack`, or adds its service to `server`; journals Redis's data mark.
+
+    Warns when Redis lost the data of an earlier start.
+    """
+    queue = run.config.queue
+    if queue.kind == "redis":
+        from slipstream.protocol.queue.redis import RedisReceiver
+
+        url = redis_url_of(queue, "controller")
+        receiver = RedisReceiver(url, run.progress.run_id, opener(run.progress.run_key))
+        await stack.enter_async_context(receiver)
+        if history.queue_mark not in ("", receiver.mark):
+            run.events.add(
+                "the queue lost what waited there; it is generated again", Severity.WARNING
+            )
+        journal.append("queue", mark=receiver.mark)
+        return receiver
+    from slipstream.protocol.queue.grpc import GrpcReceiver
+
+    servicer = GrpcReceiver(opener(run.progress.run_key))
+    trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
+    return servicer

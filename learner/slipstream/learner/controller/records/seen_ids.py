@@ -68,7 +68,7 @@ class SeenIds:
 
 
 def group_number(group_id: str) -> int | None:
-    """The number in the id of a training group; None for any other text."""
+    """The number in the id of a training group. None for any other text."""
     numbered = _NUMBERED.fullmatch(group_id)
     return int(numbered[2]) if numbered is not None and numbered[1] == "g" else None
 
@@ -93,7 +93,7 @@ class GroupSteps:
         self._steps[number] = -1
 
     def get(self, group_id: GroupId) -> int | None:
-        """The step of the group; None when it is in no batch or is no training group."""
+        """The step of the group. None if it is in no batch or is no training group."""
         number = group_number(group_id)
         if number is None or number >= len(self._steps) or self._steps[number] < 0:
             return None
@@ -101,7 +101,7 @@ class GroupSteps:
 
 
 def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
-    """Page, index in it, epoch and bit of a first attempt; None for any other text."""
+    """Page, index in it, epoch and bit of a first attempt. None for any other text."""
     return _find_place(trajectory_id) if len(trajectory_id) <= MAX_KEPT else None
 
 

@@ -1,8 +1,7 @@
-"""Writes the results of a run: metrics of each step, sampled trajectories, summary and curves."""
+"""Writes the results of a run: metrics of each step, sampled trajectories and the summary."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -13,31 +12,30 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import JsonValue
-from slipstream.core.errors import ProtocolError
-from slipstream.core.run_folder import CURVES, METRICS, SAMPLES, SUMMARY, SUSPENDED
+from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.evaluations.evaluation import EvaluationResult
+from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.reporting.busy import Interval
-from slipstream.learner.controller.reporting.curves import draw_curves
 from slipstream.learner.controller.reporting.readable import TokenTexts, open_token_texts, readable
 from slipstream.learner.controller.reporting.result_files import (
     ResultFile,
-    remove_old,
-    write_result,
-)
-from slipstream.learner.controller.reporting.rows import (
     keep_whole_lines,
     parse_object,
     parse_row,
     read_rows,
+    remove_old,
+    write_result,
 )
-from slipstream.learner.controller.reporting.run_facts import Ending, RunFacts
+from slipstream.learner.controller.reporting.run_facts import (
+    Ending,
+    GenerationRate,
+    Interval,
+    RunFacts,
+)
 from slipstream.learner.controller.reporting.trackers.opening import open_trackers
-from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.reporting.trackers.tracker import Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
@@ -280,17 +278,6 @@ class RunRecorder:
         # Closing adds events about lost lines while clients still follow the events.
         self._close_files()
         return finite
-
-    async def draw(self, evaluations: Sequence[EvaluationResult]) -> None:
-        """Writes curves.png if there is a step to draw; warns if it cannot."""
-        name, metrics = self._config.run.name, self._folder / METRICS
-        try:
-            picture = await asyncio.to_thread(draw_curves, name, metrics, evaluations)
-        except (ProtocolError, OSError) as error:
-            self._warn(f"{CURVES} is not drawn: {error}")
-            return
-        if picture:
-            write_result(self._folder / CURVES, picture, self._warn)
 
     def _count(self, batch: FormedBatch, training: Interval) -> None:
         facts = self.facts

@@ -51,7 +51,7 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
 
 
 def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dict[str, JsonValue]:
-    """The line of an episode, see docs/metrics.md; has `turns` only with several and `texts`.
+    """Returns the line of an episode; docs/guides/watching.md says what its fields mean.
 
     An episode with branches has `branches` instead, with the turns of each.
     """

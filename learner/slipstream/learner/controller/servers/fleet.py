@@ -87,7 +87,7 @@ class Fleet:
         return sum(told)
 
     def find(self, key: ServerKey | None) -> ServerSession | None:
-        """The session of the server and epoch of `key`; None when it is not connected."""
+        """The session of the server and epoch of `key`. None if it is not connected."""
         session = None if key is None else self.sessions.get(key.server_id)
         return session if session is not None and session.key == key else None
 

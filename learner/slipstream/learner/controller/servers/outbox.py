@@ -18,7 +18,7 @@ MAX_MESSAGES = 10_000
 
 
 @dataclass(frozen=True)
-class _Waiting(Generic[Message]):
+class _WaitingMessage(Generic[Message]):
     message: Message
     after: asyncio.Future[None] | None
     overtakes: bool
@@ -33,7 +33,7 @@ class Outbox(Generic[Message]):
 
     def __init__(self, *, max_messages: int = MAX_MESSAGES) -> None:
         self._max_messages = max_messages
-        self._messages: deque[_Waiting[Message]] = deque()
+        self._messages: deque[_WaitingMessage[Message]] = deque()
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -51,7 +51,7 @@ class Outbox(Generic[Message]):
         """
         if self._closed or len(self._messages) >= self._max_messages:
             return False
-        self._messages.append(_Waiting(message, after, overtakes))
+        self._messages.append(_WaitingMessage(message, after, overtakes))
         self._changed.set()
         if after is not None:
             after.add_done_callback(lambda _: self._changed.set())
@@ -63,7 +63,7 @@ class Outbox(Generic[Message]):
         self._changed.set()
 
     def pop(self) -> Message | None:
-        """Takes the next message that may be sent; None when there is none.
+        """Takes the next message that may be sent. None if there is none.
 
         Raises the error of the message's `after`, if that failed.
         """

@@ -115,7 +115,7 @@ class ServerEpochs:
         return epoch in self._names or self._is_folded(epoch)
 
     def server_of(self, epoch: int) -> ServerKey | None:
-        """The server that joined with an epoch; None where its name is not known."""
+        """The server that joined with an epoch. None if its name is not known."""
         return self._names.get(epoch)
 
     def _is_folded(self, epoch: int) -> bool:

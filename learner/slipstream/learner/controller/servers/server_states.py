@@ -33,7 +33,7 @@ class ServerEvent(Enum):
     PUBLISHED = "published"
     # A publish to the server failed, in any phase.
     FAILED = "failed"
-    # The server leaves: by itself or because it was told to.
+    # The server leaves, on its own or by an order.
     DRAIN = "drain"
     # The stream ended or was silent for too long before the server had drained.
     LOST = "lost"
@@ -52,7 +52,7 @@ _NEXT = {
 
 
 def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.ServerState:
-    """The state after `event`; ValueError where it cannot happen.
+    """The state after `event`. Raises ValueError if it cannot happen.
 
     A server that drains may finish the publish that it is part of, because the other receivers
     would lose that publish. It stays DRAINING then.

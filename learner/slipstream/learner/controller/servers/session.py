@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
 from slipstream.learner.controller.servers.outbox import Outbox
 from slipstream.learner.controller.servers.server_states import (
     DEAD,
@@ -20,7 +20,6 @@ from slipstream.learner.controller.servers.server_states import (
     ServerKey,
     next_state,
 )
-from slipstream.learner.controller.stopwatch import Stopwatch
 from slipstream.v1 import fleet_pb2, status_pb2
 
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict", "rest", "wake")

@@ -11,12 +11,16 @@ import math
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import json_format
-from slipstream.core.template_values import read_values
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.settings.sections import EnvironmentSection
+from slipstream.core.template_values import read_values, values_json
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
@@ -27,12 +31,12 @@ from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.v1 import environment_pb2, environment_pb2_grpc, fleet_pb2, trajectory_pb2
 from slipstream.v1 import environment_pb2 as pb
-from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
 LOAD_LIMIT_S = 90.0
 NAME = re.compile(r"\w[\w.:-]{0,99}")
-# Worker processes of one environment beside one rollout server.
+# Worker processes of one environment on one rollout server.
 MAX_WORKERS = 256
 MAX_ENVIRONMENTS = 256
 MIN_WEIGHT = 1e-6
@@ -234,3 +238,37 @@ def _load_order(
 def _unload_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:
     order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
     return fleet_pb2.ControllerMessage(environment=order)
+
+
+def environment_specs(config: Config, *, search_path: str) -> list[environment_pb2.EnvironmentSpec]:
+    """The specifications of all configured environments, then of all evaluations."""
+    training = [
+        _spec(section, search_path, section.weight, trajectory_pb2.EPISODE_PURPOSE_TRAINING)
+        for section in config.environments
+    ]
+    measured = [
+        _spec(section, search_path, 1.0, trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
+        for section in config.evaluations
+    ]
+    return training + measured
+
+
+def _spec(
+    section: EnvironmentSection | EvaluationSection,
+    search_path: str,
+    weight: float,
+    purpose: trajectory_pb2.EpisodePurpose,
+) -> environment_pb2.EnvironmentSpec:
+    return environment_pb2.EnvironmentSpec(
+        name=section.name,
+        reference=section.reference,
+        args_json=json.dumps(section.args),
+        weight=weight,
+        timeout_s=section.timeout_s,
+        num_workers=section.num_workers,
+        search_path=search_path,
+        purpose=purpose,
+        chat_template_kwargs_json=values_json(section.chat_template_kwargs),
+        python=str(Path(search_path) / section.python) if section.python else "",
+        adapter=section.adapter or "",
+    )

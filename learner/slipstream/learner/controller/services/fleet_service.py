@@ -1,23 +1,56 @@
-"""The gRPC service for rollout servers."""
+"""The service for rollout servers: the stream of each, from its hello to its end.
+
+Consumes: the server's messages. Produces: orders to it.
+Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import grpc
 import grpc.aio
-from slipstream.learner.controller.services.environment_service import EnvironmentServicer
-from slipstream.learner.controller.services.joining import FleetServicer
+from slipstream.core.errors import ConfigError, ProtocolError
+from slipstream.core.names import check_server_id
+from slipstream.core.types import ServerId
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.publishing.transport_choice import misfit
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
+from slipstream.learner.controller.tasks.relay import Relay, raise_failure
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.queue.seal import server_key
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
+# Largest number of engine workers of one server; no machine has as many GPUs.
+MAX_ENGINE_WORKERS = 1024
+# Largest plausible speed of an engine; a server that reports more is refused.
+MAX_TOKENS_PER_S = 1e7
+_COUNTERS = (
+    *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
+    *("drafted_tokens", "accepted_tokens"),
+)
+# Processes that were turned away whose event is remembered.
+_MAX_TURNED_AWAY = 1000
+# Seconds that a server may count from the time before the controller has read its hello.
+BEFORE_S = 60.0
 
-class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    """Hands the calls of rollout servers to the parts that answer them."""
 
-    def __init__(self, fleet: FleetServicer, environments: EnvironmentServicer) -> None:
-        self._fleet = fleet
-        self._relay = environments.relay
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """Serves rollout servers: their streams, and their calls of clients' environments."""
+
+    def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
+        self._fleet, self._relay = fleet, relay
+        self._run, self._progress = run, run.progress
+        # The processes that were turned away; one event names each.
+        self._turned_away: set[int] = set()
 
     async def Join(  # noqa: N802
         self,
@@ -25,7 +58,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
         """Serves one server until its stream ends."""
-        async with aclosing(self._fleet.join(request_iterator, context)) as messages:
+        async with aclosing(self._orders(request_iterator, context)) as messages:
             async for message in messages:
                 yield message
 
@@ -38,3 +71,189 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         async with aclosing(self._relay.call_environments(request_iterator)) as answers:
             async for answer in answers:
                 yield answer
+
+    async def _orders(
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[fleet_pb2.ControllerMessage | bytes, None]:
+        """Serves one server, from its hello to the end of its stream; yields its orders.
+
+        An order of which other servers share a part is yielded as it is encoded.
+        """
+        session = await self._greet(requests, context)
+        settings = self._run.config.controller
+        # Before the welcome is sent: another server cannot be given this epoch meanwhile.
+        self._fleet.add(session)
+        reader = asyncio.create_task(self._read(session, requests))
+        try:
+            yield fleet_pb2.ControllerMessage(
+                welcome=fleet_pb2.Welcome(
+                    run_id=self._progress.run_id,
+                    heartbeat_s=settings.heartbeat_s,
+                    heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                    delivery_key=server_key(self._progress.run_key, session.key.epoch),
+                )
+            )
+            async for message in session.outbox.messages():
+                yield message.encoded() if isinstance(message, JoinedOrder) else message
+            raise_failure(reader)
+        finally:
+            reader.cancel()
+            self._fleet.remove(session, "its stream ended")
+
+    async def _greet(
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> ServerSession:
+        try:
+            limit_s = self._run.config.controller.heartbeat_timeout_s
+            hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
+        except (TimeoutError, StopAsyncIteration):
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message is a hello",
+                Reason.PROTOCOL,
+            )
+        config = self._run.config
+        problem, reason = "", Reason.TOO_SMALL
+        if hello.protocol_version != PROTOCOL_VERSION:
+            problem = (
+                f"protocol version {hello.protocol_version}, "
+                f"the controller speaks {PROTOCOL_VERSION}"
+            )
+            reason = Reason.PROTOCOL
+        elif problem := _impossible(hello):
+            reason = Reason.PROTOCOL
+        elif hello.max_episodes < config.algorithm.group_size:
+            problem = (
+                f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
+            )
+        elif hello.max_model_len < config.sampling.max_episode_tokens:
+            problem = (
+                f"room for {hello.max_model_len} tokens, an episode may have "
+                f"{config.sampling.max_episode_tokens}"
+            )
+        elif hello.queue_bytes < config.queue.max_bytes:
+            problem = (
+                f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
+                f"{config.queue.max_bytes}: leases count on it"
+            )
+        elif self._fleet.epochs.was_given(hello.server_epoch):
+            # The delivery key is made from the epoch: two servers would share one key.
+            problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
+            reason = Reason.PROTOCOL
+        elif problem := misfit(self._run, hello):
+            reason = Reason.WRONG_STATE
+        elif self._progress.is_over:
+            problem, reason = "the run is over", Reason.WRONG_STATE
+        if problem:
+            await abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"server {hello.server_id[:100]}: {problem}",
+                reason,
+                {"server_id": hello.server_id[:100]},
+            )
+        await self._check_name_is_free(hello, context)
+        key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
+        return ServerSession(key, hello, clock=self._fleet.clock)
+
+    async def _check_name_is_free(
+        self, hello: fleet_pb2.ServerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Turns a second process away while another one of its name lives; it tries again.
+
+        The same process may come back before the end of its stream is known.
+        """
+        older = self._fleet.sessions.get(ServerId(hello.server_id))
+        if older is None or older.hello.process == hello.process:
+            return
+        # A peer that does not tell its process is taken for the same one.
+        if not older.hello.process or not hello.process:
+            return
+        text = (
+            f"another process of this name has joined from {older.hello.host} and lives; "
+            "choose another --server-id, or end that one"
+        )
+        if hello.process not in self._turned_away:
+            if len(self._turned_away) == _MAX_TURNED_AWAY:
+                self._turned_away.clear()
+            self._turned_away.add(hello.process)
+            self._run.events.add(
+                f"a second rollout server {older.name}, on {hello.host}, waits: {text}",
+                Severity.WARNING,
+            )
+        await abort(
+            context,
+            grpc.StatusCode.UNAVAILABLE,
+            f"server {older.name}: {text}",
+            Reason.PLACE_TAKEN,
+            {"server_id": older.name},
+        )
+
+    async def _read(
+        self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]
+    ) -> None:
+        try:
+            async for message in requests:
+                if self._fleet.find(session.key) is session:
+                    _check_counters(session, message)
+                    self._fleet.receive(session, message)
+        except grpc.aio.AioRpcError as error:
+            self._fleet.remove(session, f"its stream broke: {error.details()}")
+        finally:
+            session.disconnect()
+
+
+def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
+    """Raises ProtocolError if counters are too large or fall.
+
+    Tokens are limited by the largest speed of an engine, busy seconds by the time since the server
+    joined. Adds the report's busy seconds to the session.
+    """
+    if message.WhichOneof("message") not in ("heartbeat", "drained"):
+        return
+    report = message.drained if message.HasField("drained") else message.heartbeat
+    served_s = session.clock.now_s() - session.joined_s
+    most = int(MAX_TOKENS_PER_S * (served_s + 1))
+    for name in _COUNTERS:
+        tokens: int = getattr(report, name)
+        if tokens > most:
+            raise ProtocolError(
+                f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
+                f"{served_s:.1f} s, at most {MAX_TOKENS_PER_S:.0e} a second are possible"
+            )
+        before: int = getattr(session.report, name)
+        if tokens < before and name != "in_flight_tokens":
+            raise ProtocolError(
+                f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
+                f"{before}: counters of an epoch never fall"
+            )
+    session.busy_s += sum(max(0.0, span.end_s - span.start_s) for span in report.busy_intervals)
+    # Not the loop's clock, which leaves out stalls of the loop: engines work during those.
+    passed_s = time.monotonic() - session.began_s
+    for name in ("busy_s", "paused_s", "uptime_s"):
+        if getattr(report, name) > passed_s + BEFORE_S:
+            raise ProtocolError(
+                f"rollout server {session.name} reports {getattr(report, name):g} "
+                f"{name.replace('_', ' ')} after {passed_s:.1f} s: they count from its hello on"
+            )
+    if session.busy_s > passed_s + BEFORE_S:
+        raise ProtocolError(
+            f"rollout server {session.name} reports that its engine was busy for "
+            f"{session.busy_s:.1f} s, {passed_s:.1f} s after it joined"
+        )
+
+
+def _impossible(hello: fleet_pb2.ServerHello) -> str:
+    """The reason why no Slipstream server would send this hello. Empty if it is valid."""
+    try:
+        check_server_id(hello.server_id)
+    except ConfigError as error:
+        return str(error)
+    if not 1 <= hello.engine_workers <= MAX_ENGINE_WORKERS:
+        return f"an engine has 1 to {MAX_ENGINE_WORKERS} workers, got {hello.engine_workers}"
+    return ""

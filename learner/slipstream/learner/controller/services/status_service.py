@@ -1,13 +1,16 @@
-"""Answers questions of people and programs about the run."""
+"""Answers questions of people and programs about the run, and about the health of its services."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -106,3 +109,22 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         status = describe(session)
         status.leased_groups = leased.get(session.key, 0)
         return status
+
+
+class ServiceHealth:
+    """Answers for all services at once."""
+
+    def __init__(self, server: grpc.aio.Server, modules: Sequence[ModuleType]) -> None:
+        """Adds both services to `server`; `modules` define the controller's services."""
+        names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
+        self._names = [*names, ""]
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+
+    async def tell(self, *, serving: bool) -> None:
+        """Sets the health of all services until the next call."""
+        answers = health_pb2.HealthCheckResponse
+        status = answers.SERVING if serving else answers.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, status)

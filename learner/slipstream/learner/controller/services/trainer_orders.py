@@ -6,11 +6,10 @@ each question. Waits for: the disk that a batch is written to, engines that come
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.lease_waits import batch_wait
+from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
@@ -22,7 +21,7 @@ from slipstream.v1 import trainer_pb2
 
 
 class TrainerOrders:
-    """Chooses the first order that is possible, and tells what the run waits for without one."""
+    """Picks the trainer's next order; if there is none, reports what the run is waiting for."""
 
     def __init__(
         self,
@@ -45,12 +44,12 @@ class TrainerOrders:
     async def next(
         self, request: trainer_pb2.NextRequest, *, must_save: bool
     ) -> trainer_pb2.Directive | FormedBatch | None:
-        """Returns the next order, None while there is none.
+        """Returns the next order. None if there is none yet.
 
         `must_save`: the run is stopping, and the trainer must still save what it has. Raises
-        ProtocolError or RunFailed where the run cannot go on.
+        ProtocolError or RunFailed if the run cannot go on.
         """
-        progress, rules = self._progress, self._run.lease_rules
+        progress = self._progress
         is_behind = self.trainer_version.step < self._book.step
         if is_behind and (not progress.is_over or must_save):
             # The trainer restarted from a checkpoint, or an answer was lost.
@@ -68,14 +67,8 @@ class TrainerOrders:
         if (store := self._stored.order(request)) is not None:
             return trainer_pb2.Directive(store=store)
         if not progress.all_steps_done:
-            asked_s = time.monotonic()
-            for rule in rules:
-                rule.trainer_asks(asked_s)
             batch = await self._former.form()
             if batch is not None:
-                for rule in rules:
-                    # The groups were complete when it asked: the write is no wait for groups.
-                    rule.batch_given(asked_s)
                 progress.waits_for(f"the trainer to make version {batch.version}")
                 progress.moved()
                 # The servers can answer while the trainer makes the version.

@@ -35,7 +35,7 @@ class TrainerPlace:
     def __init__(self, run: Run, *, reserved_s: float = RESERVED_S) -> None:
         self._run, self._progress = run, run.progress
         self._reserved_s = reserved_s
-        # Secret number of the trainer that registered last; 0 before any has registered.
+        # Secret number of the trainer that registered last. 0 before any has registered.
         self.epoch = 0
         self._holder = ""
         self._streams = 0
@@ -115,7 +115,7 @@ class TrainerPlace:
 
 
 def epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The epoch in the metadata of a call; empty: none."""
+    """The epoch in the metadata of a call. Empty if there is none."""
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get(TRAINER_EPOCH, ""))
 

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
@@ -23,15 +24,54 @@ from slipstream.learner.controller.publishing.transport_choice import place_from
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.services import trainer_hello
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
-from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
+from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
-from slipstream.learner.controller.trajectories.set_aside import way_past
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
+
+# Largest number of lines of a trainer's layout that become events.
+MAX_LAYOUT_LINES = 256
+
+
+def impossible(hello: trainer_pb2.TrainerHello) -> str:
+    """The reason why no Slipstream trainer would send this hello. Empty if it is valid."""
+    if hello.world_size < 1:
+        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
+    if hello.num_senders > hello.world_size:
+        return (
+            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
+            f"and {hello.world_size}"
+        )
+    if not hello.layout_description.strip():
+        return "layout_description of a trainer must not be empty"
+    return ""
+
+
+def described(hello: trainer_pb2.TrainerHello) -> list[str]:
+    """Returns the lines that tell people of a trainer's size and layout."""
+    sizes, *groups = hello.layout_description.splitlines()
+    first = f"the trainer has {hello.num_parameters:,} parameters {sizes}"
+    return [first, *(f"  {line}" for line in groups[:MAX_LAYOUT_LINES])]
+
+
+def came_out_different(version: PolicyVersion) -> str:
+    """Returns the warning that a step which was trained again made another `version`."""
+    return (
+        f"step {version.step} came out different when it was trained again: "
+        f"its weights are version {version} now, and are sent again"
+    )
+
+
+def saved(report: trainer_pb2.CheckpointReport) -> str:
+    """Returns the line that tells people of a complete checkpoint."""
+    return (
+        f"checkpoint of version {report.version.step}: {report.num_bytes / 1e6:,.1f} MB, "
+        f"{report.wall_s:.1f} s"
+    )
+
 
 # Longest wait of a `Next` call; then the trainer calls again.
 NEXT_LIMIT_S = 5.0
@@ -66,7 +106,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
         """Registers a trainer if the place is free; steps that it lacks are trained again."""
-        if claim := trainer_hello.impossible(request):
+        if claim := impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
@@ -87,8 +127,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
-        for rule in self._run.lease_rules:
-            rule.trainer_lost()
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
         self._orders.trainer_version = self._former.identify(version, request.weight_digest.hex())
@@ -101,7 +139,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self.hello = request
         self._progress.trainer_registered(map(place_from_pb, request.places))
-        for line in trainer_hello.described(request):
+        for line in described(request):
             self._run.events.add(line)
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(
@@ -161,7 +199,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
-            warning = trainer_hello.came_out_different(trained.version)
+            warning = came_out_different(trained.version)
             self._run.events.add(warning, Severity.WARNING)
         self._on_step(trained, request)
         await self._former.durable()
@@ -190,7 +228,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._former.saved(request)
         self._progress.saved(request.version.step)
         self._on_checkpoint(request.version.step)
-        self._run.events.add(trainer_hello.saved(request))
+        self._run.events.add(saved(request))
         return trainer_pb2.CheckpointReceipt()
 
     async def ReportStored(  # noqa: N802
@@ -272,7 +310,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
         """Notes that the trainer leaves in order, with the path of its exported model.
 
-        One that leaves before it is told to stop got SIGTERM: nobody starts it again.
+        A trainer that leaves before the order to stop got SIGTERM: nobody starts it again.
         """
         await self.place.check(context)
         self.goodbye = request
@@ -319,3 +357,31 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
             # A server that is to be retried becomes due without a signal.
             await self._run.signal.changes(min(remaining, 0.25))
+
+
+LOOK_S = 5.0
+
+
+async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float) -> None:
+    """Returns when the trainer has left in order or the run has failed.
+
+    The run fails when the trainer makes no call for `silence_s`, or leaves without the model that
+    `learner.export_final` asks for.
+    """
+    progress = run.progress
+    progress.waits_for("the trainer to save and export the model")
+    begun_s = run.clock.now_s()
+    while not trainer.finished.is_set() and not progress.has_failed:
+        silent_s = run.clock.now_s() - max(begun_s, progress.trainer_heard_s)
+        if silent_s > silence_s:
+            progress.fail(
+                f"nothing was heard of the trainer for {silent_s:.0f} s while it was to save and "
+                "export the model; run the same command again to resume it"
+            )
+            return
+        await run.signal.wait(min(LOOK_S, silence_s - silent_s + 0.001))
+    goodbye, is_wanted = trainer.goodbye, run.config.learner.export_final
+    if goodbye is not None and is_wanted and not goodbye.export_path:
+        progress.fail(
+            "the trainer left without exporting the model; run the same command again to resume it"
+        )

@@ -15,11 +15,10 @@ from slipstream.learner.controller.records.history import (
     EnvironmentHistory,
     OpenGroup,
     RunHistory,
+    TaskResults,
 )
-from slipstream.learner.controller.records.task_results import TaskResults
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
-from slipstream.learner.controller.tasks.own_choice import OwnChoice
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -31,8 +30,6 @@ MAX_SKIPPED_TASKS = 1000
 # Groups that an environment may end for one that is trained and still get its share of these: where
 # more fail or are filtered, it would else take the leases of all others.
 MAX_ENDED_PER_TRAINED = 2
-# Tasks in a row that a curriculum passes over at most.
-MAX_PASSED_OVER = 1000
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class EnvironmentEntry:
     cause: str = ""
     loaded_on: set[ServerKey] = field(default_factory=set)
     failed_on: dict[ServerKey, str] = field(default_factory=dict)
-    # Episodes that the serving client takes; None: servers host the environment.
+    # Episodes that the serving client takes. None if servers host the environment.
     client_episodes: int | None = None
     groups_leased: int = 0
     groups_accepted: int = 0
@@ -139,13 +136,12 @@ class EnvironmentBook:
         *,
         seed: int,
         max_failed_groups: int,
-        curricula: Mapping[str, CurriculumSection] | None = None,
-        choosers: Mapping[str, OwnChoice] | None = None,
+        curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
     ) -> None:
-        """`curricula`: settings of the choice of tasks; `choosers`: users' classes of rule own."""
+        """`curricula`: settings of the choice of tasks, and the reward of a solved one."""
         self._seed = seed
         self._max_failed_groups = max_failed_groups
-        self._curricula, self._choosers = curricula or {}, choosers or {}
+        self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
         # Counts of each environment, and open groups, from the journal of an earlier start.
         self._earlier: dict[str, EnvironmentHistory] = {}
@@ -159,10 +155,11 @@ class EnvironmentBook:
         """Adds an environment, or replaces a suspended one of that name."""
         entry = EnvironmentEntry(spec)
         earlier = self._earlier.pop(spec.name, None)
-        if (settings := self._curricula.get(spec.name)) is not None:
+        if spec.name in self._curricula:
+            settings, solved_reward = self._curricula[spec.name]
             results = TaskResults() if earlier is None else earlier.results
-            seed, chooser = f"{self._seed}/{spec.name}", self._choosers.get(spec.name)
-            entry.curriculum = Curriculum(settings, seed, results, chooser)
+            seed = f"{self._seed}/{spec.name}"
+            entry.curriculum = Curriculum(settings, solved_reward, seed, results)
         if earlier is not None:
             open_groups = self._open_groups.values()
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
@@ -194,11 +191,6 @@ class EnvironmentBook:
         state = pb.ENVIRONMENT_STATE_SUSPENDED
         return {e.spec.name: e.cause for e in self.training() if e.state == state}
 
-    @staticmethod
-    def suspend(entry: EnvironmentEntry, cause: str) -> None:
-        """Leases no more groups of an environment; those that are leased may end."""
-        entry.state, entry.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
-
     def evaluations(self) -> list[EnvironmentEntry]:
         """The environments that are only evaluated."""
         return [entry for entry in self.entries.values() if not entry.is_training]
@@ -206,7 +198,7 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """The environment whose turn it is on server `key`; None when none has room there.
+        """The environment whose turn it is on server `key`. None if none has room there.
 
         `open_episodes`: number of open episodes of each environment.
         """
@@ -231,29 +223,17 @@ class EnvironmentBook:
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
         """Index and seed of the next task; its number is then `next_number` - 1.
 
-        Without a curriculum every task comes once, in a seeded order, and then again. Raises what
-        `Curriculum.draw` raises.
+        Without a curriculum every task comes once, in a seeded order, and then again.
         """
-        number, task_index = self._choose(entry)
-        entry.next_number = number + 1
-        if entry.curriculum is not None:
+        number = entry.next_number
+        if entry.curriculum is None:
+            task_index = self._in_order(entry, number)
+        else:
+            task_index = entry.curriculum.draw(entry.num_tasks, number)
             entry.curriculum.chosen(task_index)
+        entry.next_number += 1
         seed = random.Random(f"{self._seed}/{entry.spec.name}/{number}").getrandbits(48)
         return task_index, seed
-
-    def _choose(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Number and index of the next task."""
-        first, curriculum = entry.next_number, entry.curriculum
-        if curriculum is None:
-            return first, self._in_order(entry, first)
-        if curriculum.settings.rule != "skip":
-            return first, curriculum.draw(entry.num_tasks, first)
-        for number in range(first, first + min(entry.num_tasks, MAX_PASSED_OVER)):
-            task_index = self._in_order(entry, number)
-            if not curriculum.passes_over(task_index, number // entry.num_tasks):
-                return number, task_index
-        # Nothing is left to learn, or nothing can be learnt yet: the tasks come in their order.
-        return first, self._in_order(entry, first)
 
     def _in_order(self, entry: EnvironmentEntry, number: int) -> int:
         if entry.num_tasks == 0 or entry.num_tasks > MAX_SHUFFLED_TASKS:
@@ -340,7 +320,7 @@ class EnvironmentBook:
         entry.cause = cause
         decided = sum(each < oldest_open for each in entry.failed_in_a_row)
         if decided >= self._max_failed_groups and entry.is_ready:
-            self.suspend(entry, cause)
+            entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
             return True
         return False
 

@@ -37,10 +37,10 @@ class ClientSession:
 
 
 @dataclass(frozen=True)
-class OpenCall:
+class RelayedCall:
     """A call on its way: the answers of the server that called, its call id, and the client.
 
-    `followed` is the key of the episode whose agent the call follows; "": it follows none.
+    `followed` is the key of the episode whose agent the call follows, "" if it follows none.
     """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
@@ -69,7 +69,7 @@ class Relay:
         self._on_arrival = on_arrival
         self._on_departure = on_departure
         self._clients: dict[str, ClientSession] = {}
-        self._calls: dict[int, OpenCall] = {}
+        self._calls: dict[int, RelayedCall] = {}
         self._numbers = itertools.count(1)
 
     async def serve_episodes(
@@ -142,7 +142,7 @@ class Relay:
                 # Nothing answers the last part of a reply.
                 if not call.command.reply_part.is_last:
                     followed = call.command.follow_agent.episode_key
-                    opened = OpenCall(answers, call.command.call_id, client, followed)
+                    opened = RelayedCall(answers, call.command.call_id, client, followed)
                     self._calls[number] = opened
                 command = pb.WorkerCommand()
                 command.CopyFrom(call.command)

@@ -1,6 +1,6 @@
 """Statistics of the trajectories of a batch: pure functions.
 
-The controller alone computes them; the trainer reports only what training itself shows.
+Only the controller computes them; the trainer reports only what training itself shows.
 """
 
 from __future__ import annotations

@@ -15,18 +15,37 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RecordedStep, RunHistory, batch_name
-from slipstream.learner.controller.records.timeline import version_of
+from slipstream.learner.controller.records.history import (
+    JournaledStep,
+    RunHistory,
+    TrajectoryEnd,
+    batch_name,
+)
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
+    SetAside,
     from_record,
     tokens_by_server,
 )
-from slipstream.learner.controller.trajectories.set_aside import SetAside
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2
+
+
+def version_of(
+    step: int, digest: str, recorded: JournaledStep | None, *, trainer: int, newest: int
+) -> PolicyVersion:
+    """The version of weights with `digest` that `step` steps made.
+
+    `recorded`: the journal's record of that step. `trainer`: the timeline of the weights before the
+    step; `newest`: the newest timeline of the run. The same digest gives the recorded version.
+    Another digest begins a new timeline, unless the trainer's timeline is newer than the record's.
+    """
+    if recorded is None or recorded.version.incarnation < trainer:
+        return PolicyVersion(trainer, step)
+    if recorded.digest == digest:
+        return recorded.version
+    return PolicyVersion(newest + 1, step)
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,7 @@ class BatchFormer:
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # Checksum of each kept batch, by step.
         self._crc32: dict[int, int] = {}
-        self._steps: dict[int, RecordedStep] = {}
+        self._steps: dict[int, JournaledStep] = {}
         self._newest_incarnation = 0
         # Step of the newest checkpoint. Batches before it are removed at the next checkpoint.
         self._covered_step = 0
@@ -121,7 +140,7 @@ class BatchFormer:
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """The path of the first missing batch from `step` on; None: all batches are there.
+        """The path of the first missing batch from `step` on. None if all are there.
 
         The batch that is being written is none of them: `recorded` waits for it.
         """
@@ -163,9 +182,9 @@ class BatchFormer:
             await self.recorded(step)
 
     async def form(self) -> FormedBatch | None:
-        """Gives the trainer the next batch, durable and acknowledged; None while rules allow none.
+        """Gives the trainer the next batch, durable and acknowledged. None if rules allow none yet.
 
-        RunFailed when the journal cannot be written.
+        Raises RunFailed if the journal cannot be written.
         """
         if self._forming is None:
             step = self._book.step
@@ -197,9 +216,9 @@ class BatchFormer:
         return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
-        """Returns the earlier answer to a repeated report; None for the first report of a batch.
+        """Returns the earlier answer to a repeated report. None for the first report of a batch.
 
-        ProtocolError when the trainer was not given that batch, or has reported it differently.
+        Raises ProtocolError if the trainer was not given that batch, or reported it differently.
         """
         if self.training is not None and _batch_of(self.training) == _batch_of(report):
             return None
@@ -232,7 +251,7 @@ class BatchFormer:
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
             self._newest_incarnation = max(self._newest_incarnation, version.incarnation)
-            self._steps[batch.step] = RecordedStep(version, report.weight_digest.hex())
+            self._steps[batch.step] = JournaledStep(version, report.weight_digest.hex())
             self._journal.append(
                 "step",
                 step=report.step,
@@ -243,7 +262,7 @@ class BatchFormer:
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
-            self._ledger.end(End.TRAINED, tokens)
+            self._ledger.end(TrajectoryEnd.TRAINED, tokens)
         self._reported = report, version
         self._set_aside_in_a_row = 0
         return Trained(batch, version, again=earlier is not None)
@@ -255,8 +274,8 @@ class BatchFormer:
 
         The groups that `fault` names, all if it names none, are set aside. The others wait for the
         next batch of the step. The caller waits for `durable` before it answers the trainer.
-        Returns None for a repeated call. ProtocolError when the trainer was not given that batch.
-        RunFailed when the step was made before, or `most_in_a_row` batches were set aside before.
+        Returns None for a repeated call. Raises ProtocolError if the trainer was not given that
+        batch, RunFailed if the step was made before or `most_in_a_row` batches were set aside.
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):
@@ -283,7 +302,7 @@ class BatchFormer:
         self.num_set_aside += 1
         self._set_aside_in_a_row += 1
         self._crc32.pop(batch.step)
-        self._ledger.end(End.SET_ASIDE, sampled_tokens(found.trajectories))
+        self._ledger.end(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
         self._book.put_back(batch.step, found.put_back)
         for group in found.groups:
             self._environments.group_left_batch(group.environment, is_put_back=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from slipstream.core.types import Trajectory, TrajectoryId
-from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.protocol.queue.base import TrajectoryReceiver
@@ -37,7 +37,7 @@ class Endings:
             await self._receiver.acknowledge(ended)
             await asyncio.sleep(FLUSH_S)
 
-    def end(self, trajectory: Trajectory, end: End, cause: str) -> None:
+    def end(self, trajectory: Trajectory, end: TrajectoryEnd, cause: str) -> None:
         """Records the end of a trajectory in ledger and journal, and acknowledges it."""
         self._ledger.end(end, trajectory.num_sampled_tokens)
         self._journal.append(

@@ -1,4 +1,7 @@
-"""Leaves groups with equal rewards out of batches, and judges the run by how many come in a row."""
+"""Leaves groups with equal rewards out of batches.
+
+Too many in a row mean that the task is solved, or that the run is stuck.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from collections.abc import Callable, Sequence
 from slipstream.core.rewards import has_variance
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import (
+    FilteredGroups,
+    FilterVerdict,
+    RunHistory,
+    TrajectoryEnd,
+    is_solved,
+)
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
 
@@ -69,14 +76,14 @@ class GroupFilter:
             reward=mean,
         )
         for trajectory in group.in_order():
-            self._endings.end(trajectory, End.FILTERED, cause)
+            self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
         self._judge(step)
 
     def _judge(self, step: int) -> None:
         algorithm, filtered = self._run.config.algorithm, self._newest
         settings = algorithm.dynamic_sampling
         verdict = filtered.verdict(settings.max_filtered_batches * algorithm.groups_per_step)
-        if verdict is Verdict.GO_ON or self._progress.is_over or self._progress.solved:
+        if verdict is FilterVerdict.GO_ON or self._progress.is_over or self._progress.solved:
             return
         if self._book.has_whole_batch:
             # The next batch is complete already: the trainer is slow, not the tasks stuck.
@@ -85,7 +92,7 @@ class GroupFilter:
             f"{filtered.total} groups were filtered for their equal rewards while the batch of "
             f"step {step + 1} was formed ({filtered.describe()})"
         )
-        if verdict is Verdict.STUCK:
+        if verdict is FilterVerdict.STUCK:
             self._progress.fail(
                 f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
                 f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-import time
 from collections.abc import Sequence
 
 from slipstream.core.errors import ProtocolError
@@ -28,8 +27,7 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.endings import Endings
@@ -219,9 +217,11 @@ class Intake:
                 assert trajectory.failure is not None
                 self._give_up(group, [trajectory.member], trajectory.failure)
             case Fate.CANCELLED:
-                self._endings.end(trajectory, End.CANCELLED, "cancelled")
+                self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
-                end = End.CANCELLED if trajectory.failure is None else End.FAILED
+                end = (
+                    TrajectoryEnd.CANCELLED if trajectory.failure is None else TrajectoryEnd.FAILED
+                )
                 self._endings.end(trajectory, end, "its group is over or its place is filled")
 
     def _complete(self, group: Group) -> None:
@@ -234,9 +234,6 @@ class Intake:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
         self._note_result(group, statistics.fmean(rewards))
-        pace = self._run.pace
-        if pace is not None and group.leased_s is not None:
-            pace.group_done(time.monotonic() - group.leased_s)
         self.group_filter.filter(group)
 
     def _note_result(self, group: Group, reward: float) -> None:
@@ -270,7 +267,9 @@ class Intake:
                     f"({failure.kind.name.lower()}): {failure.message}",
                     Severity.WARNING,
                 )
-        self._endings.end(trajectory, End.FAILED, f"{failure.kind.name.lower()}: {failure.message}")
+        self._endings.end(
+            trajectory, TrajectoryEnd.FAILED, f"{failure.kind.name.lower()}: {failure.message}"
+        )
 
     def _give_up(self, group: Group, members: Sequence[int], failure: Failure) -> None:
         """Goes on without members that had their last attempt; sets a group of too few aside.
@@ -342,13 +341,13 @@ class Intake:
                 )
             )
         for trajectory in group.in_order():
-            self._endings.end(trajectory, End.CANCELLED, cause)
+            self._endings.end(trajectory, TrajectoryEnd.CANCELLED, cause)
 
     def end_evaluated(self, group: Group) -> None:
         """Ends an evaluation episode that was counted."""
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
-            self._endings.end(trajectory, End.EVALUATED, "evaluated")
+            self._endings.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
 
     def _close(self, group: Group, how: str, cause: str) -> None:
         if group.purpose is Purpose.TRAINING:
@@ -356,7 +355,7 @@ class Intake:
 
 
 def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode ended by itself, and by no failure that all others may share."""
+    """Whether an episode ended neither by a cancel nor by a failure that others may share."""
     failure = trajectory.failure
     is_outage = failure is not None and failure.kind in OUTAGES
     return trajectory.status is not Status.CANCELLED and not is_outage

@@ -34,7 +34,7 @@ class Claim:
     """The facts that an untrusted delivery states about itself, as far as they can be read."""
 
     trajectory_id: TrajectoryId
-    # Parsed id; None: servers make no such id.
+    # Parsed id. None if servers make no such id.
     name: TrajectoryName | None
     server: ServerKey
     # Number of sampled tokens.

@@ -27,10 +27,9 @@ from slipstream.core.errors import CheckpointError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, check_shared
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
-from slipstream.learner.trainer.checkpoints.shared_folder import check_shared
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron

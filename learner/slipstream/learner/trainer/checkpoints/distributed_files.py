@@ -3,45 +3,47 @@
 Files of one layout of ranks can be read in any other. A save copies tensors to host memory, and a
 thread of each rank writes them: Megatron's own writers fork, which threads of gRPC and OpenMP do
 not survive, or start a second interpreter for each rank. Import it after `cpu.install`.
+
+A resume may change between the distributed optimizer and the plain one. Both write whole tensors
+under a parameter's own name. They differ in the name of the float32 copy of the weights, in whether
+float32 weights have such a copy, and in the structure around the tensors.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import CountedFile
-from slipstream.learner.trainer.checkpoints.gathered_state import (
-    detach,
-    drop_absent,
-    gathered_sizes,
-    gathering,
-)
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
-from slipstream.learner.trainer.checkpoints.optimizer_formats import (
-    check_convertible,
-    is_distributed,
-    load_converted,
-    was_distributed,
-)
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.checkpoints.threaded_save import (
@@ -52,20 +54,34 @@ from slipstream.learner.trainer.checkpoints.threaded_save import (
 )
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-# Options of Megatron: other sharding types fail to save, or to load in fp32, in this version.
+# Options of Megatron: other sharding types fail to save, or to load in fp32, in this version. By
+# the last one the first data-parallel rank saves the optimizer's state, other ranks none of it.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
 }
-# With this option the first data-parallel rank saves the optimizer's state, other ranks none.
-_BY_ONE_RANK = {"distrib_optim_fully_reshardable_mem_efficient": True}
+# Tensors that the distributed optimizer has for each parameter.
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+# Names of the float32 copy of a weight, with the distributed optimizer and without.
+_DISTRIBUTED_COPY = "optimizer.state.param."
+_PLAIN_COPY = "optimizer.state.fp32_param."
+_STATE = "optimizer.state."
+_SCALER = "grad_scaler"
+
+# Nested dicts and lists, with Megatron's sharded tensors as leaves.
+Tree: TypeAlias = Any
+Load = Callable[[dict[str, Tree]], dict[str, Tree]]
+# A tensor's place in a rank's share of a bucket: begin, end, tensor.
+_Place = tuple[int, int, Tensor]
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
@@ -81,7 +97,7 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
                 of_experts = not getattr(parameter, "allreduce", True)
                 if is_first_of_experts if of_experts else is_first:
                     sizes.append(parameter.nbytes)
-                    if optimizer and parameter.requires_grad and not is_distributed(optimizer):
+                    if optimizer and parameter.requires_grad and not distributed_parts(optimizer):
                         # Two moments, and float32 copies of values with another type.
                         tensors = 2 if parameter.dtype == torch.float32 else 3
                         sizes += tensors * [4 * parameter.numel()]
@@ -130,7 +146,8 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
             model.name: state[model.name].pop("optimizer")
             for model in models
             if model.optimizer is not None
-            and was_distributed(saved[model.name]["optimizer"]) != is_distributed(model.optimizer)
+            and was_distributed(saved[model.name]["optimizer"])
+            != bool(distributed_parts(model.optimizer))
         }
         loaded = _load(state, folder, disk)
         for model in models:
@@ -178,15 +195,11 @@ def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any
     }
     if model.optimizer is not None:
         of_chunks = state[keys[0]] if len(keys) == 1 else dict(state)
-        if host is None:
+        with gathering(model.optimizer, host):
             state["optimizer"] = model.optimizer.sharded_state_dict(
-                of_chunks, is_loading=True, metadata=dict(_METADATA)
+                of_chunks, is_loading=host is None, metadata=dict(_METADATA)
             )
-        else:
-            with gathering(model.optimizer, host):
-                state["optimizer"] = model.optimizer.sharded_state_dict(
-                    of_chunks, metadata={**_METADATA, **_BY_ONE_RANK}
-                )
+        if host is not None:
             drop_absent(state["optimizer"])
     if model.content == "adapter":
         # Another adapter will be in the model when these tensors are used.
@@ -269,3 +282,225 @@ def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) ->
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+@contextmanager
+def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
+    """Replaces Megatron's method to gather the distributed optimizer's state until the block ends.
+
+    Megatron's gathers through main memory and leaves the whole state on every rank. Here the first
+    data-parallel rank receives it on its device in small parts, and copies them into `host`. None
+    is for a load, which needs memory for the state on every rank.
+    """
+    parts = distributed_parts(optimizer)
+    # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.
+    gc.freeze()
+    for part in parts:
+        part.get_parameter_state_dp_zero = functools.partial(_gather, part, host)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+def distributed_parts(optimizer: Megatron) -> list[Megatron]:
+    """Returns the parts whose state is split over data-parallel ranks."""
+    return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+
+
+def gathered_sizes(optimizer: Megatron) -> list[int]:
+    """Returns the bytes of each tensor that this rank gathers; not collective."""
+    return [
+        4 * buffer.numel
+        for part in distributed_parts(optimizer)
+        if part.data_parallel_group.rank() == 0
+        for buffer in part.buffers
+        for _ in KEYS
+    ]
+
+
+def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, Any] | None:
+    """Replaces `DistributedOptimizer.get_parameter_state_dp_zero`; see `gathering`."""
+    group = part.data_parallel_group
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, ((dtype, ranges),) in enumerate(maps.items() for maps in part.gbuf_ranges):
+        buffer = part.buffers[number]
+        # Megatron looks for parameters at their places in the buffer, padding of buckets included.
+        # Its own method leaves out the padding: behind the first padded bucket it would save the
+        # state of other parameters.
+        whole: dict[str, Any] = {}
+        if host is None:
+            whole = {key: torch.zeros(buffer.numel, device="cpu") for key in KEYS}
+        else:
+            if group.rank() == 0:
+                whole = {key: host.empty(buffer.numel, torch.float32) for key in KEYS}
+            for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
+                end = bucket.offset + bucket.grad_data.numel()
+                places = _places(part, bucket_ranges["param_map"])
+                for key in KEYS:
+                    target = whole[key][bucket.offset : end] if whole else None
+                    _gather_bucket(places[key], bucket.grad_data, target, group, host.part_elements)
+        state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
+    if host is None:
+        return state
+    host.wait()
+    return state if group.rank() == 0 else None
+
+
+def _places(part: Megatron, ranges: dict[Any, Any]) -> dict[str, list[_Place]]:
+    found: dict[str, list[_Place]] = {key: [] for key in KEYS}
+    for parameter, its in ranges.items():
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        begin, end = its["gbuf_local"].start, its["gbuf_local"].end
+        for key in KEYS:
+            found[key].append((begin, end, tensors[key].detach().reshape(-1)))
+    return found
+
+
+def _gather_bucket(
+    places: list[_Place],
+    gradients: Tensor,
+    target: Tensor | None,
+    group: dist.ProcessGroup,
+    part_elements: int,
+) -> None:
+    """Gathers all ranks' shares of a bucket into `target` on the first rank; collective."""
+    size, share = group.size(), gradients.numel() // group.size()
+    part = max(1, min(share, part_elements // size))
+    own = torch.empty(part, dtype=torch.float32, device=gradients.device)
+    for begin in range(0, share, part):
+        end = min(begin + part, share)
+        _fill(own[: end - begin], begin, places)
+        received = _received(own[: end - begin], group)
+        if target is not None:
+            for rank, values in enumerate(received):
+                start = rank * share + begin
+                target[start : start + end - begin].copy_(values, non_blocking=True)
+
+
+def _fill(own: Tensor, start: int, places: list[_Place]) -> None:
+    for begin, end, tensor in places:
+        first, last = max(begin, start), min(end, start + own.numel())
+        if first < last:
+            own[first - start : last - start].copy_(tensor[first - begin : last - begin])
+
+
+def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Returns each rank's values on the first rank, [] on the others; collective."""
+    if group.size() == 1:
+        return [own]
+    received = None
+    if group.rank() == 0:
+        received = list(torch.empty(group.size(), own.numel(), device=own.device).unbind())
+    dist.gather(own, received, dst=dist.get_global_rank(group, 0), group=group)
+    return received or []
+
+
+def drop_absent(state: dict[Any, Any]) -> None:
+    """Drops state that another rank gathers: Megatron would warn about differing ranks."""
+    parts = [state, *(part for part in state.values() if isinstance(part, dict))]
+    for part in parts:
+        if part.get("param_state", state) is None:
+            del part["param_state"]
+
+
+def detach(state: dict[str, Any]) -> None:
+    """Copies the tensors of a sharded state; the optimizer must have found its own before."""
+    for part in nested_values(state):
+        is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))
+        if is_tensor and part.data is not None:
+            part.data = part.data.detach().clone()
+
+
+def was_distributed(saved: Tree) -> bool:
+    """Whether `saved`, the structure around an optimizer's tensors, is of the distributed kind."""
+    return any("param_state_sharding_type" in part for part in _dicts(saved))
+
+
+def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
+    """Raises CheckpointError for state that only the same kind of optimizer can load."""
+    settings = optimizer.config
+    for setting in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(settings, setting):
+            raise CheckpointError(
+                "learner.use_distributed_optimizer must be as it was when the checkpoint was "
+                f"written, because learner.optimizer.{setting} is set"
+            )
+    for key, entry in index.state_dict_metadata.items():
+        if key.startswith(name + _STATE) and isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            if dtype is not torch.float32:
+                raise CheckpointError(
+                    "learner.use_distributed_optimizer must be as it was when the checkpoint was "
+                    f"written: {key} is {dtype}, only float32 is converted"
+                )
+
+
+def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -> Tree:
+    """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
+
+    `wanted` is the optimizer's own sharded state, `saved` the structure around the saved tensors.
+    Settings of the parameter groups come from `wanted`, the number of steps and the scale of the
+    loss from `saved`.
+    """
+    if not distributed_parts(optimizer):
+        state = _read_by_key(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
+    elif optimizer.config.bf16 or optimizer.config.fp16:
+        state = _read_by_key(wanted, lambda key: key.replace(_DISTRIBUTED_COPY, _PLAIN_COPY), load)
+    else:
+        # float32 weights are their own copy. Megatron reads no tensor twice in one pass.
+        state = _read_by_key(wanted, lambda key: None if _DISTRIBUTED_COPY in key else key, load)
+        state = _read_by_key(state, _weight_of_copy, load)
+    steps = max((int(part.get("step", 0)) for part in _dicts(saved)), default=0)
+    scale = next((part[_SCALER] for part in _dicts(saved) if part.get(_SCALER)), None)
+    for part in _dicts(state):
+        for group in part.get("param_groups", []):
+            group["step"] = steps
+        if scale and _SCALER in part:
+            # All parts share the scale of the loss.
+            part[_SCALER] = scale
+    return state
+
+
+def _weight_of_copy(key: str) -> str | None:
+    return key.replace(_DISTRIBUTED_COPY, "") if _DISTRIBUTED_COPY in key else None
+
+
+def _dicts(tree: Tree) -> Iterator[dict[str, Tree]]:
+    """Yields all dicts of a tree, outer ones first."""
+    if isinstance(tree, dict):
+        yield tree
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _dicts(part)
+
+
+def _read_by_key(wanted: Tree, source: Callable[[str], str | None], load: Load) -> Tree:
+    """Reads each sharded leaf of `wanted` from its key by `source`; a leaf with None stays."""
+    chosen = _chosen(wanted, source)
+    return _filled(wanted, load({"converted": chosen})["converted"])
+
+
+def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
+    if isinstance(wanted, dict):
+        pairs = ((key, _chosen(value, source)) for key, value in wanted.items())
+        return {key: value for key, value in pairs if value is not None}
+    if isinstance(wanted, list):
+        # Indices of a list become keys, so that they stay the same when entries are left out.
+        return _chosen(dict(enumerate(wanted)), source)
+    if isinstance(wanted, ShardedBase):
+        key = source(wanted.key)
+        return None if key is None else replace(wanted, key=key)
+    return wanted if isinstance(wanted, LocalNonpersistentObject) else None
+
+
+def _filled(wanted: Tree, loaded: Tree) -> Tree:
+    """Returns `wanted` with the entries of `loaded` in their places."""
+    if loaded is None:
+        return wanted
+    if isinstance(wanted, dict):
+        return {key: _filled(value, loaded.get(key)) for key, value in wanted.items()}
+    if isinstance(wanted, list):
+        return [_filled(value, loaded.get(place)) for place, value in enumerate(wanted)]
+    return loaded

@@ -1,8 +1,8 @@
 """Main memory into which a save copies a GPU's tensors.
 
-Getting fresh pages takes ten times as long as copying bytes into them. So memory is taken in large
-pieces, filled with zeros by all threads, pinned for the GPU's copy engine, and kept for later
-saves.
+Getting fresh pages takes ten times as long as copying bytes into them. So memory is taken once,
+filled with zeros by all threads, pinned for the GPU's copy engine, and kept for later saves.
+torch's own pinned memory takes six times as long and a third more bytes: see docs/adr/0012.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from slipstream.core.errors import CheckpointError
 from torch import Tensor
 
-# Bytes of one piece, unless a tensor is larger.
-PIECE_BYTES = 256 << 20
+# Fewest bytes that are taken beside the reservation for a GPU, since pinning costs time each time.
+LEAST_BYTES = 256 << 20
 _ALIGNMENT = 256
 
 logger = logging.getLogger(__name__)
@@ -37,22 +37,32 @@ class HostCopies:
         """Optimizer state comes in parts of at most `part_elements`, from all ranks together."""
         self.part_elements = part_elements
         self._device = device
-        self._pieces: list[_Piece] = []
+        self._blocks: list[_Block] = []
         self._reserving: threading.Thread | None = None
         # The error of a reservation that failed; None if it did not fail, or `begin` has raised it.
         self._problem: CheckpointError | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Takes memory for tensors of these `sizes` in bytes, in a thread; `begin` waits for it."""
-        self._reserving = threading.Thread(
-            target=self._reserve, args=(sizes,), name="checkpoint-memory", daemon=True
-        )
+
+        def take() -> None:
+            started_s, num_bytes = time.monotonic(), sum(map(_aligned, sizes))
+            try:
+                if num_bytes:
+                    self._block_for(num_bytes)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+                self._problem = error
+            wall_s = time.monotonic() - started_s
+            logger.info("%d bytes of memory for checkpoints after %.1f s", num_bytes, wall_s)
+
+        self._reserving = threading.Thread(target=take, name="checkpoint-memory", daemon=True)
         self._reserving.start()
 
     def begin(self) -> None:
         """Begins a new save, which overwrites the copies of the save before it.
 
-        Raises CheckpointError, once, when the reservation failed.
+        Raises CheckpointError, once, if the reservation failed.
         """
         if self._reserving is not None:
             self._reserving.join()
@@ -60,26 +70,23 @@ class HostCopies:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-        for piece in self._pieces:
-            piece.room = piece.num_bytes
+        for block in self._blocks:
+            block.room = block.num_bytes
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns finished copies in the same order, each with a storage of exactly its bytes.
 
-        Raises CheckpointError when there is no memory that can be pinned.
+        Raises CheckpointError if there is no memory that can be pinned.
         """
-        copies: dict[int, Tensor] = {}
-        # Copies are made in the order of the reservation, largest first, to find the same room.
-        for place in sorted(range(len(tensors)), key=lambda place: -tensors[place].nbytes):
-            tensor = tensors[place]
-            copies[place] = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
-            copies[place].copy_(tensor, non_blocking=True)
+        copies = [self.empty(t.numel(), t.dtype).view(t.shape) for t in tensors]
+        for copied, tensor in zip(copies, tensors, strict=True):
+            copied.copy_(tensor, non_blocking=True)
         self.wait()
-        return [copies[place] for place in range(len(tensors))]
+        return copies
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory for non-blocking copies, which need a `wait`; errors like `copy`."""
-        return self._piece_for(count * dtype.itemsize).take(count, dtype)
+        """Returns memory for non-blocking copies, which need a `wait`; raises like `copy`."""
+        return self._block_for(count * dtype.itemsize).take(count, dtype)
 
     def wait(self) -> None:
         """Returns when all non-blocking copies are done."""
@@ -88,35 +95,26 @@ class HostCopies:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in this memory, where training does not change it."""
-        return any(piece.holds(tensor.data_ptr()) for piece in self._pieces)
+        return any(block.holds(tensor.data_ptr()) for block in self._blocks)
 
-    def _reserve(self, sizes: Iterable[int]) -> None:
-        started_s = time.monotonic()
-        try:
-            for size in sorted(sizes, reverse=True):
-                self._piece_for(size).room -= _aligned(size)
-        except CheckpointError as error:
-            logger.warning("%s", error)
-            self._problem = error
-        taken = sum(piece.num_bytes for piece in self._pieces)
-        wall_s = time.monotonic() - started_s
-        logger.info("%d bytes of memory for checkpoints after %.1f s", taken, wall_s)
-
-    def _piece_for(self, num_bytes: int) -> _Piece:
-        fitting = [piece for piece in self._pieces if piece.room >= _aligned(num_bytes)]
-        if fitting:
-            return min(fitting, key=lambda piece: piece.room)
-        # Small pieces cost time only with a GPU, for which each piece is pinned separately.
-        least = PIECE_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
-        self._pieces.append(_Piece(max(_aligned(num_bytes), least), self._device))
-        return self._pieces[-1]
+    def _block_for(self, num_bytes: int) -> _Block:
+        """Returns the first block with room for `num_bytes`, or a new one."""
+        for block in self._blocks:
+            if block.room >= _aligned(num_bytes):
+                return block
+        least = LEAST_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
+        self._blocks.append(_Block(max(_aligned(num_bytes), least), self._device))
+        return self._blocks[-1]
 
 
-class _Piece:
+class _Block:
     """Memory that is filled from its start; `room` bytes are left."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Takes `num_bytes` of memory; CheckpointError without room, or if CUDA cannot pin it."""
+        """Takes `num_bytes` of memory.
+
+        Raises CheckpointError if there are not as many, or if CUDA cannot pin them.
+        """
         try:
             # Shared memory would have no large pages.
             self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -131,8 +129,16 @@ class _Piece:
         self.num_bytes = self.room = num_bytes
         self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._whole.zero_()
-        if device.type == "cuda":
-            _pin(self._whole, device)
+        if device.type != "cuda":
+            return
+        with torch.cuda.device(device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(runtime.cudaHostRegister(self._whole.data_ptr(), num_bytes, 0))
+        if error:
+            raise CheckpointError(
+                f"{num_bytes} bytes of main memory for a checkpoint cannot be pinned: "
+                f"CUDA error {error}"
+            )
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """Returns the first `count` free elements, in a storage of their own."""
@@ -144,17 +150,6 @@ class _Piece:
 
     def holds(self, address: int) -> bool:
         return 0 <= address - self._whole.data_ptr() < self.num_bytes
-
-
-def _pin(memory: Tensor, device: torch.device) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if error:
-        raise CheckpointError(
-            f"{memory.nbytes} bytes of main memory for a checkpoint cannot be pinned: "
-            f"CUDA error {error}"
-        )
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Recipes for families that Megatron-Core trains and Megatron-Bridge 0.3.1 lacks or gets wrong.
+"""Recipes for text models that Megatron-Core trains and Bridge 0.3.1 lacks or gets wrong.
 
 A recipe turns config.json into Megatron's settings and maps its parameters to tensors of the files.
 Importing this module after Bridge registers the recipes: see `compat.install`.
@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
+    GPTOSSMLPDownProjMapping,
+    GPTOSSMLPGateUpProjMapping,
+)
+from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer.families.mappings import (
+    ATTENTION,
     DECODER,
+    EXPERTS,
     LAYER,
     SHARED,
     FamilyBridge,
+    FusedExperts,
     attention,
     ends,
     experts,
@@ -21,12 +30,19 @@ from slipstream.learner.trainer.families.mappings import (
     norms_after,
     norms_before,
     place_norms,
+    renamed,
     scale_embeddings,
 )
+from slipstream.learner.trainer.layers.router_replay import choose_groups_by_best
 from slipstream.learner.trainer.untyped import Megatron
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    Ernie4_5ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4MoeForCausalLM,
+    GptOssForCausalLM,
     Ministral3ForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -201,3 +217,181 @@ class Qwen2MoeBridge(FamilyBridge):
             *gated(SHARED, f"{LAYER}mlp.shared_expert."),
             gate,
         ]
+
+
+@MegatronModelBridge.register_bridge(
+    source=Ernie4_5ForCausalLM, target=GPTModel, model_type="ernie4_5"
+)
+class ErnieBridge(DenseBridge):
+    """ERNIE 4.5: a Llama whose positions turn neighbouring dimensions of a head.
+
+    Source: transformers 5.17, `apply_rotary_pos_emb` of its class.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.rotary_interleaved = True
+
+
+class _SharedBridge(FamilyBridge):
+    """The layers that the families share."""
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        dense = settings.first_k_dense_replace
+        provider.moe_layer_freq = [0] * dense + [1] * (settings.num_hidden_layers - dense)
+        provider.moe_shared_expert_intermediate_size = (
+            settings.moe_intermediate_size * settings.n_shared_experts
+        )
+        provider.mtp_num_layers = None
+        place_norms(provider, "before")
+
+    def _mappings(self) -> list[Megatron]:
+        return [
+            *ends(),
+            *norms_before(),
+            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
+            *experts(),
+            *gated(SHARED, f"{LAYER}mlp.shared_experts."),
+        ]
+
+
+class _SigmoidBridge(_SharedBridge):
+    """A router that scores with a sigmoid and has a bias for each expert."""
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        provider.moe_router_score_function = "sigmoid"
+        provider.moe_router_enable_expert_bias = True
+        provider.moe_router_bias_update_rate = 0.0
+
+    def _mappings(self) -> list[Megatron]:
+        bias = f"{LAYER}mlp.gate.e_score_correction_bias"
+        return [*super()._mappings(), *renamed({f"{DECODER}mlp.router.expert_bias": bias})]
+
+
+@MegatronModelBridge.register_bridge(
+    source=Glm4MoeForCausalLM, target=GPTModel, model_type="glm4_moe"
+)
+class Glm4MoeBridge(_SigmoidBridge):
+    """GLM-4.5: positions turn half of each head.
+
+    Source: arXiv:2508.06471, section 2.1.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        provider.add_qkv_bias = settings.attention_bias
+        provider.qk_layernorm = settings.use_qk_norm
+
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *attention(biases=True, normed_heads=True)]
+
+
+def _make_latent(provider: Megatron, settings: Megatron) -> None:
+    """Gives the model of `provider` latent attention."""
+    provider.multi_latent_attention = True
+    # Bridge leaves out what is None, and Megatron's own value is 512.
+    provider.q_lora_rank = settings.q_lora_rank
+    provider.qk_layernorm = True
+
+
+def _latent_attention() -> list[Megatron]:
+    """Returns the mappings of the matrices and norms of latent attention."""
+    theirs = f"{LAYER}self_attn."
+    pairs = {
+        f"{ATTENTION}linear_proj.weight": f"{theirs}o_proj.weight",
+        f"{ATTENTION}linear_q_proj.weight": f"{theirs}q_proj.weight",
+        f"{ATTENTION}linear_q_down_proj.weight": f"{theirs}q_a_proj.weight",
+        f"{ATTENTION}linear_q_up_proj.weight": f"{theirs}q_b_proj.weight",
+        f"{ATTENTION}linear_kv_down_proj.weight": f"{theirs}kv_a_proj_with_mqa.weight",
+        f"{ATTENTION}linear_kv_up_proj.weight": f"{theirs}kv_b_proj.weight",
+        # A norm has one of two names: TransformerEngine's layers fuse it into the matrix.
+        f"{ATTENTION}q_layernorm.weight": f"{theirs}q_a_layernorm.weight",
+        f"{ATTENTION}linear_q_up_proj.layer_norm_weight": f"{theirs}q_a_layernorm.weight",
+        f"{ATTENTION}kv_layernorm.weight": f"{theirs}kv_a_layernorm.weight",
+        f"{ATTENTION}linear_kv_up_proj.layer_norm_weight": f"{theirs}kv_a_layernorm.weight",
+    }
+    return renamed(pairs)
+
+
+@MegatronModelBridge.register_bridge(
+    source=DeepseekV3ForCausalLM,
+    target=GPTModel,
+    provider=MLAModelProvider,
+    model_type="deepseek_v3",
+)
+class DeepseekV3Bridge(_SigmoidBridge):
+    """DeepSeek V3 and Moonlight: keys and values come from a small latent vector of each token.
+
+    Source: arXiv:2412.19437, section 2.1.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        _make_latent(provider, settings)
+
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *_latent_attention()]
+
+
+@MegatronModelBridge.register_bridge(
+    source=DeepseekV2ForCausalLM,
+    target=GPTModel,
+    provider=MLAModelProvider,
+    model_type="deepseek_v2",
+)
+class DeepseekV2Bridge(_SharedBridge):
+    """DeepSeek V2 and V2-Lite: latent attention; a group of experts is as good as its best expert.
+
+    Megatron's score of a group is a sum over its best experts. Source: arXiv:2405.04434, section 2.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        _make_latent(provider, settings)
+        if settings.n_group > 1:
+            provider.register_pre_wrap_hook(choose_groups_by_best)
+
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *_latent_attention()]
+
+
+@MegatronModelBridge.register_bridge(
+    source=GptOssForCausalLM, target=GPTModel, model_type="gpt_oss"
+)
+class GptOssBridge(FusedExperts, FamilyBridge):
+    """gpt-oss: every second layer has windows; experts have biases and a limited activation.
+
+    Bridge's own recipe has other windows and positions than the file says, and keeps every expert's
+    weights in memory while it loads. Source: arXiv:2508.10925, section 2.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        provider.add_bias_linear = provider.add_qkv_bias = True
+        provider.softmax_type = "learnable"
+        provider.moe_ffn_hidden_size = settings.intermediate_size
+        # Its slope of 1.702 is that of swiglu_alpha.
+        provider.activation_func = quick_gelu
+        # The one value of swiglu_limit that is taken; older files do not name it.
+        provider.activation_func_clamp_value = 7.0
+        provider.glu_linear_offset = 1.0
+        place_norms(provider, "before")
+
+    def _mappings(self) -> list[Megatron]:
+        router, theirs = f"{DECODER}mlp.router.", f"{LAYER}mlp."
+        pairs = {
+            f"{ATTENTION}linear_proj.bias": f"{LAYER}self_attn.o_proj.bias",
+            f"{ATTENTION}core_attention.softmax_offset": f"{LAYER}self_attn.sinks",
+            f"{router}weight": f"{theirs}router.weight",
+            f"{router}bias": f"{theirs}router.bias",
+        }
+        of_experts = [
+            kind(megatron_param=f"{EXPERTS}{ours}*", hf_param=f"{theirs}experts.{name}")
+            for kind, ours, name in (
+                (GPTOSSMLPGateUpProjMapping, "linear_fc1.weight", "gate_up_proj"),
+                (GPTOSSMLPGateUpProjMapping, "linear_fc1.bias", "gate_up_proj_bias"),
+                (GPTOSSMLPDownProjMapping, "linear_fc2.weight", "down_proj"),
+                (GPTOSSMLPDownProjMapping, "linear_fc2.bias", "down_proj_bias"),
+            )
+        ]
+        return [*ends(), *norms_before(), *attention(biases=True), *renamed(pairs), *of_experts]

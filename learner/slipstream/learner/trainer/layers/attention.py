@@ -1,11 +1,16 @@
 """Attention without TransformerEngine: packed sequences on torch's own kernel, context parallel.
 
+Attention with sinks is computed here on every device. A sink is a learnt score without a value, and
+TransformerEngine 2.11 has no kernel with sinks for packed sequences (`get_attention_backend` in its
+`dot_product_attention/utils.py`).
+
 The class inherits from Megatron's, so import this module only after `compat.install`.
 """
 
 from __future__ import annotations
 
 import math
+import types
 from typing import Any
 
 import torch
@@ -16,7 +21,6 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
-from slipstream.learner.trainer.layers import sinks
 from slipstream.learner.trainer.layers.length_groups import (
     MOST_SCORES,
     LengthGroup,
@@ -63,7 +67,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         # Score of a place beside the tokens, for each head; None: there is no such place.
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
-            self.softmax_offset = sinks.new_scores(config)
+            self.softmax_offset = new_scores(config)
 
     def forward(
         self,
@@ -144,7 +148,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             return self._attend_capped(query, key, value, mask).transpose(1, 2)
         if self.softmax_offset is not None:
             scores = self.softmax_offset
-            found = sinks.attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
+            found = attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
             return found.transpose(1, 2)
         attended = F.scaled_dot_product_attention(
             query,
@@ -204,3 +208,84 @@ class GatheredRows(torch.autograd.Function):
         own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
+
+
+_MATRICES = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes the layers of `chunks` gather matrices instead of vectors.
+
+    Tokens must be split by sequence parallelism.
+    """
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            for name in _MATRICES:
+                matrix = getattr(layer.self_attention, name, None)
+                if matrix is not None:
+                    matrix.forward = types.MethodType(_whole_vectors, matrix)
+    return chunks
+
+
+def _whole_vectors(matrix: Megatron, tokens: Tensor) -> tuple[Tensor, None]:
+    """Returns the whole vectors of this rank's tokens; collective."""
+    weight = GatheredRows.apply(matrix.weight, matrix.tp_group)  # type: ignore[no-untyped-call]
+    return F.linear(tokens, weight), None
+
+
+def new_scores(config: Megatron) -> torch.nn.Parameter:
+    """Returns the sinks' scores of this rank's heads, to be loaded."""
+    device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+    own = config.num_attention_heads // config.tensor_model_parallel_size
+    # NaN reveals scores that were not loaded.
+    scores = torch.nn.Parameter(
+        torch.full((own,), torch.nan, dtype=config.params_dtype, device=device)
+    )
+    # The gradient norm counts the scores of all ranks.
+    scores.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return scores
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scores: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attends over dim 2 of [sequences, heads, length, dim] with a sink for each query head.
+
+    The sink is a key before all others, in dimensions of its own: query heads that share a key head
+    have one each, which is 0 in all other keys. So torch's fast kernels take it, and hold no
+    scores. Without a mask attention is causal; a query is then put before the others for the sink.
+    """
+    is_causal = mask is None
+    if mask is None:
+        query = F.pad(query, (0, 0, 1, 0))
+    else:
+        mask = F.pad(mask, (1, 0), value=True)
+    length, dim = query.shape[2:]
+    groups = key.shape[1]
+    per_group = query.shape[1] // groups
+    # Two dimensions for each: 1 / scale may have more digits than the element type.
+    large = torch.tensor(1.0 / scale, dtype=query.dtype, device=query.device)
+    small = (1.0 / scale - large.double()).to(query.dtype)
+    chosen = torch.eye(per_group, dtype=query.dtype, device=query.device).repeat(groups, 1)
+    chosen = torch.cat([chosen * large, chosen * small], dim=-1)[None, :, None]
+    query = torch.cat([query, chosen.expand(len(query), -1, length, -1)], dim=-1)
+    by_group = scores.to(key.dtype).view(1, groups, 1, per_group).expand(len(key), -1, -1, -1)
+    sink = torch.cat([by_group.new_zeros(len(key), groups, 1, dim), by_group, by_group], dim=-1)
+    key = torch.cat([sink, F.pad(key, (0, 2 * per_group))], dim=2)
+    value = F.pad(value, (0, 2 * per_group, 1, 0))
+    found = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=per_group > 1,
+    )[..., :dim]
+    return found[:, :, 1:] if is_causal else found

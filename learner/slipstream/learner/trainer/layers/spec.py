@@ -24,15 +24,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from slipstream.learner.trainer.layers.attention import CoreAttention
-from slipstream.learner.trainer.layers.delta_net import PackedDeltaNet, PlainNorm
 from slipstream.learner.trainer.layers.experts import GroupedExperts
-from slipstream.learner.trainer.layers.mamba import PackedMamba
 from slipstream.learner.trainer.layers.norms import (
     NormedResidual,
     RMSNorm,
     WholeKeyNorm,
     WholeQueryNorm,
 )
+from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PackedMamba, PlainNorm
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.untyped import Megatron
 

@@ -17,7 +17,6 @@ from slipstream.learner.trainer.model.offload import (
     HostMemory,
     Part,
 )
-from slipstream.learner.trainer.model.precision import token_alignment
 from slipstream.learner.trainer.outputs.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
@@ -224,3 +223,31 @@ def unwrapped(chunk: Megatron) -> Megatron:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def token_alignment(settings: Megatron) -> int:
+    """Returns the divisor of a rank's number of tokens; `settings` are those of the model.
+
+    Matrix units take 8-bit operands in blocks of 16 numbers, and 32 numbers share a scale of mxfp8.
+    """
+    if not settings.fp8:
+        return 1
+    return 32 if settings.fp8_recipe == "mxfp8" else 16
+
+
+def shared_scaler(optimizer: Megatron) -> Megatron:
+    """Makes all parts of an optimizer use the first one's scale of the loss; returns its scaler.
+
+    Megatron gives each part a scaler of its own, but scales the loss by the first one's alone:
+    after an overflow in one part the others would divide by a wrong scale. None if the scale is
+    constant, or there is none.
+    """
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    parts = optimizer.chained_optimizers
+    scaler = getattr(parts[0], "grad_scaler", None) if parts else None
+    if not isinstance(scaler, DynamicGradScaler):
+        return None
+    for part in parts:
+        part.grad_scaler = scaler
+    return scaler

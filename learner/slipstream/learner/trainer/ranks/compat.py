@@ -79,7 +79,6 @@ def install() -> Megatron:
     _cure_retries()
     _cure_padded_vocabulary()
     _cure_tied_embeddings()
-    _cure_saved_buckets()
     return auto_bridge
 
 
@@ -153,35 +152,6 @@ def _cure_tied_embeddings() -> None:
         share(self, ends or chunks)
 
     bridge.MegatronModelBridge._broadcast_shared_embeddings = shared
-
-
-def _cure_saved_buckets() -> None:
-    # The distributed optimizer joins its buckets without their padding, but then looks for
-    # parameters at their places with padding: after the first padded bucket a checkpoint would
-    # hold the state of other parameters.
-    distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    gather = distributed.DistributedOptimizer.get_parameter_state_dp_zero
-
-    @functools.wraps(gather)
-    def padded(self: Megatron, *args: object, **kwargs: object) -> Megatron:
-        state = gather(self, *args, **kwargs)
-        for place, buffer in enumerate(self.buffers if state is not None else ()):
-            for tensors in state[place].values():
-                for name, packed in tensors.items():
-                    if isinstance(packed, torch.Tensor):
-                        tensors[name] = _with_padding(packed, buffer)
-        return state
-
-    distributed.DistributedOptimizer.get_parameter_state_dp_zero = padded
-
-
-def _with_padding(packed: torch.Tensor, buffer: Megatron) -> torch.Tensor:
-    """Returns the buckets' contents at their places in the buffer."""
-    whole = packed.new_zeros(buffer.numel)
-    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-    for bucket, part in zip(buffer.buckets, torch.split(packed, sizes), strict=True):
-        whole[bucket.offset : bucket.offset + len(part)] = part
-    return whole
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

@@ -13,12 +13,19 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import Config
+from slipstream.core.types import TokenArray
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.bucket_sender import BucketSender, BucketSenders
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
+from slipstream.protocol.codec import pack_logprobs, pack_tokens
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import trainer_pb2, weights_pb2
@@ -173,12 +180,12 @@ class WeightPublisher:
             except WeightSyncError as error:
                 # A sender that stopped because another sender failed has nothing to add. The
                 # first one that fails tells the other senders, which still wait.
-                if not self._ranks.words.was_said(_abandoned(order)):
+                if not self._ranks.flags.is_set(_abandoned(order)):
                     problem = str(error)
-                    self._ranks.words.say(_abandoned(order))
+                    self._ranks.flags.set(_abandoned(order))
         problem = self._first_problem(problem)
         if problem and self._ranks.is_main:
-            self._ranks.words.forget(_abandoned(order))
+            self._ranks.flags.clear(_abandoned(order))
         return problem
 
     @contextlib.contextmanager
@@ -190,7 +197,7 @@ class WeightPublisher:
         abandoned, is_over = threading.Event(), threading.Event()
 
         def is_abandoned() -> bool:
-            if self._ranks.words.was_said(_abandoned(order)):
+            if self._ranks.flags.is_set(_abandoned(order)):
                 return True
             return self._ranks.is_main and not self._client.has_all_receivers(
                 order.publish_id, len(order.receivers)
@@ -286,9 +293,57 @@ def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:
-    """The word by which a sender says that it could not join; a communicator's id is a secret."""
+    """Returns the flag of a sender that could not join; it names no communicator, a secret."""
     return f"abandoned/{order.publish_id}"
 
 
 def _nothing() -> None:
     pass
+
+
+NUM_SEQUENCES = 8
+MAX_TOKENS = 256
+
+
+def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) -> list[TokenArray]:
+    """Returns up to 8 sequences of 2 to `max_tokens` tokens; pseudo-random ones without a batch."""
+    if batch is None:
+        random = np.random.default_rng(0)
+        lengths = np.linspace(8, 32, NUM_SEQUENCES).astype(int).clip(2, max_tokens)
+        return [random.integers(0, vocab_size, n).astype(np.uint32) for n in lengths]
+    sequences = [t.token_ids[part.tokens] for t in batch.trajectories for part in t.sequences()]
+    long_enough = [token_ids for token_ids in sequences if len(token_ids) >= 2]
+    stride = max(1, len(long_enough) // NUM_SEQUENCES)
+    chosen = long_enough[::stride][:NUM_SEQUENCES]
+    return [token_ids[:max_tokens] for token_ids in chosen]
+
+
+def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
+    """Returns the probe of the current weights, the same on every rank; collective.
+
+    Each adapter has sequences of its own.
+    """
+    # The engine wants room for one more token.
+    room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1
+    names = policy.adapters.names
+    parts = {} if batch is None else dict(batch.by_adapter(names))
+    sequences: list[TokenArray] = []
+    logprobs, adapters = [], []
+    for name in names:
+        own = probe_sequences(
+            parts.get(name),
+            vocab_size=policy.vocab_size,
+            max_tokens=max(2, min(MAX_TOKENS, room)),
+        )
+        with policy.adapters.active(name):
+            found = sequence_logprobs(policy, own, max_tokens=config.learner.micro_batch_tokens)
+        sequences += own
+        logprobs += found
+        adapters += [name] * len(own)
+    return weights_pb2.Probe(
+        token_ids=pack_tokens(np.concatenate(sequences)),
+        lengths=[len(token_ids) for token_ids in sequences],
+        expected_logprobs=pack_logprobs(np.concatenate(logprobs)),
+        tolerance=config.probe_tolerance,
+        adapters=adapters if policy.adapters.have_names else (),
+    )

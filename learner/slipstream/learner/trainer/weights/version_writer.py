@@ -1,11 +1,11 @@
 """Writes versions to storage while training goes on, for servers that fetch them from there.
 
 Consumes: store orders. Produces: objects, then the manifest that names them, then a report. Waits
-for: one pass over the weights; the rest is done by a thread of each sending rank. Unblocked by: the
+for: one pass over the weights; a thread of each sending rank does the rest. Unblocked by: the
 storage, or `weights.storage_deadline_s`.
 
-A manifest is written when all that it names lies there. The controller learns its key and digest
-only then, and servers learn them from the controller: no server ever sees half of a version.
+A manifest is written after all objects that it names. The controller learns its key and digest only
+then, and servers learn them from the controller: no server ever sees half of a version.
 """
 
 from __future__ import annotations
@@ -14,20 +14,133 @@ import hashlib
 import logging
 import threading
 import time
+from collections.abc import Iterator, Sequence
 
+import torch
 from slipstream.core.errors import RunFailed, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.rank_objects import OBJECT_DIGEST_BYTES, RankObjects
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.deltas import content_name
+from slipstream.protocol.weights.deltas import content_name, on_the_wire
 from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
+
+OBJECT_DIGEST_BYTES = 32
+_HOST = torch.device("cpu")
+
+
+class RankObjects:
+    """Takes the buckets of a version in one pass, and writes them later, on any thread.
+
+    objects = RankObjects(buckets, sender, storage, object_bytes=64 << 20, pin=False)
+    published.run(objects.take, is_publish=False)
+    link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
+
+    Keeps two copies of the rank's own buckets in main memory: what it wrote last, and what it
+    writes. After a failed `write` the next `write` must be whole.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        sender: int,
+        storage: Storage,
+        *,
+        object_bytes: int,
+        pin: bool,
+    ) -> None:
+        """`pin`: buckets come from a GPU. An object is closed at `object_bytes`."""
+        self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
+        self._object_bytes = object_bytes
+        own = [bucket.root == sender for bucket in buckets]
+        self._base = DeltaBase(buckets, own, _HOST, on_host=False, encodes_early=True)
+        self._taken = {
+            place: torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=pin)
+            for place, bucket in enumerate(buckets)
+            if own[place]
+        }
+
+    def take(self, place: int, bucket: Bucket, data: Tensor) -> Release:
+        """See `Send`: copies an own bucket on the current stream, before its lane is refilled."""
+        if bucket.root == self._sender:
+            self._taken[place].copy_(data, non_blocking=True)
+        return _nothing
+
+    def write(
+        self, folder: str, digests: Sequence[bytes], *, whole: bool, until: Until
+    ) -> weights_pb2.StoredLink:
+        """Writes what was taken last; `digests` are those of all buckets of the version.
+
+        Returns the rank's objects and the numbers of changed elements; WeightSyncError when the
+        storage does not take them in time.
+        """
+        link = weights_pb2.StoredLink(bucket_digests=digests)
+        changed = self._keep(digests) if whole else self._count()
+        wires = self._buckets
+        if not whole:
+            link.delta.changed.extend(changed)
+            wires = on_the_wire(self._buckets, changed)
+        group: list[int] = []
+        parts: list[Tensor] = []
+        size = 0
+        for place, data in self._encoded(wires, whole=whole):
+            if group and size + data.numel() > self._object_bytes:
+                link.objects.append(self._put(folder, len(link.objects), group, parts, until))
+                group, parts, size = [], [], 0
+            group, parts, size = [*group, place], [*parts, data], size + data.numel()
+        if group:
+            link.objects.append(self._put(folder, len(link.objects), group, parts, until))
+        self._base.settle([0] * len(self._buckets), sent=digests)
+        return link
+
+    def _keep(self, digests: Sequence[bytes]) -> list[int]:
+        for place, data in self._taken.items():
+            self._base.keep(place, data)
+        nothing_changed = [0] * len(self._buckets)
+        self._base.settle(nothing_changed, sent=digests)
+        return nothing_changed
+
+    def _count(self) -> list[int]:
+        for place, data in self._taken.items():
+            self._base.count(place, data)
+        changed = self._base.counts()
+        self._base.settle(changed)
+        return changed
+
+    def _encoded(self, wires: Sequence[Bucket], *, whole: bool) -> Iterator[tuple[int, Tensor]]:
+        """Yields each own bucket as it travels, and makes it the base of the next version."""
+        for place, data in self._taken.items():
+            size, is_whole = wires[place].num_bytes, wires[place] == self._buckets[place]
+            if is_whole:
+                if not whole:
+                    self._base.keep(place, data)
+                yield place, data
+            elif self._base.has_early(place):
+                yield place, self._base.take_early(place)[:size]
+            else:
+                self._base.encode(place, data)
+                yield place, data[:size]
+
+    def _put(
+        self, folder: str, number: int, places: list[int], parts: list[Tensor], until: Until
+    ) -> weights_pb2.StoredObject:
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        data = memoryview(joined.numpy().data)
+        key = f"{folder}/{self._sender}-{number:05d}"
+        digest = hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
+        self._storage.write(key, data, until)
+        return weights_pb2.StoredObject(key=key, num_bytes=len(data), digest=digest, buckets=places)
+
+
+def _nothing() -> None:
+    """The release of a copy on the stream: the lane is refilled on the same stream."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +282,7 @@ class VersionWriter:
                 return
             if not self._ranks.is_main:
                 logger.warning("version %d: %s", report.version.step, cause)
-                self._ranks.words.say(_failed(report.folder, self._published.sender))
+                self._ranks.flags.set(_failed(report.folder, self._published.sender))
                 return
             report.error = cause
             # What was written of it would fill a full disk.
@@ -191,21 +304,21 @@ class VersionWriter:
         """Writes what rank 0 joins; the ranks' own store has its digest, since storage may lie."""
         data = link.SerializeToString()
         self._storage.write(key, memoryview(data), until)
-        self._ranks.words.say(_stored(key, data))
-        self._ranks.words.say(_stored(key))
+        self._ranks.flags.set(_stored(key, data))
+        self._ranks.flags.set(_stored(key))
 
     def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
         """Returns what another sender has written; WeightSyncError when it could not."""
         key, rank = _part(folder, sender), self._published.senders[sender]
         what = f"rank {rank} could not write version {folder}"
         # A folder shows a file before its last byte.
-        while not self._ranks.words.was_said(_stored(key)):
-            if self._ranks.words.was_said(_failed(folder, sender)):
+        while not self._ranks.flags.is_set(_stored(key)):
+            if self._ranks.flags.is_set(_failed(folder, sender)):
                 raise WeightSyncError(f"{what}: its log says why")
             until.check(what)
             time.sleep(_LOOK_S)
         data = self._storage.read(key, until, most=_MOST_BYTES)
-        if not self._ranks.words.was_said(_stored(key, data)):
+        if not self._ranks.flags.is_set(_stored(key, data)):
             raise WeightSyncError(
                 f"storage {self._storage.url} has other bytes in {key} than rank {rank} wrote"
             )
@@ -258,7 +371,7 @@ def _part(folder: str, sender: int | None) -> str:
 
 
 def _stored(key: str, data: bytes | None = None) -> str:
-    """Returns the word that `key` was written, or that it was written with `data`."""
+    """Returns the flag of `key` as written, or of `key` as written with `data`."""
     return f"stored/{key}" if data is None else f"stored/{key}/{_digest(data).hex()}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,27 +22,89 @@ from slipstream.learner.trainer.weights.bucket_fill import (
     BridgeFilling,
     Filling,
     Kind,
+    exported,
     open_filling,
 )
 from slipstream.learner.trainer.weights.delta_base import DeltaBase
-from slipstream.learner.trainer.weights.pass_clock import PassClock
-from slipstream.learner.trainer.weights.stream_digests import (
-    bridge_digests,
-    difference,
-    open_digests,
-)
 from slipstream.protocol.weights.buckets import (
+    ALIGNMENT_BYTES,
     Bucket,
+    Span,
     TensorSpec,
     plan_buckets,
 )
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import (
+    BucketDigests,
+    HostDigests,
     bucket_digest,
     weight_digest,
 )
 from slipstream.v1 import weights_pb2
 from torch import Tensor
+
+
+def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
+    """Returns the digest by name of every tensor that Bridge exports. Collective."""
+    found = {}
+    for name, tensor in exported(policy, getattr(torch, dtype), kind):
+        kind_of_element = str(tensor.dtype).removeprefix("torch.")
+        spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
+        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
+        digests = open_digests((bucket,), tensor.device)
+        handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
+        # A view into a parameter may begin anywhere.
+        aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
+        digests.add(0, aligned.data_ptr(), handle)
+        found[name] = digests.read(handle)[0][0]
+    return found
+
+
+def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
+    """Returns digests that are computed where the buckets lie."""
+    if device.type != "cuda":
+        return HostDigests(buckets)
+    from slipstream.protocol.weights.cuda_digests import CudaDigests
+
+    with torch.cuda.device(device):
+        return CudaDigests(buckets)
+
+
+def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
+    """Describes the first difference; "" when both are the same weights."""
+    if missing := sorted(set(exported) ^ set(ours)):
+        return f"{missing[0]} is in only one of the plan and Bridge's export"
+    wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
+    return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""
+
+
+class PassClock:
+    """Measures some parts of a pass, in device time on a GPU."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream, self._total_s = stream, 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measures the work inside the context."""
+        if self._stream is None:
+            started = time.monotonic()
+            yield
+            self._total_s += time.monotonic() - started
+            return
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._events.append((begin, end))
+
+    def total_s(self) -> float:
+        """Returns the measured seconds; the stream must have finished the measured work."""
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+        return self._total_s + milliseconds / 1e3
+
 
 logger = logging.getLogger(__name__)
 

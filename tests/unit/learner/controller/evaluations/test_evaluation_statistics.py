@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from slipstream.learner.controller.evaluations.evaluation_statistics import (
+from slipstream.learner.controller.evaluation import (
     EvaluatedEpisode,
     evaluation_statistics,
     pass_at_k,

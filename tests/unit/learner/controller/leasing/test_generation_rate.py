@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.generation_rate import GenerationRate
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.reporting.run_facts import GenerationRate
+from slipstream.learner.controller.reporting.trackers.tracker import Trackers
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.v1 import fleet_pb2
 from support.fakes.small_configs import config_of

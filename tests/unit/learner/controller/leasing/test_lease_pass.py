@@ -10,8 +10,7 @@ from random import Random
 from slipstream.core import reservation, staleness
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_pass import Grant
-from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
+from slipstream.learner.controller.leasing.lease_pass import WORDS, Grant, LeaseWait
 from slipstream.learner.controller.leasing.scheduler import MAX_GRANTS_IN_A_PASS, Scheduler
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession

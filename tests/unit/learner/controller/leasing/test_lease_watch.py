@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_watch import CANCEL_LIMIT_S, LeaseWatch
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.watch import CANCEL_LIMIT_S, LeaseWatch
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
 

@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import RunFailed
-from slipstream.core.types import ServerId
-from slipstream.learner.controller.lease_freshness import FIRST_STEPS
-from slipstream.learner.controller.leasing.lease_waits import WORDS, LeaseWait
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.v1 import fleet_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import Rig
@@ -196,35 +192,3 @@ async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(
     assert rig.scheduler.reserved_bytes == 2 * 2240 + 100
     assert rig.scheduler.may_send(0)
     assert not rig.scheduler.may_send(1)
-
-
-async def test_a_lease_waits_for_the_version_that_is_being_made_and_says_so(rig: Rig) -> None:
-    freshness = rig.run.freshness
-    assert freshness is not None
-    for step in range(FIRST_STEPS + 1):
-        freshness.trainer_asks(10.0 * step)
-        freshness.batch_given(10.0 * step + 8.0)
-    session = rig.serving("a", 0)
-    await rig.lease()
-    assert not rig.orders(session)
-    assert rig.scheduler.lease_wait == WORDS[LeaseWait.VERSION]
-    await asyncio.sleep(0)
-    assert rig.scheduler.gauges()["lease_version_wait_s"] > 0
-    freshness.trainer_asks(10.0 * FIRST_STEPS + 10.0)
-    await rig.lease()
-    assert len(rig.orders(session)) == 2
-    assert rig.scheduler.lease_wait != WORDS[LeaseWait.VERSION]
-
-
-async def test_a_task_that_starts_afresh_waits_for_no_version(rig: Rig) -> None:
-    freshness = rig.run.freshness
-    assert freshness is not None
-    for step in range(FIRST_STEPS + 1):
-        freshness.trainer_asks(10.0 * step)
-        freshness.batch_given(10.0 * step + 8.0)
-    rig.serving("a", 0)
-    old = rig.book.lease("e", 3, 4, ServerKey(ServerId("gone"), 9), 0)
-    rig.book.orphan(ServerKey(ServerId("gone"), 9))
-    rig.scheduler._start_afresh(old)
-    await rig.lease()
-    assert [group.task_index for group in rig.book.training_groups()][:1] == [3]

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.publishing.publish_failures import MAX_FAILED_WHILE_NONE_SERVES
+from slipstream.learner.controller.publishing.delivery import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs

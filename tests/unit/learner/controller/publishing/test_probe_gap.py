@@ -1,8 +1,8 @@
 """The statistic of a probe, by hand and on log-probabilities of a real engine and learner.
 
 The file holds what SmolLM2-135M-Instruct's learner and rollout server said in bfloat16 of the same
-tokens, after deliveries of right weights and of weights with one fault; benchmarks/probe_faults.py
-records it.
+tokens, after deliveries of right weights and of weights with one fault; see
+benchmarks/results/logprobs.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.learner.controller.publishing.probe_gap import logit_gap
+from slipstream.learner.controller.publishing.publish_totals import logit_gap
 
 RECORDED = Path(__file__).parents[4] / "data" / "probe_logprobs.npz"
 # What misses small updates only moves logits by less than their rounding.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.learner.controller.publishing.publish_failures import (
+from slipstream.learner.controller.publishing.delivery import (
     MAX_FAILED_PUBLISHES,
     MAX_FAILED_WHILE_NONE_SERVES,
     MAX_RETRY_S,

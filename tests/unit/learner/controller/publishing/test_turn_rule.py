@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.learner.controller.publishing.turn_rule import TurnRule
+from slipstream.learner.controller.publishing.turns import TurnRule
 
 
 def run_steps(rule: TurnRule, seconds_together: float, seconds_in_turn: float) -> list[str]:

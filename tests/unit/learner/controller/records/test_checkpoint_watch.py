@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.records.checkpoint_watch import CheckpointWatch
+from slipstream.learner.controller.watch import CheckpointWatch
 from support.fakes.small_checkpoints import save_checkpoint
 
 

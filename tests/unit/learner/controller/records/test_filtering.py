@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.learner.controller.records.filtering import FilteredGroups, Verdict, is_solved
+from slipstream.learner.controller.records.history import FilteredGroups, FilterVerdict, is_solved
 
 
 def filtered(**environments: list[float]) -> FilteredGroups:
@@ -14,16 +14,16 @@ def filtered(**environments: list[float]) -> FilteredGroups:
 
 
 def test_a_run_goes_on_below_the_limit() -> None:
-    assert filtered(a=[1.0, 1.0], b=[0.0]).verdict(4) is Verdict.GO_ON
+    assert filtered(a=[1.0, 1.0], b=[0.0]).verdict(4) is FilterVerdict.GO_ON
 
 
 def test_solved_groups_of_all_environments_are_a_solved_task() -> None:
-    assert filtered(a=[1.0, 1.0], b=[1.0, 2.0]).verdict(4) is Verdict.SOLVED
+    assert filtered(a=[1.0, 1.0], b=[1.0, 2.0]).verdict(4) is FilterVerdict.SOLVED
 
 
 def test_one_group_that_is_not_solved_is_no_success() -> None:
-    assert filtered(a=[1.0] * 30, b=[0.99]).verdict(4) is Verdict.STUCK
-    assert filtered(a=[0.0] * 4).verdict(4) is Verdict.STUCK
+    assert filtered(a=[1.0] * 30, b=[0.99]).verdict(4) is FilterVerdict.STUCK
+    assert filtered(a=[0.0] * 4).verdict(4) is FilterVerdict.STUCK
 
 
 def test_every_episode_of_a_solved_group_has_the_full_reward() -> None:
@@ -37,7 +37,7 @@ def test_a_batch_begins_the_count_again() -> None:
     groups.clear()
     assert groups.total == 0
     groups.add("a", 1.0, solved=True)
-    assert groups.verdict(2) is Verdict.GO_ON
+    assert groups.verdict(2) is FilterVerdict.GO_ON
 
 
 def test_the_cause_names_numbers_and_rewards_of_each_environment() -> None:

@@ -10,20 +10,20 @@ from slipstream.core.staleness import deadline, holds
 from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.records.busy_seconds import BusySeconds
-from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import (
-    RecordedStep,
+    BusySeconds,
+    JournaledStep,
     RunHistory,
+    TrajectoryEnd,
     batch_name,
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.timeline import version_of
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.trajectories.batches import version_of
 from slipstream.v1 import environment_pb2, trainer_pb2
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
@@ -85,16 +85,16 @@ class Run:
         attempt = group.attempts.get(member, -1) + 1
         if how == "retried":
             group.attempts[member] = attempt
-            self.end(group.group_id, member, attempt, End.FAILED)
+            self.end(group.group_id, member, attempt, TrajectoryEnd.FAILED)
             return
         self.book.remove(group.group_id)
         if how == "set_aside":
             self.journal.append("set_aside", group=group.group_id, task=0, cause="")
         else:
             self.journal.append("closed", group=group.group_id, how="filtered", cause="")
-        self.end(group.group_id, member, attempt, End.FILTERED)
+        self.end(group.group_id, member, attempt, TrajectoryEnd.FILTERED)
 
-    def end(self, group_id: str, member: int, attempt: int, end: End) -> None:
+    def end(self, group_id: str, member: int, attempt: int, end: TrajectoryEnd) -> None:
         self.journal.append(
             "end",
             id=f"{group_id}.{member}.{attempt}.7",
@@ -318,8 +318,8 @@ def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
     assert read_history(records).version == PolicyVersion(0, 2)
     history = read_history([*records, step(0, 1, "c")])
     assert history.version == PolicyVersion(1, 2)
-    assert history.steps[0] == RecordedStep(PolicyVersion(1, 1), "c")
-    assert history.ends[End.TRAINED] == 8
+    assert history.steps[0] == JournaledStep(PolicyVersion(1, 1), "c")
+    assert history.ends[TrajectoryEnd.TRAINED] == 8
 
 
 @pytest.mark.parametrize(
@@ -342,19 +342,19 @@ def test_records_that_cannot_be_of_one_run_are_refused(records, cause):
 
 
 def test_the_same_digest_is_the_same_version():
-    recorded = RecordedStep(PolicyVersion(1, 5), "a")
+    recorded = JournaledStep(PolicyVersion(1, 5), "a")
     assert version_of(5, "a", recorded, trainer=0, newest=1) == PolicyVersion(1, 5)
     assert version_of(5, "a", recorded, trainer=1, newest=3) == PolicyVersion(1, 5)
 
 
 def test_another_digest_begins_a_timeline_that_no_version_had():
-    recorded = RecordedStep(PolicyVersion(1, 5), "a")
+    recorded = JournaledStep(PolicyVersion(1, 5), "a")
     assert version_of(5, "b", recorded, trainer=1, newest=3) == PolicyVersion(4, 5)
     assert version_of(5, "b", recorded, trainer=0, newest=1) == PolicyVersion(2, 5)
 
 
 def test_nothing_is_expected_of_a_timeline_that_is_newer_than_the_record():
-    recorded = RecordedStep(PolicyVersion(0, 5), "a")
+    recorded = JournaledStep(PolicyVersion(0, 5), "a")
     assert version_of(5, "b", recorded, trainer=2, newest=2) == PolicyVersion(2, 5)
     assert version_of(5, "b", None, trainer=0, newest=2) == PolicyVersion(0, 5)
 
@@ -377,7 +377,7 @@ def test_a_group_that_started_afresh_takes_the_place_of_the_one_that_was_given_u
 def test_a_quarantined_delivery_without_a_name_is_read_back():
     end = {"kind": "end", "id": "what", "end": "quarantined", "tokens": 3, "server": "u"}
     history = read_history([start(), {**end, "epoch": 0}])
-    assert history.ends[End.QUARANTINED] == 3
+    assert history.ends[TrajectoryEnd.QUARANTINED] == 3
     assert "what" in history.ended
 
 

@@ -18,7 +18,6 @@ from slipstream.core.types import (
     TrajectoryId,
     VersionSpan,
 )
-from slipstream.learner.controller.records.earlier_ids import EarlierIds
 from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
 from slipstream.learner.controller.records.journal import (
     Journal,
@@ -26,6 +25,7 @@ from slipstream.learner.controller.records.journal import (
     read_batch,
     read_records,
 )
+from slipstream.learner.controller.trajectories.inspection import EarlierIds
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -21,7 +21,7 @@ def test_every_token_is_somewhere():
     ledger.report(KEY, report(100, 30, 70))
     ledger.receive(KEY, TrajectoryId("x"), 40)
     ledger.receive(KEY, TrajectoryId("y"), 20)
-    ledger.end(End.TRAINED, 40)
+    ledger.end(TrajectoryEnd.TRAINED, 40)
     now = ledger.snapshot()
     assert (now.generated, now.trained, now.in_flight, now.queued) == (100, 40, 30, 30)
     assert now.difference == 0
@@ -31,7 +31,7 @@ def test_a_token_that_went_astray_shows():
     ledger = TokenLedger(ServerEpochs())
     ledger.report(KEY, report(100, 0, 90))
     ledger.receive(KEY, TrajectoryId("x"), 90)
-    ledger.end(End.TRAINED, 90)
+    ledger.end(TrajectoryEnd.TRAINED, 90)
     assert ledger.snapshot().difference == 10
 
 
@@ -41,7 +41,7 @@ def test_a_duplicate_counts_once():
     assert ledger.receive(KEY, TrajectoryId("x"), 5)
     assert not ledger.receive(KEY, TrajectoryId("x"), 5)
     ledger.report(KEY, report(5, 0, 5))
-    ledger.end(End.FAILED, 5)
+    ledger.end(TrajectoryEnd.FAILED, 5)
     assert ledger.snapshot().difference == 0
 
 
@@ -53,7 +53,7 @@ def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
     assert ledger.snapshot().lost == 70
     ledger.receive(KEY, TrajectoryId("y"), 10)
     assert ledger.snapshot().lost == 60
-    ledger.end(End.TRAINED, 40)
+    ledger.end(TrajectoryEnd.TRAINED, 40)
     assert ledger.snapshot().difference == 0
 
 
@@ -72,7 +72,7 @@ def test_tokens_of_judges_have_their_own_fate_and_are_never_lost():
     counts.judged_tokens = 30
     ledger.report(KEY, counts)
     ledger.receive(KEY, TrajectoryId("x"), 60)
-    ledger.end(End.TRAINED, 60)
+    ledger.end(TrajectoryEnd.TRAINED, 60)
     now = ledger.snapshot()
     assert (now.generated, now.judged, now.in_flight, now.difference) == (100, 30, 10, 0)
     ledger.die(KEY)

@@ -5,8 +5,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.controller.records.busy_seconds import BusySeconds
-from slipstream.learner.controller.reporting.busy import (
+from slipstream.learner.controller.records.history import BusySeconds
+from slipstream.learner.controller.reporting.run_facts import (
     BusyMeter,
     busy_seconds,
     include,

@@ -13,8 +13,8 @@ from slipstream.core.errors import ProtocolError
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.rows import read_rows
-from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.reporting.result_files import read_rows
+from slipstream.learner.controller.reporting.trackers.tracker import Trackers
 from slipstream.learner.controller.trajectories.batch import from_record
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2

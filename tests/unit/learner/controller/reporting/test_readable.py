@@ -107,7 +107,7 @@ def test_branches_are_a_tree_whose_shared_turns_are_said_once(model: Path) -> No
 
 def test_all_that_a_line_says_is_documented(model: Path) -> None:
     line = readable(0, episode("a b c d", 1, 1, 1, 1), TokenTexts(model / "tokenizer.json"))
-    fields, turn, branch, *_ = tables("trajectories.jsonl")
+    fields, turn, branch, *_ = tables("trajectories.jsonl", "guides/watching.md")
     assert set(line) <= set(fields)
     tree = dataclasses.replace(episode("a b c d", 1, 1, 1, 1), branches=(Branch(2), Branch(2)))
     told = readable(0, tree, TokenTexts(model / "tokenizer.json"))

@@ -14,15 +14,17 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.measurement_sections import TrackingSection
 from slipstream.core.settings.tracking import check_trackers
-from slipstream.learner.controller.reporting.trackers import writers
-from slipstream.learner.controller.reporting.trackers.event_file import crc32c
+from slipstream.learner.controller.reporting.trackers import tracker
 from slipstream.learner.controller.reporting.trackers.opening import RunIds, _ways_to_open
-from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
-from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun, told_settings
-from slipstream.learner.controller.reporting.trackers.writers import Trackers
+from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker, crc32c
+from slipstream.learner.controller.reporting.trackers.tracker import (
+    TrackedRun,
+    Trackers,
+    told_settings,
+)
 from support.rigs.controller_runs import make_config
 
-TRACKERS = writers.__package__
+TRACKERS = tracker.__package__
 
 
 class FakeTracker:

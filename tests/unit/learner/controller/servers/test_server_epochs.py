@@ -4,8 +4,7 @@ import random
 
 import pytest
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.learner.controller.records.ends import End
-from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.history import TrajectoryEnd, read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -98,7 +97,7 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         late = key_of(late.epoch, f"s{late.epoch % 30}")
         name = TrajectoryId(f"g{epoch:06d}.0.0.{late.epoch:x}")
         assert ledger.receive(late, name, ended)
-        ledger.end(End.FAILED, ended)
+        ledger.end(TrajectoryEnd.FAILED, ended)
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
         records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
         journal_servers(ListJournal(records), ledger, key)

@@ -8,8 +8,7 @@ import pytest
 from pydantic import JsonValue
 from slipstream.core.settings.curriculum_section import MAX_WINDOW, CurriculumSection
 from slipstream.core.types import GroupId, ServerId
-from slipstream.learner.controller.records.history import RunHistory, read_history
-from slipstream.learner.controller.records.task_results import TaskResults
+from slipstream.learner.controller.records.history import RunHistory, TaskResults, read_history
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
@@ -19,13 +18,13 @@ KEY = ServerKey(ServerId("a"), 1)
 
 
 def settings(**changes: object) -> CurriculumSection:
-    return CurriculumSection.model_validate({"rule": "skip"} | changes)
+    return CurriculumSection.model_validate(changes)
 
 
 def book_with(
     section: CurriculumSection, num_tasks: int, history: RunHistory | None = None
 ) -> tuple[EnvironmentBook, EnvironmentEntry]:
-    book = EnvironmentBook(seed=1, max_failed_groups=2, curricula={"e": section})
+    book = EnvironmentBook(seed=1, max_failed_groups=2, curricula={"e": (section, 1.0)})
     if history is not None:
         book.restore(history)
     purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
@@ -39,59 +38,8 @@ def note(book: EnvironmentBook, number: int, task_index: int, *rewards: float) -
         assert book.has_result(GroupId(f"g{number}-{task_index}-{place}"), "e", task_index, reward)
 
 
-def test_tasks_whose_newest_groups_are_solved_or_failed_are_passed_over() -> None:
-    book, entry = book_with(settings(window=2), num_tasks=4)
-    first = [book.next_task(entry)[0] for _ in range(4)]
-    assert sorted(first) == [0, 1, 2, 3]
-    note(book, 0, 0, 1.0, 1.0)
-    note(book, 0, 1, 0.0, 0.0)
-    note(book, 0, 2, 1.0, 0.0)
-    note(book, 0, 3, 1.0)
-    assert {book.next_task(entry)[0] for _ in range(4)} == {2, 3}
-    assert book.gauges()["e/tasks_passed_over"] > 0
-
-
-def test_only_the_newest_groups_count() -> None:
-    book, entry = book_with(settings(window=2), num_tasks=2)
-    [book.next_task(entry) for _ in range(2)]
-    note(book, 0, 0, 0.0, 0.0)
-    note(book, 0, 1, 1.0, 0.0)
-    assert book.next_task(entry)[0] == 1
-    note(book, 1, 0, 0.0, 1.0)
-    assert {book.next_task(entry)[0] for _ in range(4)} == {0, 1}
-
-
-def test_every_few_rounds_no_task_is_passed_over() -> None:
-    book, entry = book_with(settings(window=1, every_rounds=2), num_tasks=3)
-    [book.next_task(entry) for _ in range(3)]
-    note(book, 0, 0, 0.0)
-    # Round 1 has two tasks, round 2 all three.
-    rounds = [book.next_task(entry)[0] for _ in range(5)]
-    assert 0 not in rounds[:2]
-    assert sorted(rounds[2:]) == [0, 1, 2]
-
-
-def test_tasks_come_in_their_order_when_all_are_decided() -> None:
-    book, entry = book_with(settings(window=1, every_rounds=99), num_tasks=3)
-    [book.next_task(entry) for _ in range(3)]
-    for task_index in range(3):
-        note(book, 0, task_index, 1.0)
-    assert sorted(book.next_task(entry)[0] for _ in range(3)) == [0, 1, 2]
-
-
-def test_the_number_of_a_task_says_its_place_whatever_was_passed_over() -> None:
-    book, entry = book_with(settings(window=1, every_rounds=99), num_tasks=5)
-    [book.next_task(entry) for _ in range(5)]
-    for task_index in range(4):
-        note(book, 0, task_index, 1.0)
-    before = entry.next_number
-    assert book.next_task(entry)[0] == 4
-    assert entry.next_number > before
-    assert (entry.next_number - 1) // 5 == 1
-
-
 def test_tasks_are_drawn_in_proportion_to_the_variance_of_their_success() -> None:
-    book, entry = book_with(settings(rule="sample", floor=0.1, window=4), num_tasks=4)
+    book, entry = book_with(settings(floor=0.1, window=4), num_tasks=4)
     note(book, 0, 0, 1.0, 1.0, 1.0, 1.0)
     note(book, 0, 1, 0.0, 0.0, 0.0, 0.0)
     note(book, 0, 2, 1.0, 0.0, 1.0, 0.0)
@@ -106,19 +54,24 @@ def test_tasks_are_drawn_in_proportion_to_the_variance_of_their_success() -> Non
 
 
 def test_a_task_without_a_result_counts_as_the_most_worth() -> None:
-    book, entry = book_with(settings(rule="sample", floor=0.01, window=1), num_tasks=2)
+    book, entry = book_with(settings(floor=0.01, window=1), num_tasks=2)
     note(book, 0, 0, 1.0)
     drawn = Counter(book.next_task(entry)[0] for _ in range(2_000))
     assert drawn[1] > 1_900
 
 
 def test_success_runs_from_the_failed_to_the_solved_reward() -> None:
-    section = settings(failed_reward=-1.0, solved_reward=3.0)
-    assert [section.success(reward) for reward in (-2.0, -1.0, 1.0, 3.0, 9.0)] == [0, 0, 0.5, 1, 1]
+    curriculum = Curriculum(settings(failed_reward=-1.0, window=1), 3.0, "seed", TaskResults())
+    found = []
+    for task_index, reward in enumerate((-2.0, -1.0, 1.0, 3.0, 9.0)):
+        curriculum.note(GroupId(f"g{task_index}"), task_index, reward)
+        curriculum.chosen(task_index)
+        found.append(curriculum.metrics()["chosen_success"])
+    assert found == [0, 0, 0.5, 1, 1]
 
 
 def test_metrics_count_the_tasks_of_each_standing() -> None:
-    curriculum = Curriculum(settings(window=2), "seed", TaskResults())
+    curriculum = Curriculum(settings(window=2), 1.0, "seed", TaskResults())
     for place, (task_index, reward) in enumerate(
         [(0, 1.0), (0, 1.0), (1, 0.0), (1, 0.0), (2, 0.5), (0, 0.0), (3, 1.0), (3, 1.0)]
     ):
@@ -145,7 +98,7 @@ def test_a_group_that_is_played_again_counts_once() -> None:
     assert results.newest(3, 99) == [float(place) for place in range(3, MAX_WINDOW + 3)]
 
 
-@pytest.mark.parametrize("section", [settings(window=1), settings(rule="sample", window=3)])
+@pytest.mark.parametrize("section", [settings(window=1), settings(window=3)])
 def test_a_resumed_run_chooses_as_one_that_was_never_stopped(section: CurriculumSection) -> None:
     """The controller is stopped after every choice; the journal alone has the results."""
     live, entry = book_with(section, num_tasks=6)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
-from slipstream.learner.controller.reporting.resources import RunResources
+from slipstream.learner.controller.reporting.run_facts import RunResources
 from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.learner.controller.trajectories.batch_statistics import (
     HINT_AFTER_STEPS,

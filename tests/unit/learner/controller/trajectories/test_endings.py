@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from slipstream.core.types import TrajectoryId
-from slipstream.learner.controller.records.ends import End
+from slipstream.learner.controller.records.history import TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -41,7 +41,7 @@ async def test_an_end_is_acknowledged_when_it_is_durable(
         endings = Endings(journal, TokenLedger(ServerEpochs()), queue)
         flushing = asyncio.create_task(endings.flush())
         disk.hold()
-        endings.end(GOOD, End.FAILED, "first")
+        endings.end(GOOD, TrajectoryEnd.FAILED, "first")
         await asyncio.to_thread(disk.wait_begun)
         # Behind the sync under way: not durable with it.
         endings.acknowledge(TrajectoryId("second"))

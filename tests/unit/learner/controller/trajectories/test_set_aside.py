@@ -9,16 +9,15 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.records.ends import End
 from slipstream.learner.controller.records.history import (
     RunHistory,
+    TrajectoryEnd,
     attempt_of,
     batch_name,
     read_history,
 )
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch
-from slipstream.learner.controller.trajectories.set_aside import SetAside
+from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
 from support.fakes.fake_controller import make_batch
 
 SERVER = ServerKey(ServerId("s"), 7)
@@ -111,7 +110,7 @@ def test_history_closes_the_ledger_of_what_is_over_and_opens_what_waits() -> Non
     history = read_history(records(aside("g000003")))
     assert (history.next_step, history.batches, history.set_aside_in_a_row) == (0, {}, 1)
     assert [batch.batch_id for batch in history.set_aside] == ["b000000"]
-    assert history.ends[End.SET_ASIDE] == TOKENS
+    assert history.ends[TrajectoryEnd.SET_ASIDE] == TOKENS
     assert history.servers.count(ServerKey(ServerId("server"), 1)).received == TOKENS
     assert set(history.put_back) == set(history.open_groups)
     assert set(history.put_back) == {g.group_id for g in BATCH.groups} - {"g000003"}

@@ -17,7 +17,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.trajectory_rules import KnownFacts, contradiction
+from slipstream.learner.controller.trajectories.inspection import KnownFacts, contradiction
 from support.fakes.fake_trajectories import GOOD
 
 KEY = ServerKey(ServerId("a"), 0xF)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from slipstream.learner.trainer.checkpoints import gathered_state  # noqa: E402
+from slipstream.learner.trainer.checkpoints import distributed_files  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 
 
@@ -18,7 +18,7 @@ def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
     ranges = [{"a": (0, 6), "b": (6, 9)}, {"c": (0, 5)}]
     offsets, sizes = [0, 12], [12, 8]
     states = {
-        name: {key: torch.randn(end - begin) for key in gathered_state.KEYS}
+        name: {key: torch.randn(end - begin) for key in distributed_files.KEYS}
         for bucket in ranges
         for name, (begin, end) in bucket.items()
     }
@@ -40,11 +40,11 @@ def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
         _get_main_param_and_optimizer_states=states.__getitem__,
     )
     host = HostCopies(torch.device("cpu"), part_elements=4)
-    found = gathered_state._gather(part, host, use_gloo_comm=True)
+    found = distributed_files._gather(part, host, use_gloo_comm=True)
     assert found is not None
     (whole,) = found[0].values()
     assert whole["numel_unpadded"] == 14
-    for key in gathered_state.KEYS:
+    for key in distributed_files.KEYS:
         assert len(whole[key]) == 20
         for offset, bucket in zip(offsets, ranges, strict=True):
             for name, (begin, end) in bucket.items():

@@ -16,15 +16,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the pieces that were taken."""
+    """Sizes of the blocks that were taken."""
     sizes: list[int] = []
-    whole = host_copies._Piece.__init__
+    whole = host_copies._Block.__init__
 
-    def noted(piece: host_copies._Piece, num_bytes: int, device: torch.device) -> None:
+    def noted(block: host_copies._Block, num_bytes: int, device: torch.device) -> None:
         sizes.append(num_bytes)
-        whole(piece, num_bytes, device)
+        whole(block, num_bytes, device)
 
-    monkeypatch.setattr(host_copies._Piece, "__init__", noted)
+    monkeypatch.setattr(host_copies._Block, "__init__", noted)
     return sizes
 
 
@@ -35,7 +35,7 @@ def tensors_of(seed: int) -> list[torch.Tensor]:
         torch.randn(33, 65, generator=random).to(torch.bfloat16),
         torch.empty(0, 7),
         torch.tensor(float(seed)),
-        # A view across its memory, and one tensor that is larger than a piece.
+        # A view across its memory, and one tensor that is larger than a block.
         torch.randn(20, 40, generator=random).t(),
         torch.arange(seed, seed + 3000),
         torch.randn(6, generator=random) > 0,
@@ -59,7 +59,7 @@ def test_the_next_copies_take_no_more_memory(taken: list[int]) -> None:
     host = HostCopies(CPU)
     first = host.copy(tensors_of(1))
     before = list(taken)
-    # The largest piece is the last tensor but one, which fills a piece of its own.
+    # The largest block is the last tensor but one, which fills a block of its own.
     assert max(before) == 24064
     host.begin()
     second = host.copy(tensors_of(2))

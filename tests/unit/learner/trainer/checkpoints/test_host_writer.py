@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from slipstream.learner.trainer.checkpoints import files, host_writer  # noqa: E402
+from slipstream.learner.trainer.checkpoints import files, threaded_save  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
-from slipstream.learner.trainer.checkpoints.host_writer import HostWriter  # noqa: E402
+from slipstream.learner.trainer.checkpoints.threaded_save import HostWriter  # noqa: E402
 from torch.distributed.checkpoint.filesystem import _StoragePrefix  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType  # noqa: E402
@@ -99,7 +99,7 @@ def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(
     # Training goes on.
     parameter += 1
     assert torch.equal(own, torch.zeros(4))
-    alone = host_writer._alone(held)
+    alone = threaded_save._alone(held)
     assert torch.equal(alone, torch.arange(10.0, 20.0))
     assert alone.untyped_storage().nbytes() == 40
 

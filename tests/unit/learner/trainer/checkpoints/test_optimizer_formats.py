@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from slipstream.core.errors import CheckpointError  # noqa: E402
-from slipstream.learner.trainer.checkpoints.optimizer_formats import (  # noqa: E402
+from slipstream.learner.trainer.checkpoints.distributed_files import (  # noqa: E402
     check_convertible,
     was_distributed,
 )

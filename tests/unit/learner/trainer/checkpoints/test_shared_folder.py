@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from slipstream.core.errors import CheckpointError  # noqa: E402
-from slipstream.learner.trainer.checkpoints.shared_folder import check_shared  # noqa: E402
+from slipstream.learner.trainer.checkpoints.disk_work import check_shared  # noqa: E402
 from slipstream.learner.trainer.ranks.activity import Activity  # noqa: E402
 
 

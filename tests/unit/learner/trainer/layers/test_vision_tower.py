@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from slipstream.learner.trainer.batches.images import ImageInputs
-from slipstream.learner.trainer.layers.pixtral_tower import PixtralTower
-from slipstream.learner.trainer.layers.vision_tower import Tower, frequency_axes
+from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower, frequency_axes
 from transformers import Mistral3Config
 from transformers.models.pixtral import modeling_pixtral
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import LearnerSection, OffloadSection
-from slipstream.learner.trainer.model.precision import check_fp8, token_alignment
+from slipstream.learner.trainer.model.model import token_alignment
+from slipstream.learner.trainer.model.recipe import check_fp8
 
 FP8 = {"fp8": "e4m3", "fp8_param": True}
 

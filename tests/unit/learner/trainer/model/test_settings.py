@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.model.settings import passed_through
+from slipstream.learner.trainer.model.recipe import passed_through
 
 
 class Backend(enum.Enum):

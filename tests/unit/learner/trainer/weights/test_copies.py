@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from slipstream.learner.trainer.weights.copies import Copies, dense_blocks
+from slipstream.learner.trainer.weights.bucket_fill import Copies, dense_blocks
 
 
 def pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, ...]]:

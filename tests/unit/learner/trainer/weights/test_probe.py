@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from slipstream.learner.trainer.weights.probe import probe_sequences
+from slipstream.learner.trainer.weights.publish import probe_sequences
 from support.fakes.fake_controller import make_batch, with_branches
 
 

@@ -25,10 +25,8 @@ class MlflowTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         """Opens the server or database of MLFLOW_TRACKING_URI, or else a file of the run."""
-        place = (
-            os.environ.get("MLFLOW_TRACKING_URI")
-            or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}"
-        )
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        place = place or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}"
         # MLflow's client is untyped.
         self._client: Any = MlflowClient(tracking_uri=place)
         if run.run_id:

@@ -13,17 +13,14 @@ from pydantic import JsonValue
 from slipstream.core.run_folder import rename_aside
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog, Severity
-from slipstream.learner.controller.reporting.result_files import write_result
-from slipstream.learner.controller.reporting.rows import parse_object
+from slipstream.learner.controller.reporting.result_files import parse_object, write_result
 from slipstream.learner.controller.reporting.trackers.tracker import (
-    TrackedRun,
-    Tracker,
-    told_settings,
-)
-from slipstream.learner.controller.reporting.trackers.writers import (
     Complain,
     OpenTracker,
+    TrackedRun,
+    Tracker,
     Trackers,
+    told_settings,
 )
 
 RUN_IDS = "tracking.json"

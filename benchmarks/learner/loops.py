@@ -1,0 +1,262 @@
+"""Models, batches and the bare Megatron loop of the learner's benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import (
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.model.model import Policy, unwrapped
+from torch import Tensor
+
+from benchmarks.common.shapes import SHAPES
+
+# The size of the square matrices whose product is the limit.
+MATMUL_SIZE = 8192
+MAX_POSITIONS = 40960
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of one step of a model: whole groups, packed."""
+
+    layers: int
+    micro_batch_tokens: int = 16384
+    micro_batches: int = 4
+    prompt_tokens: int = 128
+    # Mean length of the replies, which is lognormal with a coefficient of variation of 1.
+    mean_reply_tokens: int = 1024
+    group_size: int = 8
+
+
+# The load of each shape of `shapes`.
+LOADS = {
+    "tiny": Load(2, 512, 2, 8, 40),
+    "0.6B": Load(28),
+    # 20 of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro
+    # batch they need 134 GiB.
+    "8B": Load(20),
+}
+
+
+def shape_config(
+    name: str,
+    load: Load,
+    folder: Path,
+    *,
+    threads: int,
+    head_dtype: str = "float32",
+    dtype: str | None = None,
+) -> Config:
+    """Returns the settings of a run on a model; writes only its config.json to `folder`.
+
+    Without a `dtype` it is bfloat16, on a CPU float32.
+    """
+    dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+    shape = dataclasses.replace(SHAPES[name], layers=load.layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))
+    table = {
+        "run": {"name": "benchmark", "steps": 1000},
+        "model": {"path": str(folder), "dtype": dtype},
+        "debug": {"head_dtype": head_dtype},
+        "algorithm": {
+            "group_size": load.group_size,
+            "groups_per_step": 1,
+            "max_staleness": 1,
+            "learning_rate": 1e-6,
+            "correction": {"cap": 2.0},
+        },
+        "sampling": {
+            "max_reply_tokens": load.micro_batch_tokens - load.prompt_tokens,
+            "max_episode_tokens": load.micro_batch_tokens,
+        },
+        "learner": {
+            "micro_batch_tokens": load.micro_batch_tokens,
+            "use_distributed_optimizer": True,
+            "threads": threads,
+        },
+    }
+    return parse_config(table, source="benchmark")
+
+
+def lognormal_batch(load: Load, vocab: int, step: int) -> Batch:
+    """Returns whole groups of random tokens that fill 97 percent of a step's micro batches."""
+    random = np.random.default_rng(step)
+    room = int(0.97 * load.micro_batches * load.micro_batch_tokens)
+    sigma = np.sqrt(np.log(2.0))
+    found: list[Trajectory] = []
+    while True:
+        drawn = random.lognormal(np.log(load.mean_reply_tokens) - sigma**2 / 2, sigma, 8)
+        replies = np.clip(drawn, 4, load.micro_batch_tokens - load.prompt_tokens).astype(int)
+        room -= int(replies.sum()) + load.group_size * load.prompt_tokens
+        if room < 0 and found:
+            return Batch(step, f"batch-{step}", tuple(found))
+        for reply in replies.tolist():
+            sizes = load.prompt_tokens, reply
+            found.append(make_trajectory(random, step, len(found), sizes, vocab=vocab))
+
+
+def quickstart_batch(config: Config, step: int) -> Batch:
+    """Returns the trajectories of a quickstart step: random tokens, the usual number and length."""
+    random = np.random.default_rng(step)
+    algorithm = config.algorithm
+    # The prompt of the quickstart's environment is "<s>", two letters and "<reply>".
+    sizes = 4, config.sampling.max_reply_tokens
+    return Batch(
+        step,
+        f"batch-{step}",
+        tuple(
+            make_trajectory(random, step, number, sizes, vocab=32, group_size=algorithm.group_size)
+            for number in range(algorithm.groups_per_step * algorithm.group_size)
+        ),
+    )
+
+
+def make_trajectory(
+    random: np.random.Generator,
+    step: int,
+    number: int,
+    sizes: tuple[int, int],
+    *,
+    vocab: int,
+    group_size: int = 8,
+) -> Trajectory:
+    """Returns trajectory `number` of a step, with a prompt and a reply of `sizes` tokens."""
+    prompt, reply = sizes
+    logprobs = 0.1 * random.standard_normal(reply) - np.log(vocab - 4)
+    return Trajectory(
+        run_id="benchmark",
+        group_id=GroupId(f"group-{step}-{number // group_size}"),
+        member=number % group_size,
+        attempt=0,
+        server_id=ServerId("server"),
+        server_epoch=1,
+        environment="echo",
+        task_index=number // group_size,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        status=Status.COMPLETED,
+        token_ids=random.integers(4, vocab, prompt + reply).astype(np.uint32),
+        run_lengths=(prompt, reply),
+        behavior_logprobs=logprobs.astype(np.float32),
+        version_spans=(VersionSpan(reply, PolicyVersion(0, step)),),
+        reward=float(random.random() < 0.5),
+        num_turns=1,
+    )
+
+
+class BareLoop:
+    """Plain cross-entropy on packed micro batches, with Megatron's own output layer and loss.
+
+    It trains the chunks of a policy, in turns with the policy's own step: a second model would
+    halve the size that fits a GPU.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._model = policy.chunks
+        self._optimizer = policy.optimizer
+        self._output_layer = unwrapped(policy.chunks[-1]).output_layer
+        if torch.cuda.is_available():
+            # On an H200 this is the fastest of Megatron's three losses.
+            settings = unwrapped(policy.chunks[-1]).config
+            settings.cross_entropy_loss_fusion = True
+            settings.cross_entropy_fusion_impl = "te"
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Makes one optimizer step; returns the mean loss of a token."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with self._own_projection():
+            for chunk in self._model:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            losses = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=self._model[0],
+                num_microbatches=len(micro_batches),
+                seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            self._optimizer.step()
+        total = torch.stack(losses).sum(dim=0)
+        return float(total[0] / total[1])
+
+    @contextlib.contextmanager
+    def _own_projection(self) -> Iterator[None]:
+        # The policy has replaced `forward` on the instance.
+        replaced = vars(self._output_layer).pop("forward")
+        yield
+        self._output_layer.forward = replaced
+
+
+def forward_step(
+    data: Iterator[MicroBatch],
+    model: Any,  # noqa: ANN401
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    micro_batch = next(data)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro_batch.cu_seqlens,
+        cu_seqlens_kv=micro_batch.cu_seqlens,
+        max_seqlen_q=micro_batch.max_seqlen,
+        max_seqlen_kv=micro_batch.max_seqlen,
+    )
+    output = model(
+        micro_batch.token_ids[None],
+        micro_batch.position_ids[None],
+        None,
+        labels=micro_batch.targets[None],
+        packed_seq_params=packed,
+    )
+
+    def loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mask = micro_batch.loss_mask.float()
+        total = (losses.view(-1).float() * mask).sum()
+        num_tokens = mask.sum().to(torch.int)
+        return total, num_tokens, torch.stack([total.detach(), num_tokens.float()])
+
+    return output, loss
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """Returns the TFLOPS of a product of two square random bfloat16 matrices on this device."""
+    size, times = (MATMUL_SIZE, 20) if device.type == "cuda" else (256, 3)
+    left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
+    product = left @ right
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        torch.mm(left, right, out=product)
+    synchronize(device)
+    return 2 * times * size**3 / (time.perf_counter() - started) / 1e12
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,310 @@
+"""Compares a training step with Megatron's own loops and with the device's matrix products.
+
+Ours is `TrainingStep.run` on a batch of trajectories: checks, advantages, planning, packing,
+log-probabilities, entropies, the objective and its statistics, optimizer. The peers train a plain
+cross-entropy from `labels` on micro batches that we packed beforehand, in turns with ours. `bare`
+is a loop as in Megatron's own examples, on the same parameters, schedule and optimizer as ours.
+`pretrain`, on a GPU, is Megatron-Bridge's own training loop with its own model and optimizer, in a
+process of its own (`pretrain.py`). It takes a second model's memory, and needs the packages
+that Bridge's training imports: `pip install --no-deps datasets multiprocess dill xxhash
+defusedxml nvidia-modelopt pulp==2.9.0 nvidia-resiliency-ext` beside pandas, pyarrow, scipy and
+tensorboard.
+
+    python deploy/make_tiny_model.py models/tiny
+    python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
+    python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
+    python -m benchmarks.learner.throughput --shape 0.6B --peers bare pretrain
+    python -m benchmarks.learner.throughput --shape 8B --layers 6 --steps 1 --peers bare pretrain
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
+    python -m benchmarks.learner.throughput --shape 8B --steps 1
+
+Prints one table and writes benchmarks/results/learner-SHAPE.json; the name ends in -LAYERS where
+they are chosen, and in -model with logits in the model's own type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.flops import model_sizes, training_flops
+from slipstream.learner.trainer.model.attention_choice import chosen_attention
+
+from benchmarks.common import measure
+from benchmarks.common.shapes import SHAPES
+from benchmarks.learner.entry_point import EntryPoint, Spent
+from benchmarks.learner.loops import (
+    LOADS,
+    BareLoop,
+    Load,
+    lognormal_batch,
+    matmul_tflops,
+    quickstart_batch,
+    shape_config,
+    synchronize,
+)
+
+OURS, PEER = "slipstream", "peer"
+PEERS = ("bare", "pretrain")
+WARMUP_STEPS = {"cpu": 10, "cuda": 3}
+# The share of the peer's tokens per second that ours is to reach.
+TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "8B": 0.92}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some steps of one loop, one after another."""
+
+    wall_ms: float
+    cpu_ms: float
+    tokens_per_s: float
+    tflops: float
+    # Speed of the device's matrix products, measured right before the turn.
+    matmul_tflops: float
+    # Most memory of the device in use during the turn; 0 on a CPU.
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of any loop."""
+
+    batch: Batch
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    # FLOPs by name of the loop: ours skips the logits of untrained positions, the peer has all.
+    flops: dict[str, float]
+
+
+def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
+    """Returns the steps of all loops, packed for the peers as ours packs them, on the device."""
+    from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
+    from slipstream.learner.trainer.model.shares import rank_micro_batches
+    from slipstream.learner.trainer.step import TrainingStep
+
+    assert isinstance(training, TrainingStep)
+    policy = training.policy
+    sizes = json.loads((config.model.path / "config.json").read_text())
+    found = []
+    for batch in batches:
+        members = batch.mini_batches(1)
+        sequences = weighted(training_sequences(batch, config, None), members, config)
+        packed = rank_micro_batches(
+            policy, sequences, members[0], max_tokens=config.learner.micro_batch_tokens
+        )
+        lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
+        flops = training_flops(model_sizes(sizes), lengths)
+        untrained = sum(lengths) - sum(int(one.loss_mask.sum()) for one in packed)
+        skipped = 6.0 * sizes["hidden_size"] * sizes["vocab_size"] * untrained
+        placed = [one.to(policy.ranks.device) for one in packed]
+        found.append(Work(batch, placed, sum(lengths), {OURS: flops - skipped, PEER: flops}))
+    return found
+
+
+class Inside:
+    """A loop that runs in this process."""
+
+    def __init__(self, run: Callable[[Work], object], device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._is_gpu = device.type == "cuda"
+
+    def turn(self, works: Sequence[Work]) -> Spent:
+        """Runs each of `works` once; returns what that took."""
+        if self._is_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        for work in works:
+            self._run(work)
+        synchronize(self._device)
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        peak = torch.cuda.max_memory_allocated(self._device) if self._is_gpu else 0
+        return Spent(wall_s, cpu_s, peak / 2**30)
+
+
+class Pretrain:
+    """Megatron-Bridge's loop, which takes the same micro batches in their order."""
+
+    def __init__(self, process: EntryPoint) -> None:
+        self._process = process
+
+    def turn(self, works: Sequence[Work]) -> Spent:
+        """Runs one step for each of `works`; returns what that took."""
+        return self._process.turn(len(works))
+
+
+def run_turns(
+    config: Config,
+    make_batch: Callable[[int], Batch],
+    arguments: argparse.Namespace,
+    folder: Path,
+) -> dict[str, list[Turn]]:
+    """Returns the turns of all loops, after some steps of each that are not counted."""
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+
+    has_weights = arguments.shape == "quickstart"
+    policy = open_policy(config, Launch(0, 1, 0), load_weights=has_weights)
+    device = policy.ranks.device
+    measure.progress(f"model on {device}")
+    training, bare = TrainingStep(policy, config), BareLoop(policy)
+    works = works_of(config, [make_batch(step) for step in range(arguments.steps)], training)
+    for work in works:
+        sizes = [len(one.token_ids) for one in work.micro_batches]
+        trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
+        measure.progress(f"micro batches of {sizes} tokens, {trained} of them trained")
+    loops: dict[str, Inside | Pretrain] = {OURS: Inside(lambda w: training.run(w.batch), device)}
+    with contextlib.ExitStack() as stack:
+        if "bare" in arguments.peers:
+            loops["bare"] = Inside(lambda work: bare.step(work.micro_batches), device)
+        if "pretrain" in arguments.peers:
+            steps = [work.micro_batches for work in works]
+            process = EntryPoint(
+                config.model.path, steps, folder, command=measure.program("learner.pretrain")
+            )
+            stack.callback(process.close)
+            process.wait()
+            measure.progress("Bridge's own loop is ready")
+            loops["pretrain"] = Pretrain(process)
+        for number in range(math.ceil(WARMUP_STEPS[device.type] / len(works))):
+            for name, loop in loops.items():
+                spent = loop.turn(works)
+                measure.progress(f"warm-up {number + 1} {name}: {spent.wall_s:.2f} s")
+        found: dict[str, list[Turn]] = {name: [] for name in loops}
+        for repeat in range(arguments.repeats):
+            for name, loop in loops.items():
+                turn = take_turn(name, loop, works, device)
+                found[name].append(turn)
+                row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
+                measure.note("learner", row)
+                measure.progress(f"repeat {repeat + 1} {name}: {turn.tokens_per_s:,.0f} tokens/s")
+    policy.ranks.close()
+    return found
+
+
+def take_turn(
+    name: str, loop: Inside | Pretrain, works: Sequence[Work], device: torch.device
+) -> Turn:
+    """Runs all of `works` once; returns the figures of this turn."""
+    gc.collect()
+    rate = matmul_tflops(device)
+    spent = loop.turn(works)
+    kind = OURS if name == OURS else PEER
+    return Turn(
+        wall_ms=1000 * spent.wall_s / len(works),
+        cpu_ms=1000 * spent.cpu_s / len(works),
+        tokens_per_s=sum(work.num_tokens for work in works) / spent.wall_s,
+        tflops=sum(work.flops[kind] for work in works) / spent.wall_s / 1e12,
+        matmul_tflops=rate,
+        peak_gib=spent.peak_gib,
+    )
+
+
+def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
+    """Returns the table's rows: medians over the turns, as shares of the faster peer and limit."""
+
+    def spread(name: str, field: str) -> measure.Spread:
+        return measure.Spread.of([getattr(turn, field) for turn in found[name]])
+
+    limit = measure.Spread.of([turn.matmul_tflops for turns in found.values() for turn in turns])
+    peer = max(spread(name, "tokens_per_s").median for name in found if name != OURS)
+    lines: list[list[object]] = []
+    for name in found:
+        speed, rate = spread(name, "tokens_per_s"), spread(name, "tflops").median
+        lines.append(
+            [
+                name,
+                spread(name, "wall_ms").text(1),
+                f"{spread(name, 'cpu_ms').median:.1f}",
+                f"{speed.median:,.0f}",
+                f"{speed.median / peer:.3f}",
+                f"{rate:.3g}",
+                f"{rate / limit.median:.3f}",
+                f"{spread(name, 'peak_gib').median:.1f}",
+            ]
+        )
+    lines.append(["limit: matrix product", "", "", "", "", limit.text(1), "1.000", ""])
+    return [*lines, ["target", "", "", "", f"{target:.2f}", "", "", ""]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=("quickstart", *LOADS), default="quickstart")
+    parser.add_argument("--layers", type=int, help="of the shape's model; default: see LOADS")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--model", type=Path, default=measure.ROOT / "models/tiny")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, help="of each loop in one turn; default: 40, on a GPU 2"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--head-dtype", choices=("float32", "model"), default="float32", help="of a shape's logits"
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["bare"])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        # The variable must be set before any library asks for a device.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU")
+    if "pretrain" in arguments.peers and (
+        arguments.shape == "quickstart" or not torch.cuda.is_available()
+    ):
+        parser.error("--peers pretrain is of a shape, on a GPU")
+    if arguments.shape == "quickstart" and arguments.head_dtype == "model":
+        parser.error("--head-dtype is of a shape: the quickstart has what its settings say")
+    arguments.steps = arguments.steps or (2 if torch.cuda.is_available() else 40)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shape == "quickstart":
+            settings = [f'model.path="{arguments.model}"', f"learner.threads={arguments.threads}"]
+            config = load_config(measure.ROOT / "deploy/configs/quickstart.toml", settings)
+            make_batch = functools.partial(quickstart_batch, config)
+        else:
+            load = LOADS[arguments.shape]
+            load = dataclasses.replace(load, layers=arguments.layers or load.layers)
+            config = shape_config(
+                arguments.shape,
+                load,
+                Path(folder),
+                threads=arguments.threads,
+                head_dtype=arguments.head_dtype,
+            )
+            make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
+        found = run_turns(config, make_batch, arguments, Path(folder))
+    turns = {loop: [asdict(turn) for turn in those] for loop, those in found.items()}
+    header = ["loop", "ms/step (min-max)", "CPU ms/step", "tokens/s", "of the peer"]
+    header += ["TFLOP/s", "of the limit", "peak GiB"]
+    table = measure.table(header, rows(found, TARGETS[arguments.shape]))
+    record = {"settings": measure.settings_of(arguments), "table": table, "turns": turns}
+    record["attention"] = chosen_attention()
+    is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
+    suffix = "" if is_usual else f"-{arguments.layers}"
+    suffix += "-model" if arguments.head_dtype == "model" else ""
+    measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
+    print("\n".join([*table, f"attention: {record['attention']}"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+r"""What a steady flow of requests costs beside a wave, and which way of taking prompts is best.
+
+In a wave all requests start together. In the flow requests of unequal lengths end and begin all the
+time, as in an asynchronous run, and nearly every step of the engine could have a new prompt. A turn
+of the flow starts with replies in their middle, and its tokens are counted while every place is
+taken: neither its first steps nor its end, where places stay empty.
+
+Two engines take turns, each with a whole rollout server around it: `ours`, and one that captures
+the CUDA graphs of vLLM's own choice. What prompts do is chosen anew for each turn: `wait-0-32`
+takes each at once; `wait-32-16` lets them wait until there is one for every 16 replies under way,
+32 steps at most. With `-vllms-plans` its scheduler plans every step; else ours plans those without
+prompts. Before that our engine proves that its replies are those that vLLM hands out token
+by token.
+
+    python -m benchmarks.rollout.flow                                  # one GPU, 7 minutes
+    python -m benchmarks.rollout.flow --device cpu --repeats 1         # a rehearsal
+    python -m benchmarks.rollout.flow --shape qwen3-8b --memory 0.3 --kv-gib 34 \
+        --quantization fp8_per_channel
+
+With `--dtypes bfloat16 float16` there is one engine for each type of numbers. With
+`--quantization` the two engines are one in bfloat16 and one with linear layers in FP8, and
+with `--kv-cache-dtype fp8` the latter's KV cache too.
+
+Prints one table; benchmarks/results/flow.json, or flow-fp8.json with `--quantization`, is written
+after every turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.measure import (
+    RESULTS,
+    ROOT,
+    Spread,
+    note,
+    part,
+    program,
+    progress,
+    settings_of,
+    table,
+    write_result,
+)
+from benchmarks.rollout.engines import START_LIMIT_S, Sizes, Turn
+from benchmarks.rollout.episodes import Episodes
+from benchmarks.rollout.flow_engine import KINDS, MODES
+from benchmarks.rollout.setup import add_size_arguments, config_text, fill_sizes, make_model
+from benchmarks.rollout.throughput import EngineProcess
+
+NAME = "flow"
+TARGET = 0.95
+TURN_LIMIT_S = 120.0
+# vLLM's arguments of each engine.
+ENGINES: dict[str, dict[str, object]] = {
+    "ours": {},
+    "vllm's graphs": {"max_cudagraph_capture_size": 512},
+}
+OFF, CHOSEN = "wait-0-32", "wait-32-32"
+VLLMS = "-vllms-plans"
+# Engine, lever, whether it is a wave: a round takes all of them.
+ROUND = (
+    ("ours", CHOSEN, True),
+    ("ours", CHOSEN, False),
+    ("vllm's graphs", OFF + VLLMS, True),
+    ("vllm's graphs", OFF + VLLMS, False),
+    ("ours", OFF, False),
+    ("ours", CHOSEN + VLLMS, False),
+    ("vllm's graphs", CHOSEN, False),
+    ("ours", "wait-32-16", False),
+    ("ours", "wait-32-64", False),
+)
+WAVE = f"wave: ours, {CHOSEN}"
+PLAIN = "bfloat16"
+FP8_TARGET = 1.40
+DTYPE_TARGET = 0.97
+
+
+@dataclass
+class Server:
+    """An engine's process, and the controller's side of it."""
+
+    process: EngineProcess
+    episodes: Episodes
+    fleet: Any
+
+    async def ask(self, what: str) -> dict[str, Any]:
+        """A command without a turn."""
+        return await self.process.run(what, Turn(0, 0, 0, 0, 0))
+
+
+@dataclass
+class Benchmark:
+    """What runs and what was found."""
+
+    arguments: argparse.Namespace
+    servers: dict[str, Server] = field(default_factory=dict)
+    check: dict[str, Any] = field(default_factory=dict)
+    turns: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    failures: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    async def start(self, stack: contextlib.AsyncExitStack, name: str, folder: Path) -> None:
+        """Starts one engine; its server joins a fleet of its own."""
+        from support.fakes.fake_fleet import FakeFleet
+
+        values, quantization = self.engine_values(name)
+        dtype = name if self.arguments.dtypes else self.arguments.dtype
+        if self.arguments.kv_gib:
+            values = values | {"kv_cache_memory_bytes": int(self.arguments.kv_gib * (1 << 30))}
+        own = {"engine": json.dumps(values), "quantization": quantization, "dtype": dtype}
+        arguments = argparse.Namespace(**{**vars(self.arguments), **own})
+        make_model(folder / "model", arguments.shape, dtype)
+        (folder / "config.toml").write_text(config_text(arguments, folder))
+        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
+        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
+        starting = EngineProcess.start(program("rollout.flow_engine"), folder, fleet.address, sizes)
+        process = await stack.enter_async_context(starting)
+        episodes = Episodes(fleet, process.meanwhile, arguments)
+        async with asyncio.timeout(START_LIMIT_S):
+            await episodes.join()
+        self.servers[name] = Server(process, episodes, fleet)
+
+    def engine_values(self, name: str) -> tuple[dict[str, object], str]:
+        """Returns vLLM's arguments of an engine, and its `rollout_server.quantization`."""
+        if name in ENGINES:
+            return ENGINES[name], "off"
+        if name == PLAIN or self.arguments.dtypes:
+            return {}, "off"
+        return {"kv_cache_dtype": self.arguments.kv_cache_dtype}, self.arguments.quantization
+
+    async def take(self, name: str, lever: str, *, wave: bool, warm_up: bool = False) -> None:
+        """One turn."""
+        if name not in self.servers:
+            return
+        row = f"{'wave' if wave else 'flow'}: {name}, {lever}"
+        with part(f"{'warm up ' if warm_up else ''}{row}", self.failures):
+            server = self.servers[name]
+            await server.ask(lever)
+            before = server.process.cpu_s()
+            found = await (self._wave if wave else self._flow)(server, short=warm_up)
+            after = server.process.cpu_s()
+            found["cpu_s"] = {party: seconds - before[party] for party, seconds in after.items()}
+            speed = found["tokens"] / found["window_s"]
+            progress(f"{speed:,.0f} tokens/s {json.dumps(found)}")
+            if not warm_up:
+                self.turns[row].append(found)
+                note(NAME, {"row": row, **found})
+                self.write()
+
+    async def _wave(self, server: Server, *, short: bool) -> dict[str, Any]:
+        slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
+        await server.ask("mark")
+        turn = Turn(self._seeds(slots), slots, slots, length, length)
+        result = await server.episodes.run(turn, TURN_LIMIT_S)
+        found = await server.ask("report")
+        return found | {"tokens": result["tokens"], "window_s": result["seconds"]}
+
+    async def _flow(self, server: Server, *, short: bool) -> dict[str, Any]:
+        slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
+        turn = Turn(
+            self._seeds(2 * slots), 2 * slots, slots, length // 2, length + length // 2, True
+        )
+        # The turn would clear it later than it is looked at.
+        server.fleet.trajectories.clear()
+        async with asyncio.TaskGroup() as group:
+            whole = group.create_task(server.episodes.run(turn, TURN_LIMIT_S))
+            # A place that is free is taken again from here on, and until the last one is leased.
+            await _arrived(server, slots // 4, whole)
+            await server.ask("mark")
+            await _arrived(server, slots, whole)
+            found = await server.ask("report")
+        return found | {"whole": whole.result()}
+
+    def _seeds(self, number: int) -> int:
+        self.seed += number
+        return self.seed - number
+
+    def write(self) -> None:
+        """What is known by now."""
+        record = {
+            "settings": settings_of(self.arguments),
+            "check": self.check,
+            "turns": self.turns,
+            "table": table_of(self.turns),
+            "failures": self.failures,
+        }
+        write_result(self.arguments.name, record, self.arguments.out)
+
+
+async def _arrived(server: Server, number: int, turn: asyncio.Task[Any]) -> None:
+    while len(server.fleet.trajectories) < number and not turn.done():
+        await asyncio.sleep(0.002)
+
+
+async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
+    """All engines side by side, in rounds, until time is over."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    began_s = time.monotonic()
+    found = Benchmark(arguments)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(name: str) -> None:
+            with part(f"start {name}", found.failures):
+                await found.start(stack, name, folder / name.replace(" ", "-").replace("'", ""))
+
+        if arguments.kv_gib:
+            await asyncio.gather(*map(start, arguments.engines))
+        for name in arguments.engines:
+            if not arguments.kv_gib:
+                await start(name)
+            await found.take(name, OFF, wave=True, warm_up=True)
+            await found.take(name, CHOSEN, wave=False, warm_up=True)
+        checked, turns = "ours", ROUND
+        if arguments.quantization != "off" or arguments.dtypes:
+            checked = arguments.engines[-1]
+            turns = tuple((name, CHOSEN, False) for name in arguments.engines)
+        if checked in found.servers:
+            with part("check our log-probabilities and a pause", found.failures):
+                found.check = await found.servers[checked].ask("check")
+                progress(json.dumps(found.check))
+        for _ in range(arguments.repeats):
+            for name, lever, wave in turns:
+                if time.monotonic() - began_s < arguments.limit_s:
+                    await found.take(name, lever, wave=wave)
+    found.write()
+    print("\n".join(table_of(found.turns)))
+    for name in found.failures:
+        print(f"FAILED: {name}")
+
+
+def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Medians of turns; ratios are those of the medians, to the wave."""
+    plain = f"flow: {PLAIN}, {CHOSEN}"
+    base, party, target = (WAVE, "the wave", TARGET)
+    if plain in turns:
+        others_gain = any(name.startswith("flow: fp8") for name in turns)
+        base, party, target = (plain, PLAIN, FP8_TARGET if others_gain else DTYPE_TARGET)
+    header = ["", "tokens/s (min-max)", f"ratio to {party}", "steps that take prompts"]
+    header += ["steps in a full graph, in several, in none", "replies in a step", "a step, ms"]
+    header += ["engine's thread at work in one without and with prompts, ms"]
+    header += ["first token after, ms: p50, p99"]
+    speeds = {
+        row: Spread.of([turn["tokens"] / turn["window_s"] for turn in found])
+        for row, found in turns.items()
+    }
+    rows: list[Sequence[object]] = []
+    for row, found in turns.items():
+        ratio = f"{speeds[row].median / speeds[base].median:.3f}" if base in speeds else ""
+        rows.append([row, speeds[row].text(0), ratio, *_step_cells(found)])
+    return table(header, [*rows, ["target", "", f"{target:.2f}", "", "", "", "", "", ""]])
+
+
+def _step_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
+    def total(name: str, *kinds: str) -> float:
+        return sum(turn[kind][name] for turn in turns for kind in kinds)
+
+    def work_ms(kind: str) -> str:
+        work = sum(total(name, kind) for name in ("plan", "start", "sample", "take"))
+        steps = total("steps", kind)
+        return f"{1000 * work / steps:.1f}" if steps else "-"
+
+    steps = total("steps", *KINDS)
+    if not steps:
+        return [""] * 6
+    graphs = [total(mode, *KINDS) / steps for mode in reversed(MODES)]
+    firsts = [turn["first_token_s"] for turn in turns if "first_token_s" in turn]
+    return [
+        f"{total('steps', 'prompts') / steps:.2f}",
+        ", ".join(f"{share:.2f}" for share in graphs),
+        f"{total('replies', *KINDS) / steps:.0f}",
+        f"{1000 * total('whole', *KINDS) / steps:.2f}",
+        ", ".join(map(work_ms, KINDS)),
+        ", ".join(
+            f"{1000 * Spread.of([first[name] for first in firsts]).median:.0f}"
+            for name in ("p50", "p99")
+            if firsts
+        ),
+    ]
+
+
+def main() -> None:
+    """Runs everything interleaved."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    add_size_arguments(parser)
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--dtypes", nargs="+", default=[], help="an engine for each, plain")
+    parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        help="KV cache of each engine; vLLM then measures no memory, and engines start at once",
+    )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the quantised engine")
+    arguments = parser.parse_args()
+    arguments.name = NAME
+    if arguments.dtypes:
+        arguments.name, arguments.engines = f"{NAME}-dtypes", arguments.dtypes
+    elif arguments.quantization != "off":
+        arguments.name = f"{NAME}-fp8"
+        arguments.engines = [PLAIN, arguments.quantization]
+    arguments.out = arguments.out or RESULTS / f"{arguments.name}.json"
+    fill_sizes(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(benchmark(arguments, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Measures held-out environments at one version during training.
+
+Consumes: evaluation groups that came back. Produces: evaluation leases and their results.
+Waits for: a server that serves the wanted version. Unblocked by: the run's signal. That server
+keeps its version until the round is over.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.types import GroupId, PolicyVersion, Status, Trajectory
+from slipstream.learner.controller.events import Severity
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
+from slipstream.learner.controller.trajectories.intake import Intake
+
+
+@dataclass(frozen=True)
+class EvaluatedEpisode:
+    """The facts that an evaluation keeps of one episode with a reward."""
+
+    task_index: int
+    reward: float
+    # Number of sampled tokens of each reply.
+    reply_tokens: tuple[int, ...]
+    truncated: bool
+    metrics: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> EvaluatedEpisode:
+        """The episode that `trajectory` recorded."""
+        return cls(
+            task_index=trajectory.task_index,
+            reward=trajectory.reward,
+            reply_tokens=trajectory.run_lengths[1::2],
+            truncated=trajectory.status is Status.TRUNCATED,
+            metrics=tuple(trajectory.metrics.items()),
+        )
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Probability that at least one of `k` replies passes, estimated without bias.
+
+    `k` of the `num_samples` replies, of which `num_passed` passed, are drawn without putting back:
+    1 - C(n - c, k) / C(n, k), the estimator of arXiv:2107.03374. Needs k <= num_samples.
+    """
+    assert 0 <= num_passed <= num_samples
+    assert 1 <= k <= num_samples
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def evaluation_statistics(
+    episodes: Sequence[EvaluatedEpisode],
+    *,
+    num_failed: int,
+    pass_at: Sequence[int],
+    pass_reward: float,
+) -> dict[str, float]:
+    """The numbers of one evaluation in one round, by name; docs/metrics.md says what they mean.
+
+    Returns only the counts when there is no episode. `pass_at_k` is the mean over the tasks with at
+    least k replies, not counting failed episodes. It is left out when there is no such task.
+    """
+    counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
+    if not episodes:
+        return counts
+    rewards = [episode.reward for episode in episodes]
+    replies = [tokens for episode in episodes for tokens in episode.reply_tokens]
+    return {
+        **means_of_metrics([dict(episode.metrics) for episode in episodes]),
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "reward_median": statistics.median(rewards),
+        "reply_tokens_mean": statistics.fmean(replies) if replies else 0.0,
+        "reply_tokens_max": float(max(replies, default=0)),
+        "truncated_fraction": statistics.fmean(episode.truncated for episode in episodes),
+        **_pass_rates(episodes, pass_at, pass_reward),
+        **counts,
+    }
+
+
+def _pass_rates(
+    episodes: Sequence[EvaluatedEpisode], pass_at: Sequence[int], pass_reward: float
+) -> dict[str, float]:
+    passed: dict[int, list[bool]] = {}
+    for episode in episodes:
+        passed.setdefault(episode.task_index, []).append(episode.reward >= pass_reward)
+    rates = {}
+    for k in pass_at:
+        estimates = [pass_at_k(len(p), sum(p), k) for p in passed.values() if len(p) >= k]
+        if estimates:
+            rates[f"pass_at_{k}"] = statistics.fmean(estimates)
+    return rates
+
+
+@dataclass(eq=False)
+class Round:
+    """One evaluation of all held-out environments at one version."""
+
+    version: PolicyVersion
+    session: ServerSession
+    # Environment and task index of the episodes that are not leased yet.
+    waiting: list[tuple[str, int]]
+    running: dict[GroupId, Group] = field(default_factory=dict)
+    episodes: dict[str, list[EvaluatedEpisode]] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of one round; `reward_mean` is over all its episodes, NaN without an episode."""
+
+    step: int
+    reward_mean: float
+    # The statistics of each evaluation.
+    evaluations: Mapping[str, Mapping[str, float]]
+    num_episodes: int
+    num_failed: int
+    wall_s: float
+
+    def lines(self) -> list[str]:
+        """One line of text for each evaluation."""
+        return [_line(self.step, name, values) for name, values in self.evaluations.items()]
+
+
+class Evaluator:
+    """Runs the rounds: before the first step, after every n-th, after the last.
+
+    Life of a round: `step_done` wants a version; `run_forever` pins a server that serves it, leases
+    the episodes to it as it has room, collects them, and tells `on_result`. If the server is lost
+    or serves another version, the round starts again on another server.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        books: Books,
+        intake: Intake,
+        publisher: Publisher,
+        scheduler: Scheduler,
+        *,
+        on_result: Callable[[EvaluationResult], None],
+    ) -> None:
+        """`on_result` is called with the result of every round that is over."""
+        self._run, self._progress = run, run.progress
+        self._sections = run.config.evaluations
+        self._book, self._environments = books.leases, books.environments
+        self._fleet = books.fleet
+        self._intake = intake
+        self._publisher = publisher
+        self._scheduler = scheduler
+        self._on_result = on_result
+        self._round: Round | None = None
+        self._wanted_step: int | None = 0 if self._sections else None
+        # The newest step whose version was ever to be evaluated.
+        self._asked_step = 0
+        # Evaluations with a warning that they have too few tasks.
+        self._warned: set[str] = set()
+        self.results: list[EvaluationResult] = []
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the results so far; a due evaluation that is missing is measured now."""
+        for record in history.evaluations:
+            mean = record["reward_mean"]
+            self._keep(
+                EvaluationResult(
+                    step=record["version"],
+                    reward_mean=float("nan") if mean is None else mean,
+                    evaluations=record["evaluations"],
+                    num_episodes=record["episodes"],
+                    num_failed=record["failed"],
+                    wall_s=record["wall_s"],
+                )
+            )
+        measured = max((result.step for result in self.results), default=-1)
+        due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
+        if self._sections:
+            self._wanted_step = due[-1] if due[-1] > measured else None
+            self._asked_step = due[-1]
+
+    async def run_forever(self) -> None:
+        """Starts rounds and leases their episodes until the task is cancelled."""
+        while True:
+            if self._progress.has_trainer and not self._progress.is_over:
+                self._turn()
+            await self._run.signal.changes(0.5)
+
+    def step_done(self, step: int) -> None:
+        """Notes that version `step` exists, and evaluates it if it is due."""
+        if self._sections and self._is_due(step):
+            self._wanted_step = self._asked_step = step
+
+    def _is_due(self, step: int) -> bool:
+        return step >= self._progress.last_step or any(
+            e.every_steps and step % e.every_steps == 0 for e in self._sections
+        )
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to evaluate."""
+        self._want_the_last()
+        return self._round is None and self._wanted_step is None
+
+    def _want_the_last(self) -> None:
+        """Schedules the final evaluation of a solved run, whose end was not known in advance."""
+        progress = self._progress
+        if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
+            self.step_done(progress.version.step)
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Restarts a round on another server when its server is lost."""
+        round_, self._round = self._round, None
+        if round_ is None:
+            return
+        if round_.session is not session:
+            self._round = round_
+            return
+        self._wanted_step = max(round_.version.step, self._wanted_step or 0)
+        self._scheduler.reserved.pop(session.key, None)
+        self._intake.withdraw(list(round_.running.values()), "its server is gone")
+
+    def _turn(self) -> None:
+        self._want_the_last()
+        if self._round is not None and not self._round.session.is_serving:
+            # The server will serve another version next.
+            self._publisher.pinned.discard(self._round.session.key)
+            self.server_lost(self._round.session)
+        if self._round is None:
+            self._start()
+        if self._round is not None:
+            self._collect(self._round)
+            self._lease(self._round)
+            if not self._round.waiting and not self._round.running:
+                self._finish(self._round)
+
+    def _start(self) -> None:
+        session = self._chosen()
+        if session is None:
+            return
+        version = session.version
+        assert version is not None
+        held_out = self._environments.evaluations()
+        broken = [entry for entry in held_out if session.key in entry.failed_on]
+        if broken:
+            self._abandon(session, f"{broken[0].spec.name}: {broken[0].cause}")
+            return
+        # The server keeps its version from here on, also while the environments still load.
+        if self._publisher.pin(session) and self._is_ready(session):
+            self._round = Round(version, session, self._tasks())
+            if self._suits(version):
+                self._wanted_step = None
+            self._scheduler.reserved[session.key] = len(self._round.waiting)
+
+    def _chosen(self) -> ServerSession | None:
+        """Chooses a server: one with the environments first, then one that is pinned, then any.
+
+        All other servers are unpinned, because nothing else would unpin them.
+        """
+        if self._wanted_step is None:
+            return None
+        serving, pinned = self._fleet.serving(), self._publisher.pinned
+        waiting = [session for session in serving if session.key in pinned]
+        suitable = [s for s in serving if s.version is not None and self._suits(s.version)]
+        ready = [session for session in waiting + suitable if self._is_ready(session)]
+        chosen = next(iter(ready + waiting + suitable), None)
+        pinned.difference_update(session.key for session in waiting if session is not chosen)
+        return chosen
+
+    def _is_ready(self, session: ServerSession) -> bool:
+        return all(entry.runs_on(session.key) for entry in self._environments.evaluations())
+
+    def _suits(self, version: PolicyVersion) -> bool:
+        """Whether `version` may be measured: the wanted version or a newer one.
+
+        After the last step only the final version qualifies.
+        """
+        wanted, last = self._wanted_step, self._progress.last_step
+        assert wanted is not None
+        return version.step >= wanted and (wanted < last or version.step == last)
+
+    def _abandon(self, session: ServerSession, cause: str) -> None:
+        self._wanted_step = None
+        self._publisher.pinned.discard(session.key)
+        self._run.events.add(f"no evaluation: {cause}", Severity.ERROR)
+        self._run.signal.notify()
+
+    def _tasks(self) -> list[tuple[str, int]]:
+        tasks = []
+        for section in self._sections:
+            asked = section.num_episodes // section.samples_per_task
+            found = self._environments.entries[section.name].num_tasks
+            # A task that is taken twice would count twice in the reward, and once in pass@k.
+            count = min(asked, found) if found else asked
+            if count < asked:
+                self._warn_of_few_tasks(section, count)
+            for index in range(count):
+                tasks += [(section.name, index)] * section.samples_per_task
+        return tasks
+
+    def _warn_of_few_tasks(self, section: EvaluationSection, count: int) -> None:
+        if section.name in self._warned:
+            return
+        self._warned.add(section.name)
+        samples = section.samples_per_task
+        self._run.events.add(
+            f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and num_episodes = "
+            f"{section.num_episodes} with samples_per_task = {samples} asks for "
+            f"{section.num_episodes // samples}: a round takes each task once, "
+            f"{count * samples} episodes",
+            Severity.WARNING,
+        )
+
+    def _lease(self, round_: Round) -> None:
+        scheduler = self._scheduler
+        while round_.waiting and scheduler.room(round_.session) > 0 and scheduler.may_send(1):
+            name, task_index = round_.waiting.pop()
+            key, step = round_.session.key, round_.version.step
+            # The seed is the task's number: every round, and every sample, sees the same task.
+            group = self._book.lease_evaluation(name, task_index, task_index, key, step)
+            round_.running[group.group_id] = group
+            self._scheduler.grant_evaluation(round_.session, group)
+        self._scheduler.reserved[round_.session.key] = len(round_.waiting)
+
+    def _collect(self, round_: Round) -> None:
+        for group_id, group in list(round_.running.items()):
+            if group.is_complete:
+                episodes = round_.episodes.setdefault(group.environment, [])
+                episodes.append(EvaluatedEpisode.of(group.finished[0]))
+                self._intake.end_evaluated(group)
+                del round_.running[group_id]
+            elif group_id not in self._book.groups:
+                round_.failed[group.environment] += 1
+                del round_.running[group_id]
+            elif group.holder is None:
+                # The server handed the lease back.
+                self._intake.start_afresh(group)
+                round_.waiting.append((group.environment, group.task_index))
+                del round_.running[group_id]
+
+    def _finish(self, round_: Round) -> None:
+        self._round = None
+        self._publisher.pinned.discard(round_.session.key)
+        self._scheduler.reserved.pop(round_.session.key, None)
+        rewards = [e.reward for episodes in round_.episodes.values() for e in episodes]
+        result = EvaluationResult(
+            step=round_.version.step,
+            reward_mean=statistics.fmean(rewards) if rewards else float("nan"),
+            evaluations={
+                section.name: evaluation_statistics(
+                    round_.episodes.get(section.name, []),
+                    num_failed=round_.failed[section.name],
+                    pass_at=section.pass_at,
+                    pass_reward=section.pass_reward,
+                )
+                for section in self._sections
+            },
+            num_episodes=len(rewards),
+            num_failed=round_.failed.total(),
+            wall_s=time.monotonic() - round_.started_s,
+        )
+        self._keep(result)
+        self._on_result(result)
+        for line in result.lines():
+            self._run.events.add(line)
+        self._run.signal.notify()
+
+    def _keep(self, result: EvaluationResult) -> None:
+        self.results.append(result)
+        self._environments.measured(result.step, result.evaluations)
+
+
+def _line(step: int, name: str, values: Mapping[str, float]) -> str:
+    parts = []
+    if "reward_mean" in values:
+        spread = f"{values['reward_min']:.3g} to {values['reward_max']:.3g}"
+        parts.append(f"reward {values['reward_mean']:.3f} ({spread})")
+        rates = [key for key in values if key.startswith("pass_at_")]
+        parts += [f"pass@{key.removeprefix('pass_at_')} {values[key]:.3f}" for key in rates]
+        parts.append(f"{values['reply_tokens_mean']:.1f} tokens a reply")
+        parts.append(f"{values['truncated_fraction']:.0%} cut off")
+    parts.append(f"{values['num_episodes']:.0f} episodes")
+    if values["num_failed"]:
+        parts.append(f"{values['num_failed']:.0f} failed")
+    return f"evaluation {name} at version {step}: {', '.join(parts)}"

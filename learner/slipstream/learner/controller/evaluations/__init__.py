@@ -1,1 +1,0 @@
-"""Held-out environments, measured at one version."""

@@ -1,0 +1,307 @@
+"""Layers that read the tokens of a sequence in turn: gated delta nets and Mamba-2.
+
+Megatron-Core 0.16.1 refuses packed sequences in the first, and demands kernels for the second. Here
+the tokens of a micro batch are laid out one sequence a row for such a layer, sequences of similar
+length together, so that fewer than half of the places are padding. All other parts of the model
+stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for Mamba-2.
+
+The classes inherit from Megatron's, so import this module only after `compat.install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from megatron.core.utils import divide
+from slipstream.learner.trainer.layers.length_groups import mixed_in_rows
+from slipstream.learner.trainer.layers.norms import RMSNorm
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+# Tokens that the scan multiplies as one matrix; the result depends on it by rounding alone.
+_LEAST_CHUNK, _CHUNK = 16, 128
+
+
+class PackedMamba(MegatronModule):  # type: ignore[misc]
+    """A Mamba-2 layer over packed tokens [tokens, 1, hidden].
+
+    Each tensor parallel rank has its part of the heads, and of the groups of heads that share
+    B and C.
+    """
+
+    # Bridge reads these marks to learn that the vectors are split like the heads.
+    tensor_model_parallel = True
+    partition_dim = 0
+
+    def __init__(
+        self,
+        config: Megatron,
+        layer_number: int,
+        *,
+        in_proj: Megatron,
+        out_proj: Megatron,
+        pg_collection: Megatron,
+        **_: object,
+    ) -> None:
+        """`in_proj` and `out_proj` are classes of linear layers, split by columns and by rows."""
+        super().__init__(config)
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        tp = pg_collection.tp.size()
+        heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
+        self.heads, self.groups = divide(heads, tp), divide(config.mamba_num_groups, tp)
+        self.inner, self.states = self.heads * self.head_dim, self.groups * config.mamba_state_dim
+        common = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": pg_collection.tp,
+        }
+        self.in_proj = build_module(
+            in_proj,
+            config.hidden_size,
+            tp * sum(self._rows().values()),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        channels, width = self.inner + 2 * self.states, config.linear_conv_kernel_dim
+        self.conv1d = torch.nn.Conv1d(
+            channels, channels, width, groups=channels, padding=width - 1, bias=True
+        )
+        self.A_log, self.D, self.dt_bias = (
+            torch.nn.Parameter(torch.empty(self.heads)) for _ in range(3)
+        )
+        self.norm_weight = torch.nn.Parameter(torch.empty(self.inner))
+        self.out_proj = build_module(
+            out_proj,
+            heads * self.head_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+        self._place_own()
+
+    def _place_own(self) -> None:
+        """Puts the parameters that are not in linear layers on the device, full of NaN.
+
+        Every weight is loaded later. The mark makes the gradient norm count all ranks' parts.
+        """
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        own = (self.A_log, self.D, self.dt_bias, self.norm_weight, *self.conv1d.parameters())
+        for parameter in own:
+            parameter.data = torch.full_like(
+                parameter, torch.nan, dtype=self.config.params_dtype, device=device
+            )
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def _rows(self) -> dict[str, int]:
+        """Returns the parts of this rank's rows of `in_proj`, in their order."""
+        inner, states = self.inner, self.states
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Megatron = None,
+        **_: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns [tokens, 1, hidden] and no bias."""
+        projected = self.in_proj(hidden_states)[0][:, 0]
+        sizes = [self.inner, self.inner + 2 * self.states, self.heads]
+        gate, mixed, steps = torch.split(projected, sizes, dim=-1)
+        read = mixed_in_rows(self._mix, (mixed, steps), packed_seq_params)
+        normed = self._normed(read.flatten(1), gate).to(projected.dtype)
+        output, bias = self.out_proj(normed[:, None])
+        return output, bias
+
+    def _mix(self, mixed: Tensor, steps: Tensor) -> Tensor:
+        """Returns [sequences, length, heads, head size] in float32.
+
+        `mixed` holds x, B and C before the convolution, [sequences, length, ...], and `steps` the
+        size of each head's step. Trailing padding has no effect.
+        """
+        length = mixed.shape[1]
+        mixed = F.silu(self.conv1d(mixed.mT)[..., :length]).mT
+        inputs, into, out_of = (
+            part.reshape(*part.shape[:-1], -1, size)
+            for part, size in zip(
+                torch.split(mixed, [self.inner, self.states, self.states], dim=-1),
+                (self.head_dim, self.config.mamba_state_dim, self.config.mamba_state_dim),
+                strict=True,
+            )
+        )
+        # Like vLLM, and unlike transformers, it takes steps however small.
+        read: Tensor = mamba2_chunk_scan(
+            inputs,
+            steps.float(),
+            -self.A_log.float().exp(),
+            into,
+            out_of,
+            chunk_size=min(_CHUNK, max(_LEAST_CHUNK, 1 << (length - 1).bit_length())),
+            D=self.D.float(),
+            dt_bias=self.dt_bias.float(),
+            dt_softplus=True,
+        )
+        return read
+
+    def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
+        """Returns [tokens, inner]: gated first, then normalised within each group of heads."""
+        gated = read.float() * F.silu(gate.float())
+        grouped = gated.view(len(gated), self.groups, -1)
+        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.config.layernorm_epsilon)
+        return self.norm_weight * normed.flatten(-2).to(gate.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints, the fused parts one by one."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        own |= {f"conv1d.{name}": tensor for name, tensor in self.conv1d.named_parameters()}
+        found: dict[str, Megatron] = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name in ("in_proj", "out_proj"):
+            found |= sharded_state_dict_default(
+                self.get_submodule(name),
+                f"{prefix}{name}.",
+                sharded_offsets,
+                metadata,
+                tp_group=self.tp_group,
+            )
+        parts = self._rows()
+        fused = {"in_proj.weight": parts}
+        convolved = {name: parts[name] for name in ("x", "B", "C")}
+        fused |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), convolved)
+        for name, sizes in fused.items():
+            key = f"{prefix}{name}"
+            found[key] = _split_tensor_factory(found[key], list(sizes.values()), list(sizes), 0)
+        return found
+
+
+# Megatron's class demands the library flash-linear-attention; only its own forward pass needs it.
+gated_delta_net.HAVE_FLA = True
+_CHUNK_RULE: Callable[..., tuple[Tensor, Tensor | None]] = (
+    gated_delta_net.chunk_gated_delta_rule or torch_chunk_gated_delta_rule
+)
+
+
+class PlainNorm(RMSNorm):
+    """RMSNorm that multiplies by its weight, in a model whose other norms multiply by 1 + weight.
+
+    Bridge would load and export weight - 1 and lose digits of it.
+    """
+
+    def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        self._sums_gradients = not config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension, of this rank's heads."""
+        weight: Tensor = self.weight
+        if self._sums_gradients:
+            # Megatron sums the gradients of tensor parallel ranks with sequence parallelism alone.
+            weight = copy_to_tensor_model_parallel_region(weight)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
+    """A gated delta net over packed tokens [tokens, 1, hidden]."""
+
+    # Bridge reads these marks to learn that `A_log` and `dt_bias` are split like the heads.
+    tensor_model_parallel = True
+    partition_dim = 0
+
+    def reset_parameters(self) -> None:
+        """Fills the parameters with NaN: every weight is loaded later."""
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            torch.nn.init.constant_(parameter, torch.nan)
+
+    def sharded_state_dict(self, prefix: str = "", *args: object, **named: object) -> Megatron:
+        """Returns the state for checkpoints; an adapter's rows are split like those of `in_proj`.
+
+        Each tensor parallel rank has rows of all parts: unsplit, other layouts would mix them up.
+        """
+        found = super().sharded_state_dict(prefix, *args, **named)
+        name = f"{prefix}in_proj.adapter.linear_out.weight"
+        if name in found:
+            sizes = [self.qk_dim] * 2 + [self.v_dim] * 2 + [self.num_value_heads] * 2
+            found[name] = gated_delta_net._split_tensor_factory(
+                found[name],
+                [size // self.tp_size for size in sizes],
+                ["query", "key", "value", "z", "beta", "alpha"],
+                0,
+            )
+        return found
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Megatron = None,
+        **_: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns [tokens, 1, hidden] and no bias."""
+        projected = self.in_proj(hidden_states)[0][:, 0]
+        heads = self.num_v_heads_local_tp
+        sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]
+        mixed, gate, beta, alpha = torch.split(projected, sizes, dim=-1)
+        read = mixed_in_rows(self._mix, (mixed, beta, alpha), packed_seq_params)
+        gate = gate.reshape(read.shape)
+        normed = self.out_norm(read) * self.act_fn(gate.float())
+        output, bias = self.out_proj(normed.to(read.dtype).flatten(1)[:, None])
+        return output, bias
+
+    def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+        """Returns [sequences, length, heads, size of values]; trailing padding has no effect.
+
+        `mixed` holds queries, keys and values before the convolution, [sequences, length, ...].
+        """
+        length = mixed.shape[1]
+        mixed = self.act_fn(self.conv1d(mixed.mT)[..., :length]).mT
+        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        query, key, value = (
+            part.reshape(*part.shape[:-1], -1, size)
+            for part, size in zip(
+                torch.split(mixed, [keys, keys, values], dim=-1),
+                (self.key_head_dim, self.key_head_dim, self.value_head_dim),
+                strict=True,
+            )
+        )
+        copies = self.num_value_heads // self.num_key_heads
+        if copies > 1:
+            query, key = (x.repeat_interleave(copies, dim=2) for x in (query, key))
+        # bfloat16 would round the decay of every step.
+        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
+        read, _ = _CHUNK_RULE(
+            query, key, value, g=decay, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True
+        )
+        return read

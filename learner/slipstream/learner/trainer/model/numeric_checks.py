@@ -1,0 +1,347 @@
+"""Checks of a loaded model before it trains: right attention on this machine, numbers in float16.
+
+Kernels differ by GPU, by library and by the size of heads, and some are wrong: for heads of 256
+dimensions on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and now and then
+NaN. A run would go on with them. So each kind of attention in a model is computed once more with
+plain operations in float64, over a few short packed sequences. A model that shares beginnings does
+so a second time, over sequences that share theirs: such calls may take another kernel.
+
+float16 ends at 65504, where bfloat16 goes on to 3e38. The hidden states of some models are larger:
+they would train on nothing but infinities, or fail at a longer prompt. So the real weights see some
+sequences once, and the largest number that any layer takes or gives is measured.
+
+Produces: nothing, or ConfigError. Waits for: the other ranks, which compute parts of the same
+sequences. Unblocked by: their parts, or the limit of their group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from slipstream.core.errors import ConfigError
+from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
+from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
+from slipstream.learner.trainer.model.schedule import run_schedule
+from slipstream.learner.trainer.model.shares import rank_micro_batches
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+# bfloat16 alone is off by 0.005.
+MOST_ERROR = 0.03
+# Lengths in units of `2 * cp` tokens: one token, whole blocks of kernels, and others.
+_LENGTHS = (1, 32, 19, 96, 7)
+# The sequence whose keys come before each one's own, where beginnings are shared.
+_BEFORE = (None, None, 0, 2, 2)
+# About what all scores of the second sequence are; kernels have made NaN of that. Its gradients are
+# too badly conditioned to be compared.
+_LOW_SCORE = -120.0
+_SEED = 20
+# The queries of a sequence, and the places of the keys that they see.
+Path = tuple[range, list[int]]
+_COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What makes one attention of a model differ from another."""
+
+    module: type
+    heads: int
+    groups: int
+    # Dimensions of queries and keys, and of values.
+    size: int
+    value_size: int
+    # Tokens before a query that it sees, itself included; 0: all of them.
+    window: int
+    scale: float
+    cap: float
+    has_sinks: bool
+    # How context parallel ranks share a sequence; "" without TransformerEngine.
+    exchange: str
+
+
+def check_attention(model: ParallelModel) -> None:
+    """Raises ConfigError if an attention of this rank's layers computes wrong gradients.
+
+    Collective over context parallel ranks; the model does not change.
+    """
+    kinds: dict[Kind, Megatron] = {}
+    for attention in _attentions(model.chunks):
+        kinds.setdefault(kind_of(attention), attention)
+    for kind, attention in kinds.items():
+        _check(model, kind, attention, shares=False)
+        if model.sharing is not None:
+            _check(model, kind, attention, shares=True)
+
+
+def _attentions(chunks: Sequence[Megatron]) -> Iterator[Megatron]:
+    for chunk in chunks:
+        for module in unwrapped(chunk).modules():
+            if hasattr(module, "core_attention"):
+                yield module
+
+
+def kind_of(attention: Megatron) -> Kind:
+    """Returns the kind of an attention layer, whose `core_attention` is checked."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    core, config = attention.core_attention, attention.config
+    is_latent = getattr(config, "multi_latent_attention", False)
+    size = config.qk_head_dim + config.qk_pos_emb_head_dim if is_latent else config.kv_channels
+    has_window = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, attention.layer_number
+    )
+    # TransformerEngine keeps the scale in its kernels.
+    holder = core if hasattr(core, "softmax_scale") else core.unfused_attention
+    return Kind(
+        module=type(core),
+        heads=attention.num_attention_heads_per_partition,
+        groups=attention.num_query_groups_per_partition,
+        size=size,
+        value_size=config.v_head_dim if is_latent else size,
+        window=config.window_size[0] + 1 if has_window else 0,
+        scale=float(holder.softmax_scale),
+        cap=getattr(core, "score_cap", None) or 0.0,
+        has_sinks=getattr(core, "softmax_offset", None) is not None,
+        exchange=getattr(core, "cp_comm_type", ""),
+    )
+
+
+def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: bool) -> None:
+    from slipstream.learner.trainer.layers.attention import CoreAttention
+
+    ranks = model.ranks
+    lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
+    bounds = [0, *itertools.accumulate(lengths)]
+    paths = _paths(bounds, _BEFORE if shares else [None] * len(lengths))
+    random = torch.Generator().manual_seed(_SEED)
+
+    def drawn(heads: int, size: int) -> Tensor:
+        found = torch.randn(bounds[-1], heads, size, generator=random)
+        return found.to(ranks.device, model.dtype)
+
+    query, key = drawn(kind.heads, kind.size), drawn(kind.groups, kind.size)
+    value, gradient = drawn(kind.groups, kind.value_size), drawn(kind.heads, kind.value_size)
+    low = slice(bounds[1], bounds[2])
+    query[low, :, 0], key[low, :, 0] = 1.0, _LOW_SCORE / kind.scale
+    places = zigzag(bounds, ranks.cp_rank, ranks.cp_size).to(ranks.device)
+    is_compared = (places < low.start) | (places >= low.stop)
+    own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
+    named = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
+    with torch.enable_grad():
+        if shares:
+            arguments, named = _shared(own, named, bounds, paths)
+        else:
+            arguments = (*own, None)
+            named["packed_seq_params"] = _packed(bounds, ranks.cp_size, ranks.device)
+        # Hooks of data parallelism run in `__call__`: they would gather the sinks.
+        output = attention.core_attention.forward(*arguments, **named)
+        # The parameters, whose gradients the training collects, get none.
+        found = torch.autograd.grad(output, own, gradient[places].view_as(output))
+        sinks = attention.core_attention.softmax_offset if kind.has_sinks else None
+        expected = _plain(kind, (query, key, value, gradient), paths, sinks)
+    computed = output.view(len(places), kind.heads, -1), *found
+    for name, mine, theirs in zip(_COMPARED, computed, expected, strict=True):
+        error = relative_error(mine[is_compared], theirs[places][is_compared])
+        is_finite = bool(mine.isfinite().all())
+        if not is_finite or error > MOST_ERROR:
+            wrong = f"{error:.0%} off" if is_finite else "not finite"
+            kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
+            where = " and shared beginnings" if shares else ""
+            remedy += ", or learner.shared_prefix_tokens = 0" if shares else ""
+            raise ConfigError(
+                f"the attention of this machine is wrong for heads of {kind.size} dimensions"
+                f"{where}: {kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
+                f"Take {remedy}"
+            )
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    """Returns the norm of the difference over that of `right`."""
+    found, right = found.detach().double(), right.detach()
+    return float((found - right).norm() / right.norm())
+
+
+def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatron:
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    packed = RoutedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if cp_size > 1:
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+    return packed
+
+
+def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
+    """Returns the queries of each sequence as a range, and the places of all keys on its path."""
+    found: list[Path] = []
+    for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
+        seen = [] if earlier is None else found[earlier][1]
+        found.append((range(start, end), [*seen, *range(start, end)]))
+    return found
+
+
+def _shared(
+    own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of an attention in a micro batch with `paths`."""
+    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+    from slipstream.learner.trainer.layers.prefix_sharing import by_paths
+
+    device = own[0].device
+    keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])
+    shared = SharedSequences(
+        bounds=torch.tensor(bounds, dtype=torch.int32, device=device),
+        max_queries=max(len(queries) for queries, _ in paths),
+        paths=keys.to(device),
+    )
+    return by_paths((*own, None), named | {"packed_seq_params": shared}, shared)
+
+
+def _plain(
+    kind: Kind, packed: Sequence[Tensor], paths: Sequence[Path], sinks: Tensor | None
+) -> list[Tensor]:
+    """Returns `_COMPARED` in float64; `packed` are queries, keys, values and outputs' gradients.
+
+    It holds the scores of one head at a time: those of all would fill a GPU.
+    """
+    *inputs, gradient = packed
+    outputs, *totals = (
+        torch.zeros_like(tensor, dtype=torch.float64) for tensor in (gradient, *inputs)
+    )
+    for head in range(kind.heads):
+        group = head * kind.groups // kind.heads
+        places = head, group, group
+        own = [
+            tensor[:, place].double().requires_grad_()
+            for tensor, place in zip(inputs, places, strict=True)
+        ]
+        sink = None if sinks is None else sinks[head].detach().double()
+        query, *others = own
+        parts = [
+            _attended(kind, [query[queries.start : queries.stop], *(t[keys] for t in others)], sink)
+            for queries, keys in paths
+        ]
+        output = torch.cat(parts)
+        outputs[:, head] = output.detach()
+        found = torch.autograd.grad(output, own, gradient[:, head].double())
+        for total, place, of_head in zip(totals, places, found, strict=True):
+            total[:, place] += of_head
+    return [outputs, *totals]
+
+
+def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
+    """Returns what each query of a sequence attends to; `own` are these, the keys and values.
+
+    The last key is that of the last query.
+    """
+    query, key, value = own
+    scores = query @ key.T * kind.scale
+    if kind.cap:
+        scores = kind.cap * (scores / kind.cap).tanh()
+    num_before = len(key) - len(query)
+    seen = torch.ones_like(scores, dtype=torch.bool).tril(num_before)
+    if kind.window:
+        seen &= seen.triu(num_before + 1 - kind.window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
+    return scores.softmax(-1)[:, : len(key)] @ value
+
+
+logger = logging.getLogger(__name__)
+
+LARGEST = torch.finfo(torch.float16).max
+# The share of the range that is safe: training and other tokens make numbers larger.
+MOST_SHARE = 0.5
+NUM_SEQUENCES = 8
+LONGEST = 64
+_TOKENS_SEED = 35
+
+
+def check_range(model: ParallelModel, *, max_tokens: int) -> None:
+    """Raises ConfigError if weights or activations of a float16 model come near its range's end.
+
+    Collective; `max_tokens` are those of a micro batch. The model does not change.
+    """
+    if model.dtype != torch.float16:
+        return
+    largest: dict[str, Tensor] = {}
+    modules = [pair for chunk in model.chunks for pair in unwrapped(chunk).named_modules()]
+    for name, module in modules:
+        _note(largest, f"a weight of {name}", [*module.parameters(recurse=False)])
+    with ExitStack() as hooks:
+        for name, module in modules:
+            hooks.enter_context(module.register_forward_hook(_noting(largest, name)))
+        _forward(model, max_tokens)
+    # The first one if several are infinite: the others follow from it.
+    name = max(largest, key=lambda name: float(largest[name]))
+    own = json.dumps([name, float(largest[name])]).encode()
+    found = [json.loads(data) for data in model.ranks.gather_bytes(own)]
+    name, number = max(found, key=lambda pair: pair[1])
+    logger.info("the largest number of a float16 model: %s reaches %.4g", name, number)
+    if number > MOST_SHARE * LARGEST:
+        raise ConfigError(
+            f'model.dtype must be "bfloat16" for this model: float16 ends at {LARGEST:.0f}, and '
+            f"{name} reaches {number:.0f}; at most half of the range leaves room for training"
+        )
+
+
+def _forward(model: ParallelModel, max_tokens: int) -> None:
+    """Runs pseudo-random tokens through the model."""
+    random = np.random.default_rng(_TOKENS_SEED)
+    longest = max(2, min(LONGEST, max_tokens, model.max_positions))
+    sequences = [
+        TrainingSequence.of_tokens(random.integers(0, model.vocab_size, length).astype(np.uint32))
+        for length in np.linspace(2, longest, NUM_SEQUENCES).astype(int)
+    ]
+    share = rank_micro_batches(model, sequences, range(len(sequences)), max_tokens=max_tokens)
+
+    def finish(_: int, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
+        return output.float().sum(), batch.loss_mask.sum().to(torch.int), None
+
+    with torch.no_grad():
+        run_schedule(model, share, finish, forward_only=True)
+
+
+def _noting(largest: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def note(_: Megatron, taken: object, given: object) -> None:
+        _note(largest, f"what {name} takes", _tensors(taken))
+        _note(largest, f"what {name} gives", _tensors(given))
+
+    return note
+
+
+def _note(largest: dict[str, Tensor], name: str, tensors: Iterable[Tensor]) -> None:
+    """Notes the largest number of float16 in `tensors`; NaN counts as infinite."""
+    for tensor in tensors:
+        if tensor.dtype == torch.float16 and tensor.numel():
+            # The device is not waited for.
+            now = tensor.detach().abs().amax().float().nan_to_num(torch.inf, torch.inf)
+            largest[name] = torch.maximum(now, largest.get(name, now))
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)

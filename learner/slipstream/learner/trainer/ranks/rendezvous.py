@@ -1,0 +1,195 @@
+"""The rendezvous of a trainer's ranks: a torch store on one address, for ranks of one start.
+
+torch itself would open the store on all addresses, count every client as a rank, and wait forever
+for a server that does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import listen
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from torch.distributed.distributed_c10d import Store
+
+# Seconds beyond the limit in which rank 0 may answer: torch asks again after a pause.
+CONNECT_GRACE_S = 5.0
+# Seconds within which a connection shows that something listens at the address.
+PROBE_LIMIT_S = 5.0
+# Seconds within which a rank 0 that answers must have announced itself in the store.
+RECOGNITION_LIMIT_S = 60.0
+
+
+def rendezvous(
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    connect_grace_s: float = CONNECT_GRACE_S,
+    recognition_limit_s: float = RECOGNITION_LIMIT_S,
+) -> Store:
+    """Returns the store that the ranks of this start share, once all have joined.
+
+    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there or other
+    machines cannot reach the address. Raises it too when the server there is not rank 0 of this
+    run. Raises TimeoutError with the ranks that did not join.
+
+    `timeout` is for the ranks to join. A rank 0 that listens has `connect_grace_s` more to answer,
+    and `recognition_limit_s` to announce itself.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as error:
+        raise missing_variable(error) from None
+    descriptor = None
+    # torchrun's agent may have opened the store already.
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"learner.master must be an address of node 0 and a free port there, "
+                f"got {host}:{port}: {error}"
+            ) from error
+        is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+        address = str(listener.getsockname()[0])
+        if not is_alone and ipaddress.ip_address(address).is_loopback:
+            raise ConfigError(
+                f"learner.master must be an address that all nodes reach, got {host}, "
+                f"which is {address} on node 0"
+            )
+        descriptor = listener.detach()
+    place = f"{host}:{port}"
+    store = _connected(host, port, descriptor, timeout, connect_grace_s)
+    recognition = timedelta(seconds=recognition_limit_s)
+    return _all_here(store, (rank, world_size), place, timeout, recognition)
+
+
+class RankFlags:
+    """Flags that any rank can set for all others, from any thread, outside collectives."""
+
+    def __init__(self, store: Store) -> None:
+        """Takes the store that `rendezvous` returns."""
+        self._store = store
+
+    def set(self, flag: str) -> None:
+        """Sets a flag, which every rank sees from now on."""
+        with contextlib.suppress(RuntimeError):
+            # Without rank 0, which holds the flags, `is_set` is true on the remaining ranks.
+            self._store.set(f"flag/{flag}", "set")
+
+    def is_set(self, flag: str) -> bool:
+        """Whether the flag is set; also true when rank 0, which holds the flags, is gone."""
+        try:
+            return bool(self._store.check([f"flag/{flag}"]))
+        except RuntimeError:
+            return True
+
+    def clear(self, flag: str) -> None:
+        """Removes a flag; call it on one rank, when no rank looks for the flag any more."""
+        self._store.delete_key(f"flag/{flag}")
+
+
+def _connected(
+    host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
+) -> Store:
+    """Returns the store at `host` and `port`.
+
+    Raises TimeoutError if the server there does not answer, or if nothing listens there. torch
+    would wait forever in the first case, and up to twice its timeout in the second.
+    """
+    found: list[Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                is_master=descriptor is not None,
+                # With a count of workers torch would count every client that connects.
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=descriptor,
+            )
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            found.append(error)
+        else:
+            found.append(store)
+
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + grace_s)
+    store = found[0] if found else None
+    if store is None or isinstance(store, dist.DistNetworkError):
+        raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from store
+    if isinstance(store, BaseException):
+        raise store
+    return store
+
+
+def _unanswered(host: str, port: int, within: str) -> TimeoutError:
+    """Returns the error for a rank 0 that gave no answer, by what is at its address now.
+
+    The next start may find it. A rank 0 whose port another program has ends with ConfigError.
+    """
+    try:
+        socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
+    except OSError as error:
+        return TimeoutError(
+            f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
+            f"started, is stopped or very slow ({error.strerror or error})"
+        )
+    return TimeoutError(
+        f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
+        "rank 0 is stopped or very slow, or another program has the port"
+    )
+
+
+def _all_here(
+    store: Store, launch: tuple[int, int], place: str, timeout: timedelta, recognition: timedelta
+) -> Store:
+    """Returns the part of the store that only ranks of this start know, once all have joined.
+
+    `launch` has rank and world size.
+    """
+    rank, world_size = launch
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
+    ours: Store = dist.PrefixStore(known, store)  # type: ignore[attr-defined]
+    ours.set(f"rank/{rank}", "here")
+    has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # A rank 0 with its own store announces itself before all others, so this limit is short.
+    limit = min(timeout, recognition) if has_own_store else timeout
+    if not _have_come(ours, [0], limit):
+        raise ConfigError(
+            f"learner.master: rank 0 at {place} did not recognise rank {rank} within "
+            f"{limit.total_seconds():g} s: it belongs to another run, or has another token"
+        )
+    if not _have_come(ours, range(world_size), timeout):
+        absent = [r for r in range(world_size) if not ours.check([f"rank/{r}"])]
+        raise TimeoutError(
+            f"of {world_size} ranks {', '.join(map(str, absent))} did not join at {place} "
+            f"within {timeout.total_seconds():g} s"
+        )
+    return ours
+
+
+def _have_come(store: Store, ranks: Iterable[int], limit: timedelta) -> bool:
+    try:
+        store.wait([f"rank/{rank}" for rank in ranks], limit)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def missing_variable(error: KeyError) -> ConfigError:
+    """Returns the error for a variable of torchrun that is not set."""
+    return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")

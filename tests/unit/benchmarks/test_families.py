@@ -1,0 +1,178 @@
+"""Which families are measured side by side, and how."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from slipstream.core.configuration.config_file import check_sizes
+
+from benchmarks.agreement import families
+from benchmarks.agreement.families import Rooms, earlier_rows, lines_of, measure_family
+from benchmarks.agreement.family_shapes import FAMILIES, make_family
+from benchmarks.agreement.logprob_gap import config_of, parse_arguments
+
+ARGUMENTS = argparse.Namespace(device="cpu", steps=1, limit_s=1.0, fresh=True, logs=None)
+
+
+def test_a_family_waits_until_a_gpu_has_room_for_it() -> None:
+    rooms = Rooms(2, 100.0, 6)
+    began = threading.Event()
+
+    def third() -> None:
+        with rooms.take(60.0) as gpu:
+            assert gpu == 1
+            began.set()
+
+    waiting = threading.Thread(target=third)
+    with rooms.take(70.0) as first:
+        with rooms.take(50.0) as second:
+            assert (first, second) == (0, 1)
+            waiting.start()
+            assert not began.wait(0.2)
+        assert began.wait(10.0)
+    waiting.join()
+
+
+def test_the_largest_family_that_waits_is_next() -> None:
+    rooms, order = Rooms(1, 100.0, 1), []
+
+    def take(gib: float) -> None:
+        with rooms.take(gib):
+            order.append(gib)
+
+    threads = [threading.Thread(target=take, args=(gib,)) for gib in (40.0, 90.0, 70.0)]
+    with rooms.take(100.0):
+        for thread in threads:
+            thread.start()
+        while len(rooms._waiting) < len(threads):
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(30.0)
+    assert order == [90.0, 70.0, 40.0]
+
+
+def test_no_more_families_begin_than_at_once() -> None:
+    rooms = Rooms(2, 100.0, 2)
+    with rooms.take(10.0), rooms.take(10.0):
+        rooms._waiting.append(10.0)
+        assert rooms._next() == 0
+    assert rooms._next() == 10.0
+
+
+def test_a_family_that_needs_more_than_a_gpu_has_it_alone() -> None:
+    rooms = Rooms(1, 100.0, 6)
+    with rooms.take(250.0) as gpu:
+        assert (gpu, rooms._left) == (0, [0.0])
+    assert rooms._left == [100.0]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What would be run; each measurement finds a gap of 0.5, and with replay one of 0.25 too."""
+    noted: list[list[str]] = []
+
+    def note(command: list[str], log: Path, **_: object) -> str:
+        noted.append(command)
+        if "--out" in command:
+            replayed = {"replayed_gap_mean": 0.25, "routing_difference": 0.01}
+            figures = {"gap_mean": 0.5, **(replayed if "--replay" in command else {})}
+            out = Path(command[command.index("--out") + 1])
+            out.write_text(json.dumps({"figures": figures}))
+        return ""
+
+    monkeypatch.setattr(families, "run", note)
+    return noted
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-vl-moe"])
+def test_a_family_with_a_tower_replies_behind_images(
+    name: str, tmp_path: Path, commands: list[list[str]]
+) -> None:
+    measure_family(name, tmp_path / "family", 0, ARGUMENTS)
+    assert ("--images" in commands[-1]) == bool(FAMILIES[name].tower)
+    assert ("--replay" in commands[-1]) == (name == "qwen3-vl-moe")
+
+
+def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[list[str]]) -> None:
+    row = measure_family("olmoe", tmp_path / "family", 0, ARGUMENTS) | {"measured": "today"}
+    assert [("--replay" in command) for command in commands] == [False, True]
+    header, _, line = lines_of({"olmoe": row})
+    assert line.split("|")[header.split("|").index(" gap with router replay ")] == " 0.25 "
+
+
+def test_a_family_that_fails_leaves_the_reason_and_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(command: list[str], log: Path, **_: object) -> str:
+        if "--out" not in command:
+            return ""
+        log.write_text("what was printed\n")
+        (log.parent / "run" / "logs").mkdir(parents=True)
+        (log.parent / "run" / "logs" / "server-0.log").write_text("out of memory\n")
+        out = Path(command[command.index("--out") + 1])
+        failures = {"the run": "Traceback\nRuntimeError: server-0 a|b\n"}
+        out.write_text(json.dumps({"figures": {}, "failures": failures}))
+        return "exit code 1"
+
+    monkeypatch.setattr(families, "run", fail)
+    arguments = argparse.Namespace(**vars(ARGUMENTS) | {"logs": tmp_path / "kept"})
+    row = measure_family("qwen3", tmp_path / "family", 0, arguments) | {"measured": "today"}
+    assert row["failure"] == "exit code 1: RuntimeError: server-0 a|b"
+    assert lines_of({"qwen3": row})[-1].endswith("| exit code 1: RuntimeError: server-0 a/b |")
+    kept = (tmp_path / "kept" / "qwen3.log").read_text()
+    assert "out of memory" in kept
+    assert "what was printed" in kept
+
+
+@pytest.mark.parametrize("tiny", [False, True], ids=["wide", "tiny"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_shape_that_is_trained(
+    name: str, *, tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES[name]
+    model = family.config(tiny=tiny)
+    model.architectures = [family.architecture]
+    model.save_pretrained(tmp_path / "model")
+    asked = ["logprob_gap.py", "--device", "cuda", "--replies", "--model", str(tmp_path)]
+    asked += ["--images"] if family.tower else []
+    asked += ["--replay"] if family.replays else []
+    monkeypatch.setattr(sys, "argv", asked)
+    check_sizes(config_of(parse_arguments(), tmp_path))
+
+
+def test_rows_of_an_earlier_call_on_the_same_device_stay(tmp_path: Path) -> None:
+    row = {"figures": {}, "failure": "", "seconds": 1.0, "measured": "today"}
+    path = tmp_path / "families.json"
+    assert earlier_rows(path, device="cuda", steps=3) == {}
+    rows = {"olmoe": row, "a family that is gone": row}
+    path.write_text(json.dumps({"device": "cuda", "steps": 3, "rows": rows}))
+    assert earlier_rows(path, device="cuda", steps=3) == {"olmoe": row}
+    assert earlier_rows(path, device="cpu", steps=3) == {}
+    assert earlier_rows(path, device="cuda", steps=2) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "replays"), [("qwen3", False), ("gpt-oss", True), ("qwen3-vl-moe", True)]
+)
+def test_routers_of_mixtures_are_replayed(name: str, replays: bool) -> None:
+    assert FAMILIES[name].replays == replays
+
+
+def test_a_made_mistral3_names_the_tokens_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    make_family(tmp_path, "mistral3", tiny=True)
+    ids = {
+        token["content"]: token["id"]
+        for token in json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    }
+    names = json.loads((tmp_path / "processor_config.json").read_text())
+    found = [ids[names[f"image{part}_token"]] for part in ("", "_break", "_end")]
+    image = json.loads((tmp_path / "config.json").read_text())["image_token_index"]
+    # vLLM's processor writes the first of them into a prompt and looks for the model's token.
+    assert found == [image, image + 1, image + 2]

@@ -1,0 +1,178 @@
+"""What counts in benchmarks/whole_systems/compare.py, and the work that all systems get."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.core.configuration.config_file import parse_config
+
+from benchmarks.whole_systems.compare import known
+from benchmarks.whole_systems.setup import System, our_config
+from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_of, windows
+from benchmarks.whole_systems.work import VARIABLE, Replies, Work
+
+
+def system_of(
+    monkeypatch: pytest.MonkeyPatch, ahead: int, fixed_steps: int, steps: int
+) -> tuple[System, list[dict[str, Any]]]:
+    """A system whose steps take as many seconds as their number says."""
+    rows = [
+        {"step": step, "step_s": float(step), "trained_tokens": 10.0}
+        for step in range(1, steps + 1)
+    ]
+    monkeypatch.setattr(System, "rows", lambda _: rows)
+    none = Path("nowhere")
+    return System("ours", none, ahead, none, Work(fixed=0), fixed_steps, steps), rows
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
+    found = windows(system)
+    # Replies are drawn up to five steps ahead; a window has five steps, and two settle.
+    assert numbers(found["fixed"]) == list(range(11, 26))
+    assert numbers(found["lognormal"]) == list(range(36, 51))
+
+
+def test_a_window_has_whole_waves_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
+    system = dataclasses.replace(system, wave=2)
+    assert (system.window("fixed"), system.window("lognormal")) == (6, 5)
+    assert numbers(windows(system)["fixed"]) == list(range(13, 25))
+    assert numbers(windows(system)["lognormal"]) == list(range(36, 51))
+
+
+@pytest.mark.parametrize(("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)])
+def test_fewer_steps_of_fixed_lengths_have_no_window(
+    ahead: int, wave: int, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fixed_steps in (fewest - 1, fewest):
+        system, _ = system_of(monkeypatch, ahead, fixed_steps, steps=50)
+        system = dataclasses.replace(system, wave=wave)
+        assert fewest_fixed_steps(system) == fewest
+        assert ("fixed" in windows(system)) == (fixed_steps == fewest)
+
+
+def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, _ = system_of(monkeypatch, ahead=0, fixed_steps=5, steps=8)
+    found = windows(system)
+    assert numbers(found["fixed"]) == [2, 3, 4, 5]
+    assert numbers(found["lognormal"]) == [7, 8]
+
+
+def test_a_system_that_was_cut_short_has_whole_windows_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, rows = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
+    del rows[33:]
+    assert numbers(windows(system)["lognormal"]) == list(range(26, 31))
+    del rows[28:]
+    assert "lognormal" not in windows(system)
+
+
+def test_replies_of_the_first_lengths_that_come_late_count_for_no_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, rows = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
+    system = dataclasses.replace(system, work=Work(fixed=20 * 16, tokens=512))
+    for row in [*rows[:20], rows[25]]:
+        row["trained_tokens"] = 512.0 * 16
+    found = windows(system)
+    assert numbers(found["fixed"]) == list(range(11, 16))
+    assert numbers(found["lognormal"]) == list(range(32, 37))
+
+
+def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
+    rows = [
+        {"step": 1, "step_s": 1.0, "trained_tokens": 100.0, "training_s": 0.5},
+        {"step": 2, "step_s": 3.0, "trained_tokens": 100.0, "training_s": 1.5},
+    ]
+    found = figures(rows, 1)
+    assert found["tokens_per_s"] == 50.0
+    assert found["windows"] == [100.0, 100.0 / 3]
+    assert found["training_s"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ours", {"count": 1, "shared_max_episodes": None}),
+        ("ours-both-pause", {"count": 2, "devices": (1, 0), "shared_max_episodes": 32}),
+        ("ours-fp8", {"quantization": "fp8_per_channel"}),
+        ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
+    ],
+)
+def test_the_words_of_a_system_are_settings_of_its_run(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"memory": 0.3, "kv_gib": 1, "shared_episodes": 32, "episodes": 64}
+    work = {"group": 4, "sequences": 16, "staleness": 4, "micro_tokens": 4096, "run_s": 60.0}
+    arguments = argparse.Namespace(device="cuda", systems=[known(name)], **sizes, **work)
+    system = System(name, tmp_path, 4, tmp_path, Work(fixed=0), 1, 2)
+    config = parse_config(
+        tomllib.loads(our_config(arguments, system, tmp_path)), source="the benchmark"
+    )
+    found = config.rollout_server.model_dump()
+    assert {key: found[key] for key in settings} == settings
+    assert config.controller.turns == ("pause" if "pause" in name else "off")
+    assert (config.learner.devices == (0,)) is ("both" in name)
+
+
+def test_a_system_of_an_unknown_word_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'ours-fast' must be trl-async"):
+        known("ours-fast")
+
+
+def test_ours_is_compared_with_the_best_peer_at_the_same_lengths() -> None:
+    def run(speed: float) -> list[dict[str, Any]]:
+        return [{"tokens_per_s": speed, "windows": [speed], "step_s": 1.0}]
+
+    lines = table_of(
+        {
+            "ours, fixed": run(300.0),
+            "ours, lognormal": run(200.0),
+            "trl-async, fixed": run(100.0),
+            "trl-other, fixed": run(150.0),
+            "trl-async, lognormal": run(50.0),
+        }
+    )
+    ratios = {cells[1].strip(): cells[3].strip() for cells in (line.split("|") for line in lines)}
+    assert ratios["ours, fixed"] == "2.00"
+    assert ratios["ours, lognormal"] == "4.00"
+    assert ratios["trl-async, fixed"] == ""
+
+
+def test_every_system_draws_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(fixed=3, tokens=7, longest=20, median=8.0)
+    for variable, value in work.environ().items():
+        monkeypatch.setenv(variable, value)
+    assert VARIABLE in work.environ()
+    assert Work.of_environ() == work
+    lengths = [work.length(place) for place in range(2000)]
+    assert lengths[:3] == [7, 7, 7]
+    assert 1 <= min(lengths[3:]) < 4
+    assert max(lengths[3:]) == 20
+    (message,) = work.prompt(5)
+    assert len(message["content"].split()) == 126
+    assert message != work.prompt(6)[0]
+
+
+async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_path: Path) -> None:
+    asked, gate = tmp_path / "asked", tmp_path / "gate"
+    environment = Replies({"fixed": 10, "tokens": 7}, str(asked), str(gate))
+    assert await environment.reset(0)
+    assert not asked.exists()
+    gate.touch()
+    await environment.reset(1)
+    assert asked.exists()
+    assert environment.max_reply_tokens == 7

@@ -1,0 +1,142 @@
+"""The ranks' meeting place: strangers are no ranks, and who does not come is named in time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from slipstream.client.launch.preflight import free_port
+from slipstream.core.errors import ConfigError
+from slipstream.learner.trainer.ranks.rendezvous import RankFlags, rendezvous
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+
+HOST = "127.0.0.1"
+SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The port at which the ranks that this process starts meet."""
+    number = free_port(HOST)
+    monkeypatch.setenv("MASTER_ADDR", HOST)
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of this run")
+    # An earlier test that played a rank may have left these variables.
+    for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return number
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def listening(port: int) -> None:
+    """Returns when something listens there."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return
+    raise AssertionError("nothing listens")
+
+
+@pytest.fixture
+def attempts_end() -> Iterator[None]:
+    """Abandoned attempts end here with what torch prints about them, not in a later test."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "rendezvous":
+            thread.join(30)
+
+
+@pytest.mark.usefixtures("attempts_end")
+def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int) -> None:
+    # The ranks may start again: a rank 0 that is stopped listens too. If its port is taken, it
+    # says so itself.
+    told = (
+        f"learner.master: what listens on 127.0.0.1:{port} did not answer like rank 0 within 1 s: "
+        "rank 0 is stopped or very slow, or another program has the port"
+    )
+    with socket.create_server((HOST, port)), pytest.raises(TimeoutError, match=told):
+        rendezvous(1, 2, SHORT, connect_grace_s=0.5)
+
+
+@pytest.mark.usefixtures("attempts_end")
+@pytest.mark.parametrize("connect_grace_s", [0.1, 30.0], ids=["torch still tries", "torch said so"])
+def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port: int, connect_grace_s: float) -> None:
+    # The ranks may start again after this error: rank 0 may be there the next time.
+    told = rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
+    with pytest.raises(TimeoutError, match=f"{told}started, is stopped or very slow"):
+        rendezvous(1, 2, SHORT, connect_grace_s=connect_grace_s)
+
+
+def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
+    with (
+        socket.create_server((HOST, port)),
+        pytest.raises(ConfigError, match=f"got 127.0.0.1:{port}: .*in use"),
+    ):
+        rendezvous(0, 2, SHORT)
+
+
+def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolExecutor) -> None:
+    stores = [threads.submit(rendezvous, rank, 2, LONG) for rank in range(2)]
+    first, second = (store.result(60) for store in stores)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecutor) -> None:
+    came: Future[object] = threads.submit(rendezvous, 0, 2, timedelta(seconds=3))
+    listening(port)
+    # A rank of another program would come like this, and torch counts it.
+    stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
+    stranger.add("init/", 1)
+    stranger.set("rank/1", "here")
+    with pytest.raises(TimeoutError, match=rf"of 2 ranks 1 did not join at 127.0.0.1:{port}"):
+        came.result(60)
+
+
+def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((HOST, port)) as listener:
+        descriptor = listener.detach()
+    store = dist.TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    dist.PrefixStore("of this run/0", store).set("rank/0", "here")
+    rendezvous(1, 2, LONG)
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
+    with pytest.raises(
+        ConfigError,
+        match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 "
+        r".*belongs to another run, or has another",
+    ):
+        rendezvous(1, 2, LONG, recognition_limit_s=1.0)
+
+
+def test_a_word_is_heard_until_it_is_forgotten() -> None:
+    store = dist.HashStore()
+    ours, theirs = RankFlags(store), RankFlags(store)
+    assert not theirs.is_set("stop")
+    ours.set("stop")
+    assert theirs.is_set("stop")
+    assert not theirs.is_set("go")
+    theirs.clear("stop")
+    assert not ours.is_set("stop")
+
+
+def test_without_rank_0_every_word_counts_as_said(port: int) -> None:
+    leader = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=SHORT)
+    words = RankFlags(dist.TCPStore(HOST, port, is_master=False, timeout=SHORT))
+    assert not words.is_set("stop")
+    del leader
+    assert words.is_set("stop")
+    words.set("go")
