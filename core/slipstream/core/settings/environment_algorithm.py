@@ -44,7 +44,7 @@ def _own_fields() -> dict[str, Any]:
 _Settings = create_model("_Settings", __base__=_LossWeight, **_own_fields())
 
 
-class EnvironmentAlgorithmSection(_Settings):  # type: ignore[valid-type,misc]
+class EnvironmentAlgorithmSection(_Settings):
     """The algorithm for the episodes of one environment.
 
     What is left out is the run's, in the table `algorithm`. A table here replaces the run's whole

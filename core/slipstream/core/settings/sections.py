@@ -51,6 +51,7 @@ class ModelSection(Section):
     # near it.
     dtype: ElementType = "bfloat16"
 
+
 class EnvironmentSection(PlayedSection):
     """One environment whose episodes are trained on."""
 
