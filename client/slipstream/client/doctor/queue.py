@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
@@ -32,19 +35,19 @@ async def _check_end(config: Config, end: QueueEnd) -> Finding:
             f"nothing, unless a {end.replace('_', ' ')} starts here",
         )
     try:
-        from slipstream.client.doctor.redis_examination import examine
+        from slipstream.protocol.queue.redis_connection import RedisConnection
+        from slipstream.protocol.queue.redis_durability import check_loading, check_settings
 
-        found = await examine(redis_url_of(config.queue, end), role, limit_s=LIMIT_S)
+        connection = RedisConnection(redis_url_of(config.queue, end), "probe")
+        async with contextlib.aclosing(connection.client), asyncio.timeout(LIMIT_S):
+            await connection.probe(role.probe)
+            if end == "controller":
+                await check_settings(connection)
+                await check_loading(connection)
     except ModuleNotFoundError:
         return problem(area, "queue.kind is redis", "install redis and hiredis")
+    except TimeoutError:
+        return problem(area, f"redis does not answer within {LIMIT_S:g} s", LINES)
     except (QueueError, ConfigError) as error:
         return problem(area, str(error), f"check queue.redis_url and the server; {LINES}")
-    if found.missing:
-        return problem(area, f"user {found.user} may not {', '.join(found.missing)}", LINES)
-    if found.excessive:
-        return advice(
-            area,
-            f"user {found.user} has more rights than it needs: {', '.join(found.excessive)}",
-            LINES,
-        )
-    return ok(area, f"{found.server}, user {found.user} has the rights it needs alone")
+    return ok(area, f"redis at {connection.name} lets user {connection.user} write")
