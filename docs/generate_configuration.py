@@ -180,7 +180,7 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     yield f"{inspect.getdoc(model)}\n"
     other, alike = LIKE.get(path, ("", ()))
     if alike:
-        yield f"As in `{other}`: {', '.join(f'`{name}`' for name in alike)}.\n"
+        yield f"These mean the same as in `{other}`: {', '.join(f'`{name}`' for name in alike)}.\n"
     if len(alike) == len(model.model_fields):
         return
     yield "| key | values | default | meaning |"
