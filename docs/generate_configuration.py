@@ -113,6 +113,7 @@ run that goes on keeps it. With P parameters and W bytes of weights:
 | `learner.micro_batch_tokens` | a rank's share of two episodes, 4,096 to 8,192; one at least |
 | `learner.use_distributed_optimizer` | true with several data or context parallel ranks and Adam |
 | `sequence_parallel` | true with `tp` > 1 |
+| `learner.offload.gradients` and `optimizer` | true with `controller.turns` sleep |
 | `learner.threads` | 4 if P >= 1e9, else 1 |
 | `learner.timeout_s` | 1,800 if P >= 1e8, else 600 |
 | `rollout_server.max_episodes` | the episodes of a step, 64 to 256 |
