@@ -66,6 +66,7 @@ CONTENTS = {
         "docs/metrics",
         "docs/events",
         "docs/errors",
+        "docs/support",
         "docs/protocol",
         "docs/security",
         "docs/performance",

@@ -371,10 +371,10 @@ async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -
     continued, again = rig.engine.samples[-3], rig.engine.samples[-1]
     assert continued.prompt == again.prompt
     branches = rig.recorder.conversations.branches
-    assert [branch.logprobs[0].tolist() for branch in branches[:2]] == [
+    assert [branch.sampled[0]["behavior_logprobs"].tolist() for branch in branches[:2]] == [
         pytest.approx(rig.engine.samples[n].logprobs) for n in (0, 1)
     ]
-    assert branches[1].logprobs[1].tolist() == pytest.approx(continued.logprobs)
+    assert branches[1].sampled[1]["behavior_logprobs"].tolist() == pytest.approx(continued.logprobs)
 
 
 async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 from slipstream.core.errors import ProtocolError
 from slipstream.core.reference_logprobs import check_reference
-from slipstream.core.types import Trajectory
+from slipstream.core.types import SAMPLED_ARRAYS, Trajectory
 
 
 def _check_branches(trajectory: Trajectory) -> None:
@@ -48,19 +48,21 @@ def check_trajectory(trajectory: Trajectory) -> None:
             f"{name}: runs of {sum(trajectory.run_lengths)} tokens, "
             f"but {len(trajectory.token_ids)} tokens"
         )
-    if len(trajectory.behavior_logprobs) != sampled:
-        raise ProtocolError(
-            f"{name}: {len(trajectory.behavior_logprobs)} log-probabilities "
-            f"for {sampled} sampled tokens"
-        )
+    arrays = {field: getattr(trajectory, field) for field in SAMPLED_ARRAYS}
+    for field, array in arrays.items():
+        if array is not None and len(array) != sampled:
+            raise ProtocolError(
+                f"{name}: {len(array)} values of {field} for {sampled} sampled tokens"
+            )
     if any(span.length == 0 for span in trajectory.version_spans):
         raise ProtocolError(f"{name}: a version span is empty")
     if sum(span.length for span in trajectory.version_spans) != sampled:
         raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
     if not math.isfinite(trajectory.reward):
         raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
-    if not np.logical_and.reduce(np.isfinite(trajectory.behavior_logprobs)):
-        raise ProtocolError(f"{name}: a log-probability is not a finite number")
+    for field, array in arrays.items():
+        if array is not None and not np.logical_and.reduce(np.isfinite(array)):
+            raise ProtocolError(f"{name}: a value of {field} is not a finite number")
     _check_branches(trajectory)
     reference = trajectory.reference
     if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
@@ -136,7 +136,10 @@ class AgentRig:
         for branch in self.recorder.conversations.branches:
             assert len(branch.run_lengths) % 2 == 0
             assert sum(branch.run_lengths) == len(branch.token_ids)
-            end, logprobs = 0, [value for part in branch.logprobs for value in part.tolist()]
+            end, logprobs = (
+                0,
+                [value for part in branch.sampled for value in part["behavior_logprobs"].tolist()],
+            )
             for context, sampled in zip(
                 branch.run_lengths[::2], branch.run_lengths[1::2], strict=True
             ):

@@ -243,7 +243,7 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     metrics = critic.train(sequences, [range(len(sequences))])
     after = critic.values(batch)
     if policy.ranks.is_main:
-        returns = [each.estimates.returns[each.loss_mask] for each in sequences]
+        returns = [each.returns[each.loss_mask] for each in sequences]
         found = {"before": before, "after": after, "returns": returns}
         joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in found.items()}
         norm = torch.tensor(metrics["critic_grad_norm"])

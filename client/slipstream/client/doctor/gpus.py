@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.packages import version_of
+from slipstream.client.launch.checks import Finding, advice, ok, problem
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
 from slipstream.core.settings.config import Config

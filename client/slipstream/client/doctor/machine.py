@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.launch.checks import Finding, advice, ok, problem
 from slipstream.core.machine.process import MAX_OPEN_FILES
 
 GIB = 1 << 30

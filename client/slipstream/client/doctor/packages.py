@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.launch.checks import Finding, advice, ok, problem
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from slipstream.client.doctor.findings import Finding, advice, ok, problem
+from slipstream.client.launch.checks import Finding, advice, ok, problem
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.queue_section import QueueEnd
@@ -17,11 +17,9 @@ LINES = "docs/security.md has the ACL SETUSER line"
 
 
 async def check_queue(config: Config) -> list[Finding]:
-    """Returns one finding; for a Redis of the user's own, one for each end of the queue."""
-    if config.queue.kind != "redis":
-        return [ok("queue", "gRPC: trajectories wait in the memory of the rollout servers")]
-    if config.queue.redis_url is None:
-        return [ok("queue", "`slipstream run` starts a Valkey server of its own")]
+    """Returns one finding for each end of the queue if it is a Redis of the user's own."""
+    if config.queue.kind != "redis" or config.queue.redis_url is None:
+        return []
     return [await _check_end(config, end) for end in ROLES]
 
 

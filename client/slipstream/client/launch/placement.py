@@ -135,6 +135,20 @@ def place_here(
     return place(config, visible, ranks=ranks, servers=servers)
 
 
+def fit_here(
+    config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
+) -> tuple[Config, Placement, str]:
+    """Fits what starts on this machine to its GPUs; raises ConfigError if it does not fit.
+
+    Returns the settings after sharing a GPU, the placement, and the transport of weights between
+    ranks and servers, "" if only one of them starts here.
+    """
+    placement = place_here(config, ranks=ranks, servers=servers, gpus=gpus)
+    config = share_memory(config, placement)
+    transport = check_transport(config, placement) if ranks and servers else ""
+    return config, placement, transport
+
+
 def _check_adapters(config: Config) -> None:
     if config.lora.publishes_adapters and config.model.dtype == "float32":
         raise ConfigError(

@@ -23,7 +23,7 @@ import grpc.aio
 from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
-from slipstream.core.configuration.config_file import check_model, check_sizes, dump_config
+from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.exit_codes import WARNING
@@ -33,13 +33,11 @@ from slipstream.core.machine.process import open_variables
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.settings.queue_section import QueueEnd, QueueSection
+from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.sections import EnvironmentSection, SecuritySection
-from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
-    check_address,
     open_channel,
     redis_url_of,
 )
@@ -76,29 +74,7 @@ NEEDED_BY = {
 }
 
 
-def check_settings(
-    config: Config, *, dry_run: bool = False, queue_ends: Sequence[QueueEnd] = ()
-) -> Credentials:
-    """Makes all checks that start no process; ConfigError.
-
-    A dry run needs only config.json of the model. `queue_ends`: the ends of the queue that are
-    opened on this machine, which needs their passwords.
-    """
-    if dry_run:
-        check_sizes(config)
-    else:
-        check_model(config)
-    credentials = Credentials.load(config.security)
-    _check_certificates(config.security)
-    check_address(config.controller.address, credentials, what="controller.address")
-    check_private(config)
-    if config.queue.kind == "redis" and config.queue.redis_url is not None:
-        for end in queue_ends:
-            redis_url_of(config.queue, end)
-    return credentials
-
-
-def _check_certificates(security: SecuritySection) -> None:
+def check_certificates(security: SecuritySection) -> None:
     """Raises ConfigError when files cannot be loaded or are no pair; gRPC would say less, later."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
@@ -122,7 +98,7 @@ def check_own_certificate(config: Config) -> None:
     this check the trainer ranks would wait for a controller that each of them refuses.
     """
     security, address = config.security, config.controller.address
-    _check_certificates(security)
+    check_certificates(security)
     if security.tls_certificate is None or address.startswith("unix:"):
         return
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -146,7 +122,7 @@ def check_own_certificate(config: Config) -> None:
             ) from None
 
 
-def check_weights_host(config: Config) -> None:
+def check_weights_host(config: Config) -> str:
     """Raises ConfigError unless trainer rank 0, which starts here, can listen on `weights.host`."""
     host = config.weights.host
     try:
@@ -157,9 +133,10 @@ def check_weights_host(config: Config) -> None:
             f"weights.host must be an address of this machine, where trainer rank 0 starts, "
             f"got {host}: {error.strerror}"
         ) from error
+    return f"weights.host {host} is an address of this machine"
 
 
-def check_port(address: str) -> None:
+def check_port(address: str) -> str:
     """Raises ConfigError when the controller cannot listen on `address`."""
     host, port = address_parts(address)
     if port == 0:
@@ -176,6 +153,7 @@ def check_port(address: str) -> None:
                 f"controller.address: cannot listen on {address}: {error.strerror}"
                 f"{taken if error.errno == errno.EADDRINUSE else ''}"
             ) from error
+    return f"{address} is of this machine and free"
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -226,30 +204,38 @@ async def check_queue_user(queue: QueueSection) -> None:
             await connection.probe(ROLLOUT_SERVER.probe)
 
 
-async def check_passed_settings(config: Config) -> None:
-    """Has Megatron check the settings that are passed through to it, if any; ConfigError.
+async def check_megatron(config: Config) -> str | None:
+    """Has Megatron check the settings that are passed through to it; raises ConfigError.
 
-    The check takes as long as Megatron's imports, and no GPU.
+    The check takes as long as Megatron's imports, and no GPU. Returns None if nothing is passed
+    through, or if Megatron or the model, which it needs for that, is missing.
     """
-    if passes_to_megatron(config):
-        tables = "learner.ddp, optimizer and transformer"
-        await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
+    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
+    passes = any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
+    is_missing = importlib.util.find_spec("megatron") is None
+    if not passes or is_missing or not (config.model.path / "config.json").is_file():
+        return None
+    tables = "learner.ddp, optimizer and transformer"
+    await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
+    return "Megatron takes what is passed through to it"
 
 
-async def check_engine(config: Config) -> None:
-    """Has vLLM check the settings that it knows better, if any; ConfigError.
+async def check_engine(config: Config) -> str | None:
+    """Has vLLM check the settings that it knows better; raises ConfigError.
 
     These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
-    vLLM's imports, and no GPU.
+    vLLM's imports, and no GPU. Returns None if there are none, or if vLLM is missing.
     """
     server = config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
         raise ConfigError(
             f"rollout_server.chat_template must be a file, got {server.chat_template}"
         )
-    passes = bool(server.engine or server.tool_parser or server.reasoning_parser)
-    if passes and importlib.util.find_spec("vllm") is not None:
-        await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+    names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
+    if not names or importlib.util.find_spec("vllm") is None:
+        return None
+    await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+    return f"vLLM has what is passed through to it: {', '.join(names)}"
 
 
 async def check_reference(config: Config) -> None:
@@ -278,12 +264,6 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
     for line in lines:
         if line.startswith(WARNING):
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
-
-
-def passes_to_megatron(config: Config) -> bool:
-    """Whether any setting is passed through to Megatron."""
-    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
-    return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
 
 
 async def check_environments(

@@ -25,6 +25,8 @@ class Ended:
     # The exit code; None: the program did not end within its limit.
     code: int | None
     lines: tuple[str, ...]
+    # What it wrote to stdout.
+    output: str = ""
 
 
 async def run_module(
@@ -46,16 +48,17 @@ async def run_program(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `command` with `given` on its stdin; drops its stdout."""
+    """Runs `command` with `given` on its stdin."""
     # Files rather than pipes: a pipe stays open as long as anything that the program has started.
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
+    file = tempfile.TemporaryFile
+    with file() as stdin, file() as stdout, file() as stderr:
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "slipstream.core.machine.keeper", "--"],
             *command,
             stdin=stdin,
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=stdout,
             stderr=stderr,
             env=environ,
             start_new_session=True,
@@ -72,4 +75,6 @@ async def run_program(
             await process.wait()
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = stderr.read().decode(errors="replace")
-        return Ended(code, tuple(text.strip().splitlines()))
+        stdout.seek(0)
+        output = stdout.read().decode(errors="replace")
+        return Ended(code, tuple(text.strip().splitlines()), output)

@@ -33,7 +33,8 @@ class Branch:
     name: str
     token_ids: list[int] = field(default_factory=list)
     run_lengths: list[int] = field(default_factory=list)
-    logprobs: list[LogprobArray] = field(default_factory=list)
+    # `Generation.sampled_arrays` of each reply.
+    sampled: list[dict[str, LogprobArray]] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
@@ -192,7 +193,7 @@ class Conversations:
         branch.token_ids += call.context
         branch.token_ids += tokens
         branch.run_lengths += [len(call.context), len(tokens)]
-        branch.logprobs.append(generation.logprobs)
+        branch.sampled.append(generation.sampled_arrays)
         branch.spans += generation.version_spans
         if generation.expert_ids is not None:
             branch.expert_ids.append(generation.expert_ids)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
@@ -27,11 +26,8 @@ from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.training_sequence import (
-    TokenEstimates,
-    TrainingSequence,
-    parts_of,
-)
+from slipstream.learner.trainer.batches.token_fields import NumpyArray, TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 
 @dataclass(frozen=True)
@@ -176,38 +172,28 @@ def _token_estimates(
     trajectories: Sequence[Trajectory],
     found: Mapping[int, TokenAdvantages],
     known: Sequence[ModelEstimates],
-) -> list[TokenEstimates]:
+) -> list[TokenEstimates[NumpyArray]]:
     """Returns estimates for each trajectory; episodes not in `found` do not count and get 0."""
     worths = [
         found[index] if index in found else _worthless(trajectory)
         for index, trajectory in enumerate(trajectories)
     ]
-    advantages = _float32(
-        [_shared(t, worth.advantages) for t, worth in zip(trajectories, worths, strict=True)]
-    )
-    returns: Sequence[LogprobArray | None] = [None] * len(worths)
-    # Only a critic needs returns.
-    if any(one.values is not None for one in known):
-        returns = _float32([worth.returns for worth in worths if worth.returns is not None])
-    return [
-        TokenEstimates(
-            advantage,
-            one.reference.logprobs if one.reference is not None else None,
-            one.values,
-            wanted,
-            *_likely(one.reference),
+    estimates: list[TokenEstimates[NumpyArray]] = []
+    for trajectory, worth, one in zip(trajectories, worths, known, strict=True):
+        reference = one.reference
+        top = reference if reference is not None and reference.top_k else None
+        estimates.append(
+            TokenEstimates(
+                _shared(trajectory, worth.advantages),
+                reference_logprobs=None if reference is None else reference.logprobs,
+                values=one.values,
+                # Only a critic needs returns.
+                returns=None if one.values is None else worth.returns,
+                top_ids=None if top is None else top.top_ids,
+                top_logprobs=None if top is None else top.top_logprobs,
+            )
         )
-        for advantage, one, wanted in zip(advantages, known, returns, strict=True)
-    ]
-
-
-def _likely(
-    reference: ReferenceLogprobs | None,
-) -> tuple[npt.NDArray[np.int64] | None, LogprobArray | None]:
-    """Returns the reference's most likely tokens and their log-probabilities, or None twice."""
-    if reference is None or not reference.top_k:
-        return None, None
-    return reference.top_ids.astype(np.int64), reference.top_logprobs
+    return estimates
 
 
 def _shared(trajectory: Trajectory, advantages: FloatArray) -> FloatArray:
@@ -221,14 +207,6 @@ def _shared(trajectory: Trajectory, advantages: FloatArray) -> FloatArray:
 def _worthless(trajectory: Trajectory) -> TokenAdvantages:
     zeros = np.zeros(trajectory.num_sampled_tokens)
     return TokenAdvantages(zeros, zeros)
-
-
-def _float32(arrays: Sequence[FloatArray]) -> list[LogprobArray]:
-    """Converts all arrays at once: one by one would cost more time than training short ones."""
-    if not arrays:
-        return []
-    joined = np.concatenate(list(arrays)).astype(np.float32)
-    return parts_of(joined, np.cumsum([len(array) for array in arrays]))
 
 
 def _with_experts(

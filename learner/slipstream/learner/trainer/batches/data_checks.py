@@ -83,7 +83,7 @@ def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> Non
     faulty = [
         index
         for index, sequence in enumerate(sequences)
-        if not np.isfinite(sequence.estimates.advantages).all()
+        if not np.isfinite(sequence.advantages).all()
     ]
     if faulty:
         rewards = batch.rewards()[batch.owners]

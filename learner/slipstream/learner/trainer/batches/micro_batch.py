@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batches.images import ImageInputs
+from slipstream.learner.trainer.batches.token_fields import TokenFields
 from torch import Tensor
 
 
@@ -55,20 +56,14 @@ class Paths:
         return dataclasses.replace(self, **tensors)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TokenFields[Tensor]):
     """Packed sequences; tensors are [tokens] unless a comment says otherwise."""
 
-    token_ids: Tensor
     position_ids: Tensor
     targets: Tensor
-    loss_mask: Tensor
     # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
     loss_weights: Tensor
-    advantages: Tensor
-    # NaN for a token that no policy sampled.
-    behavior_logprobs: Tensor
-    lags: Tensor
     # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
     sequence_ids: Tensor
     # int32: the start of each sequence, and the end; filler is a last sequence without loss.
@@ -76,19 +71,7 @@ class MicroBatch:
     max_seqlen: int
     # Indices of the sequences, in order, without filler.
     indices: tuple[int, ...]
-    # None without a reference model.
-    reference_logprobs: Tensor | None = None
-    # int64 and float32 [tokens, top k]: the reference's most likely tokens at the position, and
-    # their log-probabilities. Both None unless the loss reads them.
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
-    # Both None without a critic.
-    values: Tensor | None = None
-    returns: Tensor | None = None
-    # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
-    # it predicts. The largest id of the type means "not known". None: no experts are known.
-    expert_ids: Tensor | None = None
-    # int64: for each token the index of its algorithm; None: all have the run's, whose index is 0.
+    # int64: for each token the index of its algorithm; None if all have the run's, which is 0.
     algorithm_ids: Tensor | None = None
     # The keys that each sequence sees; None: those of its own tokens.
     paths: Paths | None = None

@@ -40,16 +40,7 @@ def build_tree_micro_batch(
 
 
 def _part(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
-    cut = slice(segment.start, segment.end)
-    return dataclasses.replace(
-        sequence,
-        token_ids=sequence.token_ids[cut],
-        loss_mask=sequence.loss_mask[cut],
-        behavior_logprobs=sequence.behavior_logprobs[cut],
-        lags=sequence.lags[cut],
-        estimates=sequence.estimates.map(lambda values: values[cut]),
-        expert_ids=None if sequence.expert_ids is None else sequence.expert_ids[cut],
-    )
+    return sequence.map_fields(lambda array, _: array[segment.start : segment.end])
 
 
 def _targets(sequence: TrainingSequence, segment: Segment) -> npt.NDArray[np.int64]:

@@ -133,11 +133,11 @@ class _Block:
             return
         with torch.cuda.device(device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(runtime.cudaHostRegister(self._whole.data_ptr(), num_bytes, 0))
-        if error:
+            code = int(runtime.cudaHostRegister(self._whole.data_ptr(), num_bytes, 0))
+        if code:
             raise CheckpointError(
                 f"{num_bytes} bytes of main memory for a checkpoint cannot be pinned: "
-                f"CUDA error {error}"
+                f"CUDA error {code}"
             )
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:

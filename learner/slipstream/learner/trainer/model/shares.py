@@ -20,7 +20,7 @@ from slipstream.learner.trainer.batches.prefix_tree import (
     num_tokens,
     saved_by,
 )
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
 from torch import Tensor
@@ -45,13 +45,8 @@ def batch_outputs(
     be in force; each replica computes its share. Collective: besides the model's own messages, it
     sums 4 bytes for each output of the batch over all ranks.
     """
-    nothing = [
-        TokenEstimates(np.zeros(trajectory.num_sampled_tokens, dtype=np.float32))
-        for trajectory in batch.trajectories
-    ]
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories,
-        nothing,
         step=batch.step,
         processor=None if model.vision is None else model.vision.processor,
     )

@@ -186,11 +186,10 @@ def _explained(sequences: Sequence[TrainingSequence]) -> float:
     """Returns the explained variance of the values before the step, over the trained tokens."""
     values, returns = [], []
     for sequence in sequences:
-        known = sequence.estimates
-        assert known.values is not None
-        assert known.returns is not None
-        values.append(known.values[sequence.loss_mask])
-        returns.append(known.returns[sequence.loss_mask])
+        assert sequence.values is not None
+        assert sequence.returns is not None
+        values.append(sequence.values[sequence.loss_mask])
+        returns.append(sequence.returns[sequence.loss_mask])
     return explained_variance(np.concatenate(values), np.concatenate(returns))
 
 

@@ -12,7 +12,8 @@ from slipstream.learner.trainer.batches.context_parallel import (
     zigzag,
 )
 from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.token_fields import TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.fakes.fake_controller import make_batch
 from torch import Tensor
 

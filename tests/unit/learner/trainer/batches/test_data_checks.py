@@ -14,7 +14,8 @@ from slipstream.learner.trainer.batches.data_checks import (
     check_references,
     untrainable,
 )
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.token_fields import TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.fakes.fake_controller import make_batch, with_branches
 
 BATCH = make_batch(0, num_groups=2, group_size=2, vocab_size=32, max_tokens=24)

@@ -10,7 +10,7 @@ from slipstream.learner.trainer.batches.prefix_tree import (
     num_squares,
     num_tokens,
 )
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.rigs.fuzz_budget import times
 
 
@@ -24,7 +24,7 @@ def sequence(tokens, trained):
         loss_mask=mask,
         behavior_logprobs=zeros,
         lags=zeros.astype(np.int32),
-        estimates=TokenEstimates(zeros),
+        advantages=zeros,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from slipstream.learner.trainer.batches.prefix_tree import Families
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 
 
@@ -16,7 +16,8 @@ def sequence(tokens: list[int], trained: range, weight: float) -> TrainingSequen
         loss_mask=mask,
         behavior_logprobs=-values,
         lags=np.zeros(len(tokens), dtype=np.int32),
-        estimates=TokenEstimates(values, values + 0.5),
+        advantages=values,
+        reference_logprobs=values + 0.5,
         loss_weight=weight,
     )
 
@@ -55,7 +56,7 @@ def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
         strict=True,
     )
     expected = [
-        (index, place, one.token_ids[place + 1], one.estimates.advantages[place], one.loss_weight)
+        (index, place, one.token_ids[place + 1], one.advantages[place], one.loss_weight)
         for index, one in enumerate(SEQUENCES)
         for place in np.flatnonzero(one.loss_mask).tolist()
     ]
