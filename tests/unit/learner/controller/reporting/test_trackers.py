@@ -15,7 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.measurement_sections import TrackingSection
 from slipstream.core.settings.tracking import check_trackers
 from slipstream.learner.controller.reporting.trackers import tracker
-from slipstream.learner.controller.reporting.trackers.opening import RunIds, _ways_to_open
+from slipstream.learner.controller.reporting.trackers.opening import RunIds, ways_to_open
 from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker, crc32c
 from slipstream.learner.controller.reporting.trackers.tracker import (
     TrackedRun,
@@ -165,7 +165,7 @@ def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
     folder.mkdir(parents=True)
     complaints: list[str] = []
     for start in range(2):
-        trackers = Trackers(_ways_to_open(config, folder, complaints.append), complaints.append)
+        trackers = Trackers(ways_to_open(config, folder, complaints.append), complaints.append)
         trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
         trackers.close()
     assert complaints == []
@@ -260,7 +260,7 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     )
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
-    tracker = _ways_to_open(config, config.run_dir, print)["wandb"]()
+    tracker = ways_to_open(config, config.run_dir, print)["wandb"]()
     tracker.log(7, {"loss": 0.5})
     tracker.close()
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.
@@ -317,7 +317,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
     config.run_dir.mkdir()
     for start in range(2):
-        tracker = _ways_to_open(config, config.run_dir, print)["mlflow"]()
+        tracker = ways_to_open(config, config.run_dir, print)["mlflow"]()
         tracker.log(start, {"held/pass@1": 0.5 + start})
         tracker.close()
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.

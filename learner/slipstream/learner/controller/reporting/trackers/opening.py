@@ -6,7 +6,6 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -67,10 +66,11 @@ def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
     def complain(text: str) -> None:
         loop.call_soon_threadsafe(events.add, text, Severity.WARNING)
 
-    return Trackers(_ways_to_open(config, folder, complain), complain)
+    return Trackers(ways_to_open(config, folder, complain), complain)
 
 
-def _ways_to_open(config: Config, folder: Path, complain: Complain) -> Mapping[str, OpenTracker]:
+def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, OpenTracker]:
+    """The function that opens each tracker which the settings name."""
     ids = RunIds(folder, complain)
     ways: dict[str, OpenTracker] = {
         "tensorboard": lambda: _open_tensorboard(config, folder, complain),
