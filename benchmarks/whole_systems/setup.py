@@ -181,6 +181,7 @@ learning_rate = 1e-6
 [sampling]
 max_reply_tokens = {longest}
 max_episode_tokens = {longest + work.prompt_words + 2}
+[debug]
 ignore_eos = true
 [controller]
 address = "127.0.0.1:{free_port()}"

@@ -325,7 +325,7 @@ async def test_a_missing_right_ends_a_sender_with_user_and_command(
     (cause,) = causes(caught.value)
     assert cause == (
         f"redis at {server.address}: user other lacks the right to {lacks} on the keys of run run; "
-        "`slipstream doctor` names all that are missing"
+        "docs/security.md has the lines that give all rights"
     )
 
 

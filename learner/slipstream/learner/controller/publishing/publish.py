@@ -184,13 +184,8 @@ class Publisher:
             return False
         if session.state in (JOINING, STALE):
             return True
-        if not session.is_serving or session.key in self.pinned or session.version == version:
-            return False
-        is_regular = version.step % self._settings.publish_every_steps == 0
-        assert session.version is not None
-        # Weights of an abandoned timeline are not the learner's.
-        is_abandoned = session.version.incarnation != version.incarnation
-        return is_regular or is_abandoned or self._progress.all_steps_done
+        is_pinned = session.key in self.pinned
+        return session.is_serving and not is_pinned and session.version != version
 
     def trainer_joined(self, num_senders: int) -> None:
         """Abandons the earlier trainer's publish; `num_senders` ranks of the new trainer send."""
