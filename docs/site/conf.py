@@ -54,6 +54,7 @@ CONTENTS = {
         "docs/guides/watching",
         "docs/guides/checkpoints",
         "docs/guides/models",
+        "docs/guides/images",
         "docs/guides/agreement",
         "docs/guides/parallelism",
         "docs/guides/deployment",
