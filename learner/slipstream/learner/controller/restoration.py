@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -16,7 +16,6 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import (
     FORMAT,
     REMEDY,
-    BusySeconds,
     RunHistory,
     read_history,
 )
@@ -117,21 +116,12 @@ def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | Non
 
     After a crash a controller cannot ask the engines for these counts.
     """
-    generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
+    counted = ledger.counted(lost)
     others: dict[str, JsonValue] = {} if lost is None else {"departed": True}
-    judged: list[JsonValue] = [
-        [name, epoch, tokens]
-        for name, epoch, _ in generated
-        if (tokens := ledger.judged_by(name, epoch))
-    ]
+    judged: list[JsonValue] = [[*key, tokens] for key, _, tokens in counted if tokens]
     if judged:
         others["judged"] = judged
-    journal.append("servers", generated=[list(entry) for entry in generated], **others)
-
-
-def journal_busy(journal: Journal, busy: BusySeconds) -> None:
-    """Journals how busy engines and trainer were since this start, for the summary of the run."""
-    journal.append("busy", **asdict(busy))
+    journal.append("servers", generated=[[*key, tokens] for key, tokens, _ in counted], **others)
 
 
 def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:

@@ -36,6 +36,11 @@ WATCH_S = 0.25
 LATE_S = 2 * WATCH_S
 
 
+LOOK_S = 2.0
+# Seconds of serving within which a server must end a cancelled lease.
+CANCEL_LIMIT_S = 60.0
+
+
 class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
@@ -130,9 +135,6 @@ class RunWatch:
         )
 
 
-LOOK_S = 2.0
-
-
 class CheckpointWatch:
     """Warns when a resume could not use the newest reported checkpoint, once for each change.
 
@@ -201,10 +203,6 @@ def _missing(folder: Path, step: int) -> str:
     if not lack or max(complete_steps(folder), default=0) > step:
         return ""
     return f"{path} was removed or damaged under the live run ({lack})"
-
-
-# Seconds of serving within which a server must end a cancelled lease.
-CANCEL_LIMIT_S = 60.0
 
 
 @dataclass
