@@ -11,6 +11,7 @@ from slipstream.v1 import weights_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import until
 
 
 class TrainerBeside(FakeTrainer):
@@ -67,14 +68,12 @@ async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
 
     async def kill(controller, tasks) -> None:
         training = asyncio.ensure_future(first.run())
-        while not first.holds:
-            await asyncio.sleep(0.005)
+        await until(lambda: first.holds)
         assert server.is_resting
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)
         if turns == "pause":
-            while server.is_resting:
-                await asyncio.sleep(0.005)
+            await until(lambda: not server.is_resting)
         # The second one starts from the beginning, as a fake without a checkpoint does.
         second_run.set()
 
@@ -101,8 +100,7 @@ async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
     trainer.hold_at(3)
 
     async def kill(controller, tasks) -> None:
-        while not trainer.holds:
-            await asyncio.sleep(0.005)
+        await until(lambda: trainer.holds)
         assert first.is_resting
         first.killed = True
         tasks[0].cancel()
