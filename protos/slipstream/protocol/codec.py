@@ -255,7 +255,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
 
 
 def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """Returns the wire form of a trajectory's experts; None without experts."""
+    """Returns the wire form of a trajectory's experts, or None without experts."""
     if routed is None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
@@ -282,7 +282,7 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
 
 
 def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
-    """Returns the wire form of a reference model's log-probabilities; None without any."""
+    """Returns the wire form of a reference model's log-probabilities, or None without any."""
     if reference is None:
         return None
     return pb.ReferenceLogprobs(

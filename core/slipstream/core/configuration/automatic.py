@@ -140,7 +140,7 @@ def chosen_settings(
 
 
 def describe_choices(tables: Tables) -> str:
-    """Returns one line with the values that a run chose by itself; "" if it chose none."""
+    """Returns one line with the values that a run chose by itself, or "" if it chose none."""
     return ", ".join(f"{key} {_shown(_value(tables, key))}" for key in tables.automatic)
 
 
@@ -202,7 +202,7 @@ def _name(table: dict[str, Any]) -> None:
 
 
 def _recorded(path: Path) -> dict[str, JsonValue]:
-    """Returns what the run of this file chose; {} without a whole one, which others report."""
+    """Returns what the run of this file chose, or {} without a whole one, which others report."""
     try:
         table = tomllib.loads(path.read_text())
         return {

@@ -187,7 +187,7 @@ def largest_trajectory_bytes(config: Config) -> int:
 
 
 def vocabulary_size(config: Config) -> int:
-    """Returns the number of the model's token ids; 0 if its folder or config.json lacks it."""
+    """Returns the number of the model's token ids, or 0 if its folder or config.json lacks it."""
     if not (config.model.path / "config.json").is_file():
         return 0
     return read_model_sizes(config.model.path).vocab
@@ -357,7 +357,7 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Returns the type of the table at a place of the settings; None for another value."""
+    """Returns the type of the table at a place of the settings, or None for another value."""
     model: type[BaseModel] = Config
     for part in location:
         if isinstance(part, int):

@@ -257,7 +257,7 @@ class AlgorithmSection(Section):
 
     @property
     def staleness_warning(self) -> str | None:
-        """Warning about tokens of older versions without a correction; None if there is none."""
+        """Warning about tokens of older versions without a correction, or None if there is none."""
         if self.max_staleness == 0 or self.correction.acts:
             return None
         start = f"algorithm.max_staleness is {self.max_staleness} without a correction: "
