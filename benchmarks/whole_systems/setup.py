@@ -146,7 +146,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     """Returns the configuration of our run: what a user writes for this work."""
     work, on_cpu = system.work, arguments.device == "cpu"
     words = system.name.split("-")
-    turns = next((word for word in words if word in ("pause", "sleep", "auto")), "off")
+    turns = next((word for word in words if word in ("pause", "sleep")), "off")
     offload = "{ gradients = true, optimizer = true }" if turns == "sleep" else "{}"
     longest = max(work.tokens, work.longest)
     work_table = ", ".join(f"{key} = {value}" for key, value in asdict(work).items())

@@ -18,6 +18,7 @@ from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_rights import DEFAULT_USER, ROLES
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -251,8 +252,7 @@ async def test_the_next_receiver_delivers_what_is_left_under_a_new_mark(
             names = [(await second.get()).trajectory_id for _ in range(left + 1)]
             assert names == [*(name(number) for number in range(3))][3 - left :] + [name(9)]
             await second.acknowledge(names)
-            while sender.queued_bytes:
-                await asyncio.sleep(0.01)
+            await until(lambda: not sender.queued_bytes)
     async with RedisReceiver(server.url(), "run") as third:
         assert third.mark == second.mark
 

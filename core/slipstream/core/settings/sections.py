@@ -143,9 +143,8 @@ class ControllerSection(Section):
     sample_every_steps: Positive = 10
     # Use of a GPU that learner and rollout servers share. off: both compute at the same time;
     # pause: engines rest while the learner trains; sleep: they also give their memory back, and
-    # the learner its own (learner.offload) while they generate; auto: off or pause, whichever
-    # trains more tokens per second in the first steps.
-    turns: Literal["off", "pause", "sleep", "auto"] = "off"
+    # the learner its own (learner.offload) while they generate.
+    turns: Literal["off", "pause", "sleep"] = "off"
 
 
 class ParallelSection(Section):
