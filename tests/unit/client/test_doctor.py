@@ -16,7 +16,7 @@ from slipstream.client.doctor import examine as examination
 from slipstream.client.doctor import machine
 from slipstream.client.doctor.examine import ask_program, conclusion, table
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.doctor.redis_examination import check_queue
+from slipstream.client.doctor.queue import check_queue
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import (
     Finding,
