@@ -94,13 +94,19 @@ class EpisodeHost:
                 case "step":
                     message.verdict.CopyFrom(await self._step(command.step))
                 case "follow_agent":
-                    answer = await self._next_call(command.follow_agent.episode_key)
+                    episode = self._begun(command.follow_agent.episode_key)
+                    if episode.agent is None:
+                        raise _misused(f"the environment of episode {episode.key} is no agent")
+                    answer = await _run(episode, episode.agent.next)
                     if isinstance(answer, pb.AgentCall):
                         message.agent_call.CopyFrom(answer)
                     else:
                         message.agent_result.CopyFrom(answer)
                 case "reply_part":
-                    await self._reply(command.reply_part)
+                    replied = self._episodes.get(command.reply_part.episode_key)
+                    # A part may cross with the end of the episode.
+                    if replied is not None and replied.agent is not None:
+                        await replied.agent.part(command.reply_part)
                     message.pong.SetInParent()
                 case "close":
                     await self._close(command.close.episode_key)
@@ -182,18 +188,6 @@ class EpisodeHost:
         if episode is None or not episode.has_begun:
             raise _misused(f"episode {key} is not open")
         return episode
-
-    async def _next_call(self, key: str) -> pb.AgentCall | pb.AgentResult:
-        episode = self._begun(key)
-        if episode.agent is None:
-            raise _misused(f"the environment of episode {key} is no agent")
-        return await _run(episode, episode.agent.next)
-
-    async def _reply(self, part: pb.ReplyPart) -> None:
-        episode = self._episodes.get(part.episode_key)
-        # A part may cross with the end of the episode.
-        if episode is not None and episode.agent is not None:
-            await episode.agent.part(part)
 
     def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
         """Notes that the code of an agent begins or ends to work."""

@@ -240,14 +240,14 @@ class AgentRun:
                 outcome = _Outcome(error=error)
             with contextlib.suppress(RuntimeError):
                 # The loop is closed when the whole process ends.
-                self._loop.call_soon_threadsafe(self._deliver, outcome)
+                self._loop.call_soon_threadsafe(deliver, outcome)
+
+        def deliver(outcome: _Outcome) -> None:
+            if not self._from_thread.done():
+                self._from_thread.set_result(outcome)
 
         self._thread = threading.Thread(target=work, name="agent", daemon=True)
         self._thread.start()
-
-    def _deliver(self, outcome: _Outcome) -> None:
-        if not self._from_thread.done():
-            self._from_thread.set_result(outcome)
 
 
 def _interrupt(thread: threading.Thread) -> None:

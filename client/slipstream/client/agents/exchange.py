@@ -54,12 +54,8 @@ class CallExchange:
         # Messages that the server has not taken yet.
         self._outbox: list[pb.AgentCall] = []
         self._changed = asyncio.Event()
-        self._has_ended = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the episode takes no more calls."""
-        return self._has_ended
+        # Whether the episode takes no more calls.
+        self.has_ended = False
 
     @property
     def num_waiting_bytes(self) -> int:
@@ -92,7 +88,7 @@ class CallExchange:
 
     def open(self, request: pb.AgentCall) -> OpenCall:
         """Hands a request that was read to the server, and numbers it."""
-        assert not self._has_ended
+        assert not self.has_ended
         self._num_calls += 1
         request.call = self._num_calls
         call = self._calls[request.call] = OpenCall(request.call)
@@ -106,7 +102,7 @@ class CallExchange:
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return
-        if not self._has_ended:
+        if not self.has_ended:
             waiting = [message for message in self._outbox if message.call != call.number]
             if len(waiting) < len(self._outbox):
                 self._outbox = waiting
@@ -116,10 +112,10 @@ class CallExchange:
 
     async def next(self) -> pb.AgentCall | None:
         """Returns the next message for the server, or None after `end`."""
-        while not self._outbox and not self._has_ended:
+        while not self._outbox and not self.has_ended:
             self._changed.clear()
             await self._changed.wait()
-        return None if self._has_ended else self._outbox.pop(0)
+        return None if self.has_ended else self._outbox.pop(0)
 
     async def part(self, part: pb.ReplyPart) -> None:
         """Hands a part of a reply to its client; returns when the client has taken it.
@@ -138,7 +134,7 @@ class CallExchange:
 
     def end(self) -> None:
         """Ends all calls, and `next`."""
-        self._has_ended = True
+        self.has_ended = True
         self._outbox.clear()
         self._changed.set()
         for call in self._calls.values():

@@ -199,7 +199,8 @@ class Gateway:
         except _Refusal as refusal:
             await _refuse(send, refusal)
         except TooManyCalls:
-            await _refuse(send, _flood())
+            what = "the episode has too many open calls; wait for one of them"
+            await _refuse(send, _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what))
         except _HungUp:
             return
         else:
@@ -230,7 +231,11 @@ class Gateway:
         request = pb.AgentCall(
             method=scope["method"],
             path=f"{where}/{rest}?{query}" if query else f"{where}/{rest}",
-            headers=_headers(scope),
+            headers=[
+                pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
+                for name, value in head
+                if name in PASSED_HEADERS
+            ],
             branch=branch,
         )
         try:
@@ -300,14 +305,6 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
     raise _Refusal(413, "request_too_large", "request_too_large", what)
 
 
-def _headers(scope: Scope) -> list[pb.HttpHeader]:
-    return [
-        pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
-        for name, value in scope["headers"]
-        if name in PASSED_HEADERS
-    ]
-
-
 def _shows(scope: Scope, secret: str) -> bool:
     """Whether a request carries `secret`, as clients of either API send it."""
     shown = (
@@ -330,11 +327,6 @@ def _start(part: pb.ReplyPart) -> dict[str, Any]:
 def _over() -> _Refusal:
     what = "this is no endpoint of an open episode, or its api_key is missing"
     return _Refusal(401, "authentication_error", "invalid_api_key", what)
-
-
-def _flood() -> _Refusal:
-    what = "the episode has too many open calls; wait for one of them"
-    return _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what)
 
 
 async def _refuse(send: Send, refusal: _Refusal) -> None:
