@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
+from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
     Event,

@@ -25,7 +25,7 @@ class TooManyCalls(Exception):
 
 
 @dataclass(eq=False)
-class OpenCall:
+class PendingCall:
     """One call, from its request to the last part of its reply."""
 
     number: int
@@ -47,7 +47,7 @@ class CallExchange:
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
         """`on_waiting` is told when the agent begins and ends to wait for replies."""
         self._on_waiting = on_waiting
-        self._calls: dict[int, OpenCall] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         # Requests whose bodies are read, and the bytes of these so far.
         self.num_reading = self._read_bytes = 0
@@ -86,18 +86,18 @@ class CallExchange:
             self.num_reading -= 1
             self._read_bytes -= num_bytes
 
-    def open(self, request: pb.AgentCall) -> OpenCall:
+    def open(self, request: pb.AgentCall) -> PendingCall:
         """Hands a request that was read to the server, and numbers it."""
         assert not self.has_ended
         self._num_calls += 1
         request.call = self._num_calls
-        call = self._calls[request.call] = OpenCall(request.call)
+        call = self._calls[request.call] = PendingCall(request.call)
         self._send(request)
         if len(self._calls) == 1:
             self._on_waiting(True)
         return call
 
-    def close(self, call: OpenCall) -> None:
+    def close(self, call: PendingCall) -> None:
         """Forgets a call; the server is told unless it has sent the last part of the reply."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
@@ -150,7 +150,7 @@ class CallExchange:
             self._on_waiting(False)
 
 
-def _drop_parts(call: OpenCall) -> None:
+def _drop_parts(call: PendingCall) -> None:
     while not call.parts.empty():
         waiting = call.parts.get_nowait()
         if waiting is not None and not waiting[1].done():

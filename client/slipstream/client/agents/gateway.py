@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import h11
 import uvicorn
 from slipstream.client.agent import BRANCH_NAME, Endpoint
-from slipstream.client.agents.exchange import CallExchange, OpenCall, TooManyCalls
+from slipstream.client.agents.exchange import CallExchange, PendingCall, TooManyCalls
 from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
@@ -249,7 +249,7 @@ class _HungUp(Exception):
     """The client closed its connection."""
 
 
-async def _relay(exchange: CallExchange, call: OpenCall, receive: Receive, send: Send) -> None:
+async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, send: Send) -> None:
     """Passes the parts of a reply on as they come; a client that hangs up ends its call."""
 
     async def watch() -> None:
