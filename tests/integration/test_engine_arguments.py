@@ -117,8 +117,8 @@ def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     config = config_with(model, {})
-    section = config.rollout_server.model_copy(update={"prompt_wait_steps": steps})
-    config = config.model_copy(update={"rollout_server": section})
+    section = config.debug.model_copy(update={"prompt_wait_steps": steps})
+    config = config.model_copy(update={"debug": section})
     settings = engine_config(config, seed=3).scheduler_config
     # The engine is eager here.
     assert settings.prefill_schedule_interval == interval
@@ -173,8 +173,9 @@ def test_logits_have_the_type_that_the_learners_have(
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     config = config_with(model, {})
-    section = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
-    settings = engine_config(config.model_copy(update={"model": section}), seed=3)
+    section = config.model.model_copy(update={"dtype": "bfloat16"})
+    debug = config.debug.model_copy(update={"head_dtype": head})
+    settings = engine_config(config.model_copy(update={"model": section, "debug": debug}), seed=3)
     assert settings.model_config.head_dtype == dtype
 
 

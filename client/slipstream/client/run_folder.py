@@ -58,7 +58,6 @@ FIXED = {
     "lora.target_modules": "checkpoints hold adapters of these matrices",
     "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
     "checkpoint.load": "the run began with these weights",
-    "weights.wire_dtype": "recorded digests are of this element type",
 }
 # Setting -> reason why it may only grow.
 GROWING = {

@@ -137,7 +137,7 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> Non
     assert [step.truncated for step in steps] == [True]
 
 
-async def test_an_environment_gets_one_reply_where_the_settings_say_nothing(server) -> None:
+async def test_an_environment_goes_on_where_the_settings_do_not_end_it(server) -> None:
     server.fleet.client.turns = 100
     connection = await server.join()
     sampling = fleet_pb2.SamplingSettings(
@@ -145,7 +145,8 @@ async def test_an_environment_gets_one_reply_where_the_settings_say_nothing(serv
     )
     connection.lease("g1", members=[0], sampling=sampling)
     (trajectory,) = await server.fleet.wait_trajectories(1)
-    assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 1)
+    # Here its context is full.
+    assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 5)
 
 
 async def test_an_episode_ends_where_its_context_is_full(server) -> None:

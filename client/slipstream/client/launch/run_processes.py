@@ -45,6 +45,7 @@ EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
+MAX_SERVER_RESTARTS = 5
 MAX_CONTROLLER_RESTARTS = 5
 # Seconds before a controller is started again; servers and trainer wait for it.
 CONTROLLER_PAUSE_S = 0.1
@@ -279,7 +280,7 @@ class RunProcesses:
             self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
-        policy = RestartPolicy(self._config.rollout_server.max_restarts)
+        policy = RestartPolicy(MAX_SERVER_RESTARTS)
         address = self._config.controller.address
         # Where both take the whole GPU in turn, the learner must have loaded and given it back.
         while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():

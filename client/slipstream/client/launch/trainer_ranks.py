@@ -23,6 +23,8 @@ from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_
 from slipstream.protocol.access.security import Credentials
 
 TRAINER = "slipstream.learner.trainer"
+# Restarts of the ranks between two milestones.
+MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TrainerRanks:
     failed = await ranks.keep(arguments)  # None: all ended in order
     await ranks.stop(grace_s)
 
-    The ranks may die `learner.max_restarts` times between two milestones. Ranks that train the same
+    The ranks may die `MAX_RESTARTS` times between two milestones. Ranks that train the same
     steps again after each death reach no milestone, however long they run.
     """
 
@@ -86,7 +88,7 @@ class TrainerRanks:
 
         Returns the rank that died when its exit code is final or there were too many restarts.
         """
-        policy = RestartPolicy(self._config.learner.max_restarts, first_pause_s=first_pause_s)
+        policy = RestartPolicy(MAX_RESTARTS, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
         while True:
             failed = await self._first_failure()

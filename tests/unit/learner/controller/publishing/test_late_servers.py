@@ -22,6 +22,7 @@ from support.rigs.publishing_scene import (
     publishing,
     run_of,
 )
+from support.rigs.waiting import until
 
 
 def texts(scene: Scene) -> list[str]:
@@ -197,8 +198,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
                 publish_id=publish_id, phase=LOADED, bucket_digests=digests
             )
             scene.publisher.report(late, report)
-        while late.state != fleet_pb2.SERVER_STATE_STALE:
-            await asyncio.sleep(0.01)
+        await until(lambda: late.state == fleet_pb2.SERVER_STATE_STALE)
         assert late.cause == (
             "the digests of the loaded buckets are not those that were sent"
             if digests

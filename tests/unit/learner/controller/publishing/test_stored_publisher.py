@@ -27,6 +27,7 @@ from support.rigs.publishing_scene import (
     run_of,
     sent,
 )
+from support.rigs.waiting import until
 
 LOGPROBS = pack_logprobs(np.zeros(1, np.float32))
 FETCHED = fleet_pb2.PublishStages(fetched_bytes=10, fetch_s=2.0, fetched_links=1)
@@ -221,8 +222,7 @@ async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> 
         scene.write()
         await scene.asked(scene.far)
         await scene.loads(other, (await scene.asked(other)).publish_id)
-        while scene.far.state != STALE:
-            await asyncio.sleep(0.01)
+        await until(lambda: scene.far.state == STALE)
         assert "no answer within 0.4 s" in scene.far.cause
 
 
@@ -287,8 +287,7 @@ async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(run: 
             f"rollout server far gets no groups: its version 0 is too old for step {bound + 2} "
             f"(algorithm.max_staleness = {bound}); it has not fetched a newer one from storage yet"
         )
-        while said not in events(run):
-            await asyncio.sleep(0.01)
+        await until(lambda: said in events(run))
         run.signal.notify()
         await asyncio.sleep(0.3)
         assert events(run).count(said) == 1
