@@ -236,7 +236,7 @@ class LearnerSection(Section):
     timeout_s: Silence = 600.0
 
 
-Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+Quantization = Literal["off", "fp8_per_channel"]
 # Most episodes of an engine that drafts: with more under way drafts do not pay.
 MOST_DRAFTED_EPISODES = 256
 
@@ -267,9 +267,9 @@ class RolloutServerSection(Section):
     # engine then starts sooner. False on CPUs needs a C++ compiler.
     enforce_eager: bool | None = None
     # Draft replies and sample several tokens of a reply in one step; replies are distributed as
-    # without drafts. shared: from what members of the group, earlier replies and the prompt say;
-    # ngram: vLLM's own, from prompt and reply alone. Engines for more than 256 episodes make none.
-    drafts: Literal["off", "ngram", "shared"] = "off"
+    # without drafts. shared: from what members of the group, earlier replies and the prompt say.
+    # Engines for more than 256 episodes make none.
+    drafts: Literal["off", "shared"] = "off"
     # Longest draft, in tokens. With many replies under way drafts are shorter.
     draft_tokens: int = Field(4, ge=1, le=16)
     # Cache prefixes. A cached prefix never serves a request of a newer version.
@@ -292,9 +292,9 @@ class RolloutServerSection(Section):
     # trainer: new weights come from the trainer's ranks, over weights.transport. storage: the
     # server fetches them from weights.storage_url while it serves, for a server behind a slow link.
     weights_from: Literal["trainer", "storage"] = "trainer"
-    # Precision of the engine's linear layers, under vLLM's names. fp8_per_channel: weights in
-    # float8 with a scale for each row, made of the weights that arrive; fp8_per_tensor: a scale for
-    # each matrix. Needs a GPU of compute capability 8.9; CPUs compute fp8_per_channel, slowly.
+    # Precision of the engine's linear layers, under vLLM's name. fp8_per_channel: weights in
+    # float8 with a scale for each row, made of the weights that arrive. Needs a GPU of compute
+    # capability 8.9; CPUs compute it slowly.
     quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.

@@ -67,7 +67,7 @@ class LoopClock:
         return self.at(time.monotonic())
 
     async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """Returns the result of `coming`; TimeoutError after `limit_s` seconds of this clock."""
+        """Returns the result of `coming`. Raises TimeoutError after `limit_s` by this clock."""
         future = asyncio.ensure_future(coming)
         try:
             await self.wait([future], limit_s)

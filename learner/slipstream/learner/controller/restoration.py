@@ -58,7 +58,10 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     _check_end(journal, history, folder)
     journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
-    run.progress.begin(history.run_id, _bytes_of(key), history.version)
+    try:
+        run.progress.begin(history.run_id, bytes.fromhex(key), history.version)
+    except ValueError:
+        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
     return history
 
 
@@ -79,13 +82,6 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
     if newer:
         log = folder / JOURNAL_LOG
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
-
-
-def _bytes_of(key: str) -> bytes:
-    try:
-        return bytes.fromhex(key)
-    except ValueError:
-        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
 
 
 def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:

@@ -34,8 +34,7 @@ from slipstream.v1 import environment_pb2
 WATCH_S = 0.25
 # Longest time between two looks of a healthy event loop; a longer time is a stall of the loop.
 LATE_S = 2 * WATCH_S
-
-
+# Time between two looks at the folder of checkpoints.
 LOOK_S = 2.0
 # Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0

@@ -59,15 +59,6 @@ class TokenLedger:
         """Ends a server epoch: tokens that it generated and did not deliver are lost."""
         self._epochs.count(key).dead = True
 
-    @property
-    def generated(self) -> int:
-        """Number of tokens that the engines have generated, by their reports."""
-        return self._epochs.generated
-
-    def trained(self) -> int:
-        """Number of tokens that were trained on."""
-        return self._ends[TrajectoryEnd.TRAINED]
-
     def snapshot(self) -> status_pb2.Ledger:
         """The ledger now; `difference` is 0 when every generated token is accounted for."""
         generated = received = in_flight = travelling = lost = judged = 0

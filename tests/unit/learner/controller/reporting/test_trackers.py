@@ -18,7 +18,6 @@ from slipstream.learner.controller.reporting.trackers import tracker
 from slipstream.learner.controller.reporting.trackers.opening import RunIds, ways_to_open
 from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker, crc32c
 from slipstream.learner.controller.reporting.trackers.tracker import (
-    TrackedRun,
     Trackers,
     told_settings,
 )
@@ -204,7 +203,7 @@ def test_the_checksum_is_that_of_the_standard():
 
 
 def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path: Path):
-    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), print)
+    tracker = TensorBoardTracker(tmp_path / "tensorboard", print)
     tracker.log(300, {"loss": -0.5, "held/pass_at_1": 0.25})
     (file,) = (tmp_path / "tensorboard").iterdir()
     first, second = records(file)

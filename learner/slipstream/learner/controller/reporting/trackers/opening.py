@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.reporting.result_files import parse_object, write_result
+from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.controller.reporting.trackers.tracker import (
     Complain,
     OpenTracker,
@@ -73,7 +74,7 @@ def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, 
     """The function that opens each tracker which the settings name."""
     ids = RunIds(folder, complain)
     ways: dict[str, OpenTracker] = {
-        "tensorboard": lambda: _open_tensorboard(config, folder, complain),
+        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard", complain),
         "wandb": lambda: _open_wandb(config, folder, ids),
         "mlflow": lambda: _open_mlflow(config, folder, ids),
     }
@@ -89,12 +90,6 @@ def _described(config: Config, folder: Path, run_id: str) -> TrackedRun:
         run_id=run_id,
         settings=told_settings(config),
     )
-
-
-def _open_tensorboard(config: Config, folder: Path, complain: Complain) -> Tracker:
-    from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
-
-    return TensorBoardTracker(_described(config, folder, ""), complain)
 
 
 def _open_wandb(config: Config, folder: Path, ids: RunIds) -> Tracker:
