@@ -6,24 +6,24 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
-    ModelEstimates,
     training_sequences,
     weighted,
 )
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.data_checks import (
-    check_advantages,
+from slipstream.learner.trainer.batches.batch import (
+    Batch,
     check_data,
     check_references,
     untrainable,
@@ -33,15 +33,15 @@ from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.prefix_tree import Saved
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.layers.router_replay import check_experts, routing_metrics
-from slipstream.learner.trainer.learning_rate import learning_rate
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.model.shares import Forward, masked_outputs, rank_micro_batches
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
-from slipstream.learner.trainer.stages import StageTimes
 from torch import Tensor
 
+# Stages that are reported for every step, even if they took no time.
+ALWAYS = ("waiting", "forward", "export", "publish", "checkpoint")
 # Metrics that each adapter has too, where there are several.
 BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
 
@@ -164,8 +164,11 @@ class TrainingStep:
         if self._policy.adapters.are_several:
             number = min(number, len(set(batch.group_ids)))
         mini_batches = batch.mini_batches(number)
-        sequences = training_sequences(batch, self._config, self._estimates(batch))
-        check_advantages(batch, sequences)
+        estimates = None
+        if self._roles != NO_ROLES:
+            with self.stages.measure("estimates"):
+                estimates = self._roles.estimates(batch)
+        sequences = training_sequences(batch, self._config, estimates)
         environments = [batch.trajectories[owner].environment for owner in batch.owners]
         sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
@@ -224,13 +227,6 @@ class TrainingStep:
     @property
     def _temperature(self) -> float:
         return self._config.sampling.temperature
-
-    def _estimates(self, batch: Batch) -> list[ModelEstimates] | None:
-        """The estimates of the other models for `batch`; None without such models."""
-        if self._roles == NO_ROLES:
-            return None
-        with self.stages.measure("estimates"):
-            return self._roles.estimates(batch)
 
     def _add_gradients(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], place: Sequence[int]
@@ -337,3 +333,55 @@ class TrainingStep:
             found["gradient_overflows"] = float(totals.overflows)
             found["loss_scale"] = totals.loss_scale
         return found
+
+
+# Shares of the way down after the share x of the decay's steps.
+_FALLEN: dict[DecayKind, Callable[[float], float]] = {
+    "none": lambda _: 0.0,
+    "linear": lambda x: x,
+    "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
+    "sqrt": math.sqrt,
+}
+
+
+class StageTimes:
+    """Seconds of each stage on this rank since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(ALWAYS, 0.0)
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block, which on a GPU ends when the GPU's work is done."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - started
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each stage by the names `STAGE_s`, and starts again at 0."""
+        taken = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(ALWAYS, 0.0)
+        return taken
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Returns the learning rate of `step`, a function of the settings alone: a resume changes none.
+
+    It is 0 in the first `critic.warmup_steps` steps, in which only the critic is trained. Then it
+    rises linearly over `algorithm.warmup_steps`. It falls in the last `algorithm.decay_steps` of
+    the run's steps, and would reach its end, `algorithm.decay_to`, in the step after the last one.
+    """
+    algorithm = config.algorithm
+    first = config.critic.warmup_steps if config.critic is not None else 0
+    place, num_steps = step - first, config.run.steps - first
+    if place < 0:
+        return 0.0
+    rise = min(1.0, (place + 1) / max(1, algorithm.warmup_steps))
+    falling = algorithm.decay_steps or max(1, num_steps - algorithm.warmup_steps)
+    x = min(1.0, max(0.0, (place - (num_steps - falling)) / falling))
+    fallen = (1 - algorithm.decay_to) * _FALLEN[algorithm.decay](x)
+    return algorithm.learning_rate * rise * (1 - fallen)

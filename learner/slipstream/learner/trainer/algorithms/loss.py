@@ -15,8 +15,7 @@ from slipstream.core.settings.algorithm_section import (
 )
 from slipstream.learner.trainer.algorithms.correction import Correction, correct
 from slipstream.learner.trainer.algorithms.kl import kl_estimate, top_k_divergence
-from slipstream.learner.trainer.algorithms.objectives import TokenLosses, token_losses
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums, TokenLosses, token_losses
 from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from torch import Tensor

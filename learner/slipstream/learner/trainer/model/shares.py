@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from slipstream.core.types import LogprobArray, TokenSequence
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.packing import build_micro_batch, round_up
-from slipstream.learner.trainer.batches.planner import plan_micro_batches
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, share_of_rank, zigzag
+from slipstream.learner.trainer.batches.packing import (
+    build_micro_batch,
+    build_tree_micro_batch,
+)
+from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.prefix_tree import (
     Bundle,
     Families,
@@ -21,7 +23,6 @@ from slipstream.learner.trainer.batches.prefix_tree import (
     saved_by,
 )
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
 from torch import Tensor
 

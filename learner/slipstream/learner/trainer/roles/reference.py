@@ -1,9 +1,13 @@
-"""The reference model: its log-probabilities, in its own layout, without gradients."""
+"""The reference model: its log-probabilities, in its own layout, without gradients.
+
+It is a model of its own, or the policy without its adapters, which takes no memory.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -46,9 +50,8 @@ class Reference:
         """Takes the policy's present weights; the two layouts may differ.
 
         Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
-        of
-        them have arrived, so that no rank ever holds the whole model. Each tensor travels to every
-        rank once.
+        of them have arrived, so that no rank ever holds the whole model. Each tensor travels to
+        every rank once.
         """
         with self._model.memory.resident(Part.PARAMETERS):
             self._refresh(policy)
@@ -128,3 +131,48 @@ def _convert(bridge: Megatron, task: Megatron, tensors: dict[str, Tensor]) -> No
 def _sources(task: Megatron) -> Sequence[str]:
     names = task.mapping.hf_param
     return [names] if isinstance(names, str) else list(names.values())
+
+
+class PolicyWithoutAdapters:
+    """The policy with its adapters switched off, in place of a `Reference`."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy, self._config = policy, config
+
+    @property
+    def model(self) -> ParallelModel:
+        """The policy."""
+        return self._policy
+
+    def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
+        """Returns the log-probabilities as `Reference.logprobs` does; collective."""
+        policy, sharing = self._policy, self._policy.sharing
+        noted = None if sharing is None else sharing.saved
+        with without_adapters(policy.chunks):
+            found = reference_logprobs(policy, batch, self._config)
+        if sharing is not None and noted is not None:
+            # What this pass shares belongs to no training step.
+            sharing.saved = noted
+        return found
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
+    """Gives forward passes in which every adapter of `chunks` is off."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from slipstream.learner.trainer.adapters.expert_adapters import adapters_of
+
+    adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
+    of_experts = [*adapters_of(list(chunks))]
+    assert adapted or of_experts, "the policy has no adapters to switch off"
+    for module in adapted:
+        module.disable_adapter_layers()
+    for adapter in of_experts:
+        adapter.is_enabled = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapter_layers()
+        for adapter in of_experts:
+            adapter.is_enabled = True

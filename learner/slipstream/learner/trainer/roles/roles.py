@@ -19,8 +19,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
-from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
-from slipstream.learner.trainer.roles.reference import Reference
+from slipstream.learner.trainer.roles.reference import PolicyWithoutAdapters, Reference
 
 
 @dataclass(frozen=True)

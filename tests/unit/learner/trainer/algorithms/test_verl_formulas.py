@@ -7,11 +7,10 @@ import pytest
 import torch
 from slipstream.core.settings.algorithm_section import CorrectionSection
 from slipstream.learner.trainer.algorithms.advantages import Episode, token_advantages
-from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.correction import correct
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.algorithms.objectives import token_losses
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums, token_losses
+from slipstream.learner.trainer.algorithms.sequences import loss_weights
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm
 from support.references.verl_formulas import ActorConfig, core_algos, rollout_correction

@@ -21,6 +21,7 @@ def sequence(tokens, trained):
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return TrainingSequence(
         token_ids=np.asarray(tokens, dtype=np.int64),
+        targets=np.array([*tokens[1:], 0]),
         loss_mask=mask,
         behavior_logprobs=zeros,
         lags=zeros.astype(np.int32),
