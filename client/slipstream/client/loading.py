@@ -16,9 +16,9 @@ from slipstream.v1 import trajectory_pb2
 MAX_CAUSE_CHARACTERS = 500
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-_OWN_FOLDER = str(Path(__file__).parent)
-# Folders of the environments that come with the client.
-_BUILTIN_FOLDERS = tuple(str(Path(__file__).parent / name) for name in ("builtin", "frameworks"))
+_OWN_FOLDER = Path(__file__).parent
+# The built-in environments, where they are installed beside the client as a library.
+_BUILTIN_FOLDER = str(_OWN_FOLDER.with_name("environments"))
 
 
 def environment_failed(cause: str) -> EnvironmentFailed:
@@ -46,7 +46,7 @@ def describe(error: BaseException) -> str:
 
 
 def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnvironment:
-    """Imports the class and makes an instance; EnvironmentFailed names what went wrong.
+    """Imports the class and makes an instance; raises EnvironmentFailed with the cause.
 
     `search_path` goes before Python's own path, and stays there: the environment may import more
     modules later.
@@ -89,17 +89,12 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file belongs to the client and to no environment."""
-    return filename.startswith(_OWN_FOLDER) and not is_builtin(filename)
+    """Whether a file belongs to the client."""
+    return filename.startswith(str(_OWN_FOLDER))
 
 
 def is_of_environment(filename: str) -> bool:
     """Whether a file belongs to an environment: not to Python, a library or the client."""
-    if is_builtin(filename):
+    if filename.startswith(_BUILTIN_FOLDER):
         return True
     return not (filename.startswith((*_LIBRARIES, "<")) or is_ours(filename))
-
-
-def is_builtin(filename: str) -> bool:
-    """Whether a file belongs to the environments that come with the client."""
-    return filename.startswith(_BUILTIN_FOLDERS)

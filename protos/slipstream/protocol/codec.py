@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import zlib
 from typing import Any
 
@@ -20,12 +21,10 @@ from slipstream.core.types import (
     Branch,
     Failure,
     FailureKind,
-    GroupId,
     ImagePlace,
     LogprobArray,
     PolicyVersion,
     Purpose,
-    ServerId,
     Status,
     TokenArray,
     Trajectory,
@@ -42,6 +41,16 @@ PROTOCOL_VERSION = 8
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
 # To look a member up by its value takes longer than to decode a small message.
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
+
+# Numbers, texts and flags with the same name on both sides.
+_PLAIN_FIELDS = tuple(
+    field.name
+    for field in pb.Trajectory.DESCRIPTOR.fields
+    if not field.is_repeated
+    and field.type not in (field.TYPE_MESSAGE, field.TYPE_ENUM, field.TYPE_BYTES)
+    and field.name != "checksum"
+)
+_plain_values = operator.attrgetter(*_PLAIN_FIELDS)
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -88,18 +97,9 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     routed = experts_to_pb(trajectory.routed_experts)
     reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
-        run_id=trajectory.run_id,
-        group_id=trajectory.group_id,
-        member=trajectory.member,
-        attempt=trajectory.attempt,
-        server_id=trajectory.server_id,
-        server_epoch=trajectory.server_epoch,
-        environment=trajectory.environment,
-        task_index=trajectory.task_index,
-        seed=trajectory.seed,
+        **dict(zip(_PLAIN_FIELDS, _plain_values(trajectory), strict=True)),
         purpose=pb.EpisodePurpose.Name(trajectory.purpose.value),
         status=pb.EpisodeStatus.Name(trajectory.status.value),
-        will_retry=trajectory.will_retry,
         token_ids=token_ids,
         run_lengths=trajectory.run_lengths,
         **sampled,
@@ -107,11 +107,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
         ],
-        reward=trajectory.reward,
         metrics=trajectory.metrics,
-        num_turns=trajectory.num_turns,
-        generation_s=trajectory.generation_s,
-        environment_s=trajectory.environment_s,
         checksum=_checksum(
             token_ids,
             *sampled.values(),
@@ -119,8 +115,6 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             *_reference_arrays(reference or pb.ReferenceLogprobs()),
             *trajectory.images,
         ),
-        prompt_text=trajectory.prompt_text,
-        reply_text=trajectory.reply_text,
         routed_experts=routed,
         branches=[
             pb.Branch(
@@ -131,15 +125,12 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             )
             for branch in trajectory.branches
         ],
-        is_given=trajectory.is_given,
         reference=reference,
         images=trajectory.images,
         image_places=[
             pb.ImagePlace(offset=place.offset, image=place.image)
             for place in trajectory.image_places
         ],
-        adapter=trajectory.adapter,
-        max_reply_tokens=trajectory.max_reply_tokens,
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -167,38 +158,24 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         )
     except ValueError as error:
         raise ProtocolError(f"group {message.group_id}: {error}") from error
+    sampled: dict[str, Any] = {
+        name: unpack_logprobs(data)
+        for name, is_required in SAMPLED_ARRAYS.items()
+        if (data := getattr(message, name)) or is_required
+    }
     trajectory = Trajectory(
-        run_id=message.run_id,
-        group_id=GroupId(message.group_id),
-        member=message.member,
-        attempt=message.attempt,
-        server_id=ServerId(message.server_id),
-        server_epoch=message.server_epoch,
-        environment=message.environment,
-        task_index=message.task_index,
-        seed=message.seed,
+        **dict(zip(_PLAIN_FIELDS, _plain_values(message), strict=True)),
         purpose=purpose,
         status=status,
         failure=failure,
-        will_retry=message.will_retry,
         token_ids=unpack_tokens(message.token_ids),
         run_lengths=tuple(message.run_lengths),
-        **{
-            name: unpack_logprobs(data)
-            for name, is_required in SAMPLED_ARRAYS.items()
-            if (data := getattr(message, name)) or is_required
-        },
+        **sampled,
         version_spans=tuple(
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
         ),
-        reward=message.reward,
         metrics=dict(message.metrics),
-        num_turns=message.num_turns,
-        generation_s=message.generation_s,
-        environment_s=message.environment_s,
-        prompt_text=message.prompt_text,
-        reply_text=message.reply_text,
         routed_experts=experts_from_pb(message),
         branches=tuple(
             Branch(
@@ -209,12 +186,9 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             )
             for branch in message.branches
         ),
-        is_given=message.is_given,
         reference=reference_from_pb(message),
         images=tuple(message.images),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
-        adapter=message.adapter,
-        max_reply_tokens=message.max_reply_tokens,
     )
     check_trajectory(trajectory)
     return trajectory

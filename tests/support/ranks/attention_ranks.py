@@ -12,10 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import family_shapes
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from torch import Tensor
+
+from benchmarks.agreement import family_shapes
 
 # Jobs: a family, and the dimensions of a head; those of latent attention are its own.
 JOBS = (

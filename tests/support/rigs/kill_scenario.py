@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from rig import Placement, Rig
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
+
+from benchmarks.common.rig import Placement, Rig
 
 # hung: its engine stops before it takes the first bucket, the kill comes while all wait for it.
 # running: it is killed so many seconds after the servers were told to receive.

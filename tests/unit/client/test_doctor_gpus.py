@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from slipstream.client.doctor import fit, gpus
-from slipstream.client.doctor.findings import Finding, Verdict
 from slipstream.client.doctor.fit import Needs, check_fit
 from slipstream.client.doctor.gpus import check_build, check_gpus
 from slipstream.client.launch import placement
+from slipstream.client.launch.checks import Finding, Verdict
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config

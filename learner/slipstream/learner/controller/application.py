@@ -273,7 +273,7 @@ class Controller:
     def _connect(self, journal: Journal) -> None:
         """Adds the configured environments, and connects the handlers of servers' messages."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
-            self._environment_servicer.add_configured(spec)
+            self._environments.add(spec)
         self._fleet.handlers = FleetHandlers(
             joined=self._server_joined,
             lost=partial(self._server_lost, journal),

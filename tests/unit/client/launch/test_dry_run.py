@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch import engine_checks
-from slipstream.client.launch.dry_run import describe_dry_run, describe_server
+from slipstream.client.launch.dry_run import describe_dry_run
 from slipstream.core.configuration.config_file import parse_config
 from support.fakes.small_configs import config_of
 
@@ -69,7 +69,7 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(
     config = config.model_copy(update={"model": model, "rollout_server": server})
     monkeypatch.setattr(engine_checks, "uses_gpus", lambda: False)
     assert "needs a GPU" in describe_dry_run(config, ranks=1, servers=1).obstacles[-1]
-    assert "needs a GPU" in describe_server(config).obstacles[-1]
+    assert "needs a GPU" in describe_dry_run(config, servers=1).obstacles[-1]
     # A learner's servers compute elsewhere.
     obstacles = describe_dry_run(config, ranks=1).obstacles
     assert not [obstacle for obstacle in obstacles if "needs a GPU" in obstacle]

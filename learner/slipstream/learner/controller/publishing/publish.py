@@ -94,7 +94,10 @@ class Readiness:
         unasked = [session for session in targets if session.key not in self._questions]
         self.ask(unasked, publish_id, version)
         questions = [self._questions[session.key] for session in targets]
-        await self._wait_for([question for question in questions if question.is_open])
+        if unanswered := [question for question in questions if question.is_open]:
+            clock = self._run.clock
+            until_s = max(q.asked_s for q in unanswered) + self._settings.bucket_deadline_s
+            await clock.wait([q.answer for q in unanswered], until_s - clock.now_s())
         problems = {}
         for question in questions:
             if question.is_open:
@@ -110,12 +113,6 @@ class Readiness:
     def server_lost(self, session: ServerSession) -> None:
         """Forgets the question to a server that is gone."""
         self._forget(session)
-
-    async def _wait_for(self, questions: Sequence[_Question]) -> None:
-        if questions:
-            until_s = max(q.asked_s for q in questions) + self._settings.bucket_deadline_s
-            clock = self._run.clock
-            await clock.wait([q.answer for q in questions], until_s - clock.now_s())
 
     def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
         session, question.is_late = question.session, True
@@ -309,7 +306,7 @@ class Publisher:
         order.version.CopyFrom(version_to_pb(version))
         order.verify = self._wants_probe(ready)
         order.adapters_alone = self._may_send_adapters(ready)
-        order.bucket_deadline_s = self._settings.bucket_deadline_s
+        order.bucket_deadline_s = self.deliveries.bucket_deadline_s
         order.join_deadline_s = self._settings.join_deadline_s
         self._current = publish = Publish(
             publish_id, version, order.verify, ready, order, holders=self._holders
@@ -346,8 +343,8 @@ class Publisher:
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
         """Sets the limit by which the trainer must end this publish, or the run fails."""
-        settings, stall_s = self._settings, self._run.config.controller.stall_timeout_s
-        limit_s = 2 * settings.join_deadline_s + num_buckets * settings.bucket_deadline_s
+        order, stall_s = publish.order, self._run.config.controller.stall_timeout_s
+        limit_s = 2 * order.join_deadline_s + num_buckets * order.bucket_deadline_s
         self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:

@@ -220,7 +220,8 @@ class RunFacts:
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 
     def count_row(self, row: Mapping[str, float]) -> None:
-        """Takes mean reward, log-probability gap and overflows from the row of a step."""
+        """Takes the numbers of the row of a step that count for the run."""
+        self.resources.add(row)
         self.gradient_overflows += int(row.get("gradient_overflows", 0))
         self.last_rewards.append(row["reward_mean"])
         if len(self.first_rewards) < EDGE_STEPS:

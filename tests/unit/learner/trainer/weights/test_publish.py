@@ -308,6 +308,7 @@ class Publish:
 
     def __init__(self, num_senders: int = 1, weights: WeightsSection = PATIENT) -> None:
         self.mode = "receives"
+        self._weights = weights
         self.num_senders = num_senders
         self.tensors = TENSORS if num_senders == 2 else ONE_SENDER
         self.buckets = BUCKETS if num_senders == 2 else ONE_BUCKETS
@@ -325,6 +326,7 @@ class Publish:
 
     def run(self, *, new_communicator: bool, begun: bool = False) -> None:
         order = publish_order(1, new_communicator=new_communicator, verify=False, begun=begun)
+        order[0].publish.bucket_deadline_s = self._weights.bucket_deadline_s
 
         def on_rank(ranks: ThreadRanks) -> None:
             def on_fill(place: int) -> None:
@@ -343,6 +345,7 @@ class Publish:
     def set_deadlines(self, weights: WeightsSection) -> None:
         for senders in self.senders:
             senders.for_transport("gloo")._weights = weights
+        self._weights = weights
 
     def close(self) -> None:
         for sender in self.senders:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
-from slipstream.core.run_folder import rename_aside
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.reporting.result_files import parse_object, write_result
@@ -32,7 +31,7 @@ class RunIds:
     """The tracking services' ids of this run, in a file, so that a resumed run keeps them."""
 
     def __init__(self, folder: Path, complain: Complain) -> None:
-        """Reads the file; a damaged one is renamed with a warning, and services begin new runs."""
+        """Reads the file. If it is damaged, services begin new runs, with a warning."""
         self._path = folder / RUN_IDS
         self._complain = complain
         self._lock = threading.Lock()
@@ -41,11 +40,7 @@ class RunIds:
             found = parse_object(self._path.read_bytes())
             if found is None or not all(_is_id(run_id) for run_id in found.values()):
                 found = {}
-                aside = rename_aside(self._path)
-                complain(
-                    f"{self._path} is damaged; it lies in {aside.name} now, and trackers begin "
-                    "new runs"
-                )
+                complain(f"{self._path} is damaged: trackers begin new runs")
             self._ids = {name: str(run_id) for name, run_id in found.items()}
 
     def get(self, tracker: str) -> str:

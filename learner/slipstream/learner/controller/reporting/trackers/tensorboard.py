@@ -41,18 +41,14 @@ class EventFile:
 
     def __init__(self, folder: Path, tell: Tell) -> None:
         """Creates folder and file."""
-        self._folder = folder
-        self._make_folder()
+        # Without `parents`: a run folder that was removed must not be created again.
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True)
         now = time.time_ns()
         path = folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
         header = _record(_field(3, _BYTES, _VERSION.encode()))
         self._file = ResultFile(path, tell, header=header)
         self.close = self._file.close
-
-    def _make_folder(self) -> None:
-        # Without `parents`: a run folder that was removed must not be created again.
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(exist_ok=True)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values of one step under their names."""
@@ -60,7 +56,6 @@ class EventFile:
             _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
             for name, value in values.items()
         )
-        self._make_folder()
         self._file.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
 
 
