@@ -30,7 +30,7 @@ from slipstream.learner.trainer.batches.batch import (
 )
 from slipstream.learner.trainer.batches.images import check_pixels
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.prefix_tree import Saved
+from slipstream.learner.trainer.batches.prefix_tree import SavedWork
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.layers.router_replay import check_experts, routing_metrics
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
@@ -47,13 +47,13 @@ BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
 
 
 @dataclass(frozen=True)
-class StepResult:
+class TrainedStep:
     """The result of a step; the same on every rank, except for the times."""
 
     metrics: dict[str, float]
     wall_s: float
     # What common beginnings saved, over all replicas.
-    saved: Saved = Saved()
+    saved: SavedWork = SavedWork()
 
 
 @dataclass
@@ -101,25 +101,25 @@ class TrainingStep:
         """The policy that is trained."""
         return self._policy
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch) -> TrainedStep:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError for a token that is too old. UntrainableBatch on all ranks, for images that
-        cannot be read, for experts of another model, or for a loss or gradient that is not finite
-        although the weights are. It is raised before the faulty mini-batch changes a weight;
-        `num_updates` says if an earlier mini-batch changed weights. RunFailed when the weights are
-        at fault.
+        Raises StalenessError for a token that is too old. Raises UntrainableBatch, on all ranks,
+        for images that cannot be read, for experts of another model, or for a loss or gradient that
+        is not finite although the weights are. This happens before the faulty mini-batch changes a
+        weight; `num_updates` says if an earlier mini-batch changed weights. Raises RunFailed when
+        the weights are at fault.
         """
         self.num_updates = 0
         if self._policy.sharing is not None:
-            self._policy.sharing.saved = Saved()
+            self._policy.sharing.saved = SavedWork()
         try:
             return self._run(batch)
         except UntrainableBatch as fault:
             self._check_weights(fault)
             raise
 
-    def _run(self, batch: Batch) -> StepResult:
+    def _run(self, batch: Batch) -> TrainedStep:
         started = time.monotonic()
         batch.check(self._config.algorithm.max_staleness)
         check_data(
@@ -151,9 +151,9 @@ class TrainingStep:
             policy = self._policy
             metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
         self._roles.follow(self._policy, batch.step + 1)
-        saved = Saved() if self._policy.sharing is None else self._policy.sharing.saved
+        saved = SavedWork() if self._policy.sharing is None else self._policy.sharing.saved
         metrics["shared_tokens"] = float(saved.tokens)
-        return StepResult(metrics, time.monotonic() - started, saved)
+        return TrainedStep(metrics, time.monotonic() - started, saved)
 
     def _train_part(self, batch: Batch) -> tuple[_Totals, dict[str, float]]:
         """Trains the active adapter, or all of the policy; returns the critic's metrics too.
@@ -186,13 +186,9 @@ class TrainingStep:
         sequences: Sequence[TrainingSequence],
         mini_batches: Sequence[Sequence[int]],
     ) -> _Totals:
+        policy, max_tokens = self._policy, self._max_tokens
         shares = [
-            rank_micro_batches(
-                self._policy,
-                sequences,
-                members,
-                max_tokens=self._max_tokens,
-            )
+            rank_micro_batches(policy, sequences, members, max_tokens=max_tokens)
             for members in mini_batches
         ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
@@ -231,7 +227,7 @@ class TrainingStep:
     def _add_gradients(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], place: Sequence[int]
     ) -> list[TokenLoss]:
-        """Makes the gradients of `share` anew, and returns this rank's losses."""
+        """Computes the gradients of `share` from zero, and returns this rank's losses."""
         algorithm, *others = self._config.algorithms.distinct
         ranks = self._policy.ranks
 
@@ -282,7 +278,7 @@ class TrainingStep:
         *,
         total: float,
     ) -> RunFailed:
-        """Names the trajectories of a mini-batch whose loss is not finite; collective."""
+        """Returns the error that names what made the loss of a mini-batch infinite; collective."""
         cause = f"the loss is {total}; the weights were not changed"
         chosen = [sequences[index] for index in members]
 

@@ -8,7 +8,7 @@ skipped. A branch is a sequence of steps of its own, which ends with the episode
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ STD_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Episode:
+class ScoredEpisode:
     """The inputs of the estimators for one episode; arrays are [sampled tokens]."""
 
     group_id: str
@@ -54,7 +54,7 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    episodes: Sequence[Episode], algorithm: AlgorithmSection
+    episodes: Sequence[ScoredEpisode], algorithm: AlgorithmSection
 ) -> list[TokenAdvantages]:
     """Returns the advantages of all tokens of a batch, by `algorithm.advantage`.
 
@@ -70,7 +70,10 @@ def token_advantages(
         case "rloo":
             return _spread(leave_one_out_advantages(scores, groups), episodes)
         case "reinforce_pp":
-            returns = [_returns_of(episode) for episode in episodes]
+            returns = [
+                np.concatenate([returns_to_go(rewards[branch]) for branch in episode.branches])
+                for episode, rewards in ((each, each.token_rewards()) for each in episodes)
+            ]
             return [TokenAdvantages(values) for values in whitened(returns)]
         case "reinforce_pp_baseline":
             centred = _spread(group_advantages(scores, groups, normalize_by_std=False), episodes)
@@ -83,7 +86,7 @@ def token_advantages(
             return _spread(np.zeros(len(episodes)), episodes)
 
 
-def episode_scores(episodes: Sequence[Episode]) -> FloatArray:
+def episode_scores(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     """Returns the reward of each episode, less the costs of its tokens."""
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if not episodes:
@@ -170,12 +173,7 @@ def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
     return np.random.default_rng([seed, step]).permutation(rewards)
 
 
-def _returns_of(episode: Episode) -> FloatArray:
-    rewards = episode.token_rewards()
-    return np.concatenate([returns_to_go(rewards[branch]) for branch in episode.branches])
-
-
-def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdvantages]:
+def _gae_of(episodes: Sequence[ScoredEpisode], settings: GaeSection) -> list[TokenAdvantages]:
     advantages, returns = [], []
     for episode in episodes:
         assert episode.values is not None, "gae needs the values of a critic"
@@ -191,11 +189,10 @@ def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdva
     return [TokenAdvantages(a, r) for a, r in zip(advantages, returns, strict=True)]
 
 
-def _spread(advantages: FloatArray, episodes: Sequence[Episode]) -> list[TokenAdvantages]:
-    lengths = [len(episode.token_costs) for episode in episodes]
-    bounds = itertools.pairwise([0, *itertools.accumulate(lengths)])
-    spread = np.repeat(advantages, lengths)
-    return [TokenAdvantages(spread[start:end]) for start, end in bounds]
+def _spread(advantages: FloatArray, episodes: Sequence[ScoredEpisode]) -> list[TokenAdvantages]:
+    costs = [episode.token_costs for episode in episodes]
+    spread = np.repeat(advantages, list(map(len, costs)))
+    return [TokenAdvantages(spread[start:end]) for start, end in _bounds(costs)]
 
 
 def _groups(group_ids: Sequence[str]) -> list[npt.NDArray[np.bool_]]:
@@ -206,38 +203,42 @@ def _groups(group_ids: Sequence[str]) -> list[npt.NDArray[np.bool_]]:
 
 @dataclass(frozen=True)
 class Side:
-    """The branches of one side of an episode, by their slices of its sampled tokens."""
+    """The branches of one side of an episode, which is an episode for the estimators.
+
+    A side has a reward of its own, and is compared with the same side of its group's episodes. An
+    episode has one side, unless its agent gave a named branch a reward of its own.
+    """
 
     name: str
-    sampled: tuple[slice, ...]
+    # Places of its tokens among the episode's sampled tokens.
+    places: npt.NDArray[np.int64]
+    # The tokens of each branch among `places`.
+    branches: tuple[slice, ...]
 
     def episode(
         self, group_id: str, reward: float, costs: FloatArray, values: FloatArray | None
-    ) -> Episode:
+    ) -> ScoredEpisode:
         """Returns the side as an episode; `costs` and `values` are the whole episode's."""
-        ends = np.cumsum([part.stop - part.start for part in self.sampled])
-        return Episode(
+        return ScoredEpisode(
             # A group's id has no space.
             f"{group_id} {self.name}" if self.name else group_id,
             reward,
-            self._of(costs),
-            None if values is None else self._of(values),
-            tuple(
-                slice(int(end) - (part.stop - part.start), int(end))
-                for part, end in zip(self.sampled, ends, strict=True)
-            ),
+            costs[self.places],
+            None if values is None else values[self.places],
+            self.branches,
         )
-
-    def _of(self, array: FloatArray) -> FloatArray:
-        return np.concatenate([array[part] for part in self.sampled])
 
 
 def sides_of(trajectory: Trajectory) -> list[Side]:
     """Returns the sides of an episode, in the order of their first branches."""
-    slices: dict[str, list[slice]] = {}
+    places: dict[str, list[npt.NDArray[np.int64]]] = {}
     for part in trajectory.sequences():
-        slices.setdefault(side_of(part.branch), []).append(part.sampled)
-    return [Side(name, tuple(parts)) for name, parts in slices.items()]
+        own = np.arange(part.sampled.start, part.sampled.stop)
+        places.setdefault(side_of(part.branch), []).append(own)
+    return [
+        Side(name, np.concatenate(parts), tuple(itertools.starmap(slice, _bounds(parts))))
+        for name, parts in places.items()
+    ]
 
 
 def joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> TokenAdvantages:
@@ -245,11 +246,12 @@ def joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> To
     advantages = np.zeros(num_tokens)
     returns = None if sides[0][1].returns is None else np.zeros(num_tokens)
     for side, found in sides:
-        start = 0
-        for part in side.sampled:
-            end = start + part.stop - part.start
-            advantages[part] = found.advantages[start:end]
-            if returns is not None and found.returns is not None:
-                returns[part] = found.returns[start:end]
-            start = end
+        advantages[side.places] = found.advantages
+        if returns is not None and found.returns is not None:
+            returns[side.places] = found.returns
     return TokenAdvantages(advantages, returns)
+
+
+def _bounds(parts: Sequence[Sized]) -> Iterator[tuple[int, int]]:
+    """Returns start and end of each of the joined parts."""
+    return itertools.pairwise([0, *itertools.accumulate(map(len, parts))])

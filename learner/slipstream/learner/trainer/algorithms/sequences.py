@@ -19,8 +19,8 @@ from slipstream.core.settings.algorithm_section import (
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, Trajectory
 from slipstream.learner.trainer.algorithms.advantages import (
-    Episode,
     FloatArray,
+    ScoredEpisode,
     Side,
     TokenAdvantages,
     joined,
@@ -171,7 +171,7 @@ def _advantages(
     if config.algorithm.shuffle_rewards:
         rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
     left = iter(rewards.tolist())
-    episodes: list[Episode] = []
+    episodes: list[ScoredEpisode] = []
     owners: list[tuple[int, Side]] = []
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
         by_side = {side: next(left) for side in sides}
@@ -194,7 +194,7 @@ def _advantages(
 
 
 def _by_kind(
-    episodes: Sequence[Episode], algorithms: Sequence[AlgorithmSection]
+    episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection]
 ) -> list[TokenAdvantages]:
     """Returns the advantages of each; those of one kind share the statistics of a batch."""
     by_kind: dict[AdvantageKind, list[int]] = {}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Paths:
-    """The keys that the segments of a micro batch see: all tokens before them on their paths.
+    """Index of tree attention: each segment attends to all tokens on its path from the root.
 
     `cu_seqlens` of the micro batch are then the bounds of segments. The last keys of a segment are
     its own tokens.
@@ -79,9 +79,9 @@ class MicroBatch(TokenFields[Tensor]):
     indices: tuple[int, ...]
     # int64: for each token the index of its algorithm; None if all have the run's, which is 0.
     algorithm_ids: Tensor | None = None
-    # The keys that each sequence sees; None: those of its own tokens.
+    # Index of tree attention; None if each sequence attends to its own tokens.
     paths: Paths | None = None
-    # None: no sequence has images.
+    # None if no sequence has images.
     images: ImageInputs | None = None
 
     @property

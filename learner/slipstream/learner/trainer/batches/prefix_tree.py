@@ -45,7 +45,7 @@ class Segment:
 Bundle = list[Segment]
 
 
-class Saved(NamedTuple):
+class SavedWork(NamedTuple):
     """Work that sharing leaves out: tokens, and sums of squared lengths as in `num_squares`."""
 
     tokens: int = 0
@@ -54,10 +54,10 @@ class Saved(NamedTuple):
 
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
-) -> Saved:
+) -> SavedWork:
     """Returns what bundles of all `members` save."""
     lengths = [len(sequences[index]) for index in members]
-    return Saved(
+    return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),
         sum(length**2 for length in lengths) - sum(map(num_squares, made)),
     )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.types import TokenArray, Trajectory
-from slipstream.learner.trainer.batches.images import PlacedImage, images_of
+from slipstream.learner.trainer.batches.images import SequenceImage, images_of
 from slipstream.learner.trainer.batches.token_fields import (
     TOKEN_FIELDS,
     NumpyArray,
@@ -34,7 +34,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
     loss_weight: float = 1.0
     # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains it.
     algorithm: int = 0
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[SequenceImage, ...] = ()
 
     @classmethod
     def of_trajectories(

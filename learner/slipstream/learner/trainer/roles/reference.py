@@ -58,7 +58,9 @@ class Reference:
 
     def _refresh(self, policy: Policy) -> None:
         with self._ranks.in_force():
-            tasks = _conversions(self._model, policy)
+            # The tasks have the names of the policy's files; the model's own folder may differ.
+            found = policy.bridge.get_conversion_tasks(self._model.chunks)
+        tasks = [task for task in found if task is not None and task.megatron_module is not None]
         waiting: dict[str, Tensor] = {}
         # One tensor may hold the matrices of all experts, each of which is a parameter.
         needed_by: dict[str, dict[str, Megatron]] = {}
@@ -109,15 +111,6 @@ def reference_logprobs(
         )
         for values in columns
     ]
-
-
-def _conversions(model: ParallelModel, policy: Policy) -> list[Megatron]:
-    """Returns Bridge's conversion task for each parameter of `model` on this rank.
-
-    The tasks have the names of the policy's files; those of the model's own folder may be others.
-    """
-    tasks = policy.bridge.get_conversion_tasks(model.chunks)
-    return [task for task in tasks if task is not None and task.megatron_module is not None]
 
 
 def _convert(bridge: Megatron, task: Megatron, tensors: dict[str, Tensor]) -> None:

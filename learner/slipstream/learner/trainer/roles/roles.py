@@ -1,4 +1,4 @@
-"""The models beside the policy: their estimates for a batch, and their updates after its step."""
+"""The reference model and the critic: their estimates for a batch, and their updates after it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns the models beside the policy that change in training, for checkpoints."""
+        """Returns the other models that change in training, for checkpoints."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model
