@@ -17,7 +17,7 @@ from slipstream.learner.trainer.batches.packing import (
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.prefix_tree import (
     Bundle,
-    Families,
+    PrefixTree,
     num_squares,
     num_tokens,
     saved_by,
@@ -149,12 +149,12 @@ def _shared_plan(
     lengths are planned, and the plan with the least work is taken.
     """
     assert model.sharing is not None
-    families = Families(sequences, members, min_shared=model.sharing.min_tokens)
-    if not families.share:
+    tree = PrefixTree(sequences, members, min_shared=model.sharing.min_tokens)
+    if not tree.share:
         return None
     found = []
     for parts in _PARTS:
-        made = families.bundles(max_tokens // parts)
+        made = tree.bundles(max_tokens // parts)
         sizes = [num_tokens(bundle) for bundle in made]
         plan = plan_micro_batches(
             sizes,

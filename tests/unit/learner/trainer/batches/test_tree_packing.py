@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from slipstream.learner.trainer.batches.packing import build_tree_micro_batch
-from slipstream.learner.trainer.batches.prefix_tree import Families
+from slipstream.learner.trainer.batches.prefix_tree import PrefixTree
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 
@@ -34,7 +34,7 @@ SEQUENCES = [
 
 
 def packed(multiple: int = 1):
-    (bundle,) = Families(SEQUENCES, range(3), min_shared=2).bundles(100)
+    (bundle,) = PrefixTree(SEQUENCES, range(3), min_shared=2).bundles(100)
     return build_tree_micro_batch(SEQUENCES, [bundle], multiple=multiple)
 
 
