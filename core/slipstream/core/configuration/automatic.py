@@ -108,6 +108,10 @@ def chosen_settings(
             choice(f"{place}.parallel.sequence_parallel", section.parallel.tp > 1)
     choice("learner.use_distributed_optimizer", _has_replicas(tables))
     choice("learner.threads", 4 if is_large else 1)
+    # Engines that take the whole GPU in turn need the learner's memory.
+    sleeps = tables.controller.turns == "sleep"
+    choice("learner.offload.gradients", sleeps)
+    choice("learner.offload.optimizer", sleeps)
 
     # The rollout servers.
     server = tables.rollout_server

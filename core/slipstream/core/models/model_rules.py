@@ -208,12 +208,7 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
     """Yields one line for each setting that vLLM cannot do on a CPU; it reads config.json."""
     server, dtype = config.rollout_server, config.model.dtype
     sizes = read_model_sizes(config.model.path)
-    if server.quantization == "fp8_per_tensor":
-        yield (
-            f"rollout_server.quantization = {server.quantization!r} needs a GPU; a CPU can compute "
-            "with 'fp8_per_channel'"
-        )
-    elif sizes.experts and server.quantization != "off":
+    if sizes.experts and server.quantization != "off":
         yield (
             "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
             f"no kernel there that quantises experts, got {server.quantization!r}"

@@ -1,4 +1,4 @@
-"""Rules of element types: of the wire, and of engines in FP8, linear layers, KV cache or both."""
+"""Rules for engines that compute in FP8: linear layers, KV cache or both."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ def precision_problems(
     algorithms: Iterable[AlgorithmSection],
 ) -> Iterator[str]:
     """Yields one line for each setting that does not go with the model's type or engines in FP8."""
-    halves = {model.dtype, weights.wire_dtype or model.dtype} - {"float32"}
-    if len(halves) > 1:
-        yield (
-            "weights.wire_dtype must be model.dtype or float32: what bfloat16 and float16 do not "
-            f"share would be lost, got {weights.wire_dtype!r} and {model.dtype!r}"
-        )
     if computes_in_fp8(server) and not all(map(_corrects, algorithms)):
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "

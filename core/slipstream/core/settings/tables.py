@@ -11,7 +11,11 @@ from slipstream.core.settings.checkpoint_section import CheckpointSection
 from slipstream.core.settings.engine_precision import computes_in_fp8
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.lora_section import LoraSection
-from slipstream.core.settings.measurement_sections import EvaluationSection, TrackingSection
+from slipstream.core.settings.measurement_sections import (
+    DebugSection,
+    EvaluationSection,
+    TrackingSection,
+)
 from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
 from slipstream.core.settings.sampling_section import SamplingSection
@@ -59,6 +63,7 @@ class Tables(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
     tracking: TrackingSection = TrackingSection()
+    debug: DebugSection = DebugSection()
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
 
@@ -70,15 +75,11 @@ class Tables(Section):
     @property
     def probe_tolerance(self) -> float:
         """Largest gap, in nats, of a probe that passes."""
-        if self.weights.probe_tolerance is not None:
-            return self.weights.probe_tolerance
+        if self.debug.probe_tolerance is not None:
+            return self.debug.probe_tolerance
         if computes_in_fp8(self.rollout_server):
             return 0.5
-        return max(
-            PROBE_TOLERANCES[dtype]
-            for dtype in (self.model.dtype, self.weights.wire_dtype)
-            if dtype
-        )
+        return PROBE_TOLERANCES[self.model.dtype]
 
     @property
     def staging(self) -> StageSetting:

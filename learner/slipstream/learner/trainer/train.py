@@ -65,12 +65,12 @@ class StepCost:
         self._ranks = ranks
         self._sizes = model_sizes(read_model_table(config.model.path))
         self._epochs = config.algorithm.epochs
-        self._peak_tflops = config.learner.peak_tflops
+        self._peak_tflops = config.debug.peak_tflops
         if self._peak_tflops is None and ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
             self._peak_tflops = peak_tflops(name)
             if self._peak_tflops is None:
-                logger.warning("no mfu: the peak of %s is not known, set learner.peak_tflops", name)
+                logger.warning("no mfu: the peak of %s is not known, set debug.peak_tflops", name)
 
     def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
@@ -178,7 +178,7 @@ class Trainer:
         self._stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(
-            config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
+            config.debug.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
         models = [*stored_policy(policy), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)

@@ -117,6 +117,11 @@ def test_ranks_share_what_they_can(tmp_path: Path) -> None:
     assert found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})[1] is False
 
 
+def test_a_learner_gives_its_memory_back_to_engines_that_sleep(tmp_path: Path) -> None:
+    assert not chosen(tmp_path).learner.offload.gives_memory_back
+    assert chosen(tmp_path, controller={"turns": "sleep"}).learner.offload.gives_memory_back
+
+
 def test_mixtures_replay_their_routing_where_it_can_be_recorded(tmp_path: Path) -> None:
     def found(**tables: Any) -> str:
         return chosen(tmp_path, TINY | MIXTURE, **tables).algorithm.router_replay

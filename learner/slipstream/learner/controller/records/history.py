@@ -22,6 +22,11 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 
+FORMAT = 1
+# The way out when a journal or a batch is not as it was written.
+REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
+START = PolicyVersion(0, 0)
+
 
 class FilterVerdict(Enum):
     """The consequence, for the run, of the groups left out while one batch was formed."""
@@ -148,12 +153,6 @@ class TrajectoryEnd(Enum):
     EVALUATED = "evaluated"
     # The trajectory was in a batch that the trainer could not train.
     SET_ASIDE = "set_aside"
-
-
-FORMAT = 1
-# The way out when a journal or a batch is not as it was written.
-REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
-START = PolicyVersion(0, 0)
 
 
 @dataclass

@@ -84,7 +84,7 @@ def token_losses(
             return cispo_losses(policy_logprobs, anchor_logprobs, advantages, *clip)
         case "sapo":
             ratio = safe_ratio(policy_logprobs - anchor_logprobs)
-            taus = (algorithm.sapo_tau_positive, algorithm.sapo_tau_negative)
+            taus = algorithm.sapo_tau
             return _unclipped(sapo_losses(ratio, advantages, *taus))
         case "reinforce":
             return _unclipped(reinforce_losses(policy_logprobs, advantages))

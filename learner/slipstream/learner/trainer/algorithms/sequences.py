@@ -168,7 +168,7 @@ def _advantages(
         shaped_rewards(t, a, limit=limit) for t, a in zip(batch.trajectories, own, strict=True)
     ]
     rewards = np.array([one for sides in shaped for one in sides.values()], dtype=np.float64)
-    if config.algorithm.shuffle_rewards:
+    if config.debug.shuffle_rewards:
         rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
     left = iter(rewards.tolist())
     episodes: list[ScoredEpisode] = []

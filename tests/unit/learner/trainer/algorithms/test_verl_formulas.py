@@ -149,7 +149,7 @@ AGGREGATIONS = {
             "cispo",
             {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
         ),
-        ("sapo", {"sapo_tau_negative": 2.0}, "sapo", {"tau_neg": 2.0}),
+        ("sapo", {"sapo_tau": [1.0, 2.0]}, "sapo", {"tau_neg": 2.0}),
     ],
 )
 def test_losses_and_gradients_are_verls(
