@@ -99,6 +99,13 @@ MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 PROTOCOL_VERSION = 8
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+_OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
+# Fields that have the same name and value in both forms, and whether they hold several values.
+_PLAIN = {
+    field.name: field.is_repeated
+    for field in pb.Trajectory.DESCRIPTOR.fields
+    if field.message_type is None and field.enum_type is None and field.name not in _OTHER_FIELDS
+}
 # To look a member up by its value takes longer than to decode a small message.
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
@@ -157,17 +164,16 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     routed = experts_to_pb(trajectory.routed_experts)
     reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
-        **dict(zip(_PLAIN_FIELDS, _plain_values(trajectory), strict=True)),
+        **{name: getattr(trajectory, name) for name in _PLAIN},
+        **sampled,
         purpose=pb.EpisodePurpose.Name(trajectory.purpose.value),
         status=pb.EpisodeStatus.Name(trajectory.status.value),
         token_ids=token_ids,
-        run_lengths=trajectory.run_lengths,
-        **sampled,
+        metrics=trajectory.metrics,
         version_spans=[
             pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
         ],
-        metrics=trajectory.metrics,
         checksum=_checksum(
             token_ids,
             *sampled.values(),
@@ -176,21 +182,9 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             *trajectory.images,
         ),
         routed_experts=routed,
-        branches=[
-            pb.Branch(
-                num_runs=branch.num_runs,
-                share=branch.share,
-                name=branch.name,
-                reward=branch.reward,
-            )
-            for branch in trajectory.branches
-        ],
+        branches=[pb.Branch(**vars(branch)) for branch in trajectory.branches],
         reference=reference,
-        images=trajectory.images,
-        image_places=[
-            pb.ImagePlace(offset=place.offset, image=place.image)
-            for place in trajectory.image_places
-        ],
+        image_places=[pb.ImagePlace(**place._asdict()) for place in trajectory.image_places],
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -218,24 +212,25 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         )
     except ValueError as error:
         raise ProtocolError(f"group {message.group_id}: {error}") from error
-    sampled: dict[str, Any] = {
+    fields: dict[str, Any] = {
+        name: tuple(getattr(message, name)) if is_repeated else getattr(message, name)
+        for name, is_repeated in _PLAIN.items()
+    } | {
         name: unpack_logprobs(data)
         for name, is_required in SAMPLED_ARRAYS.items()
         if (data := getattr(message, name)) or is_required
     }
     trajectory = Trajectory(
-        **dict(zip(_PLAIN_FIELDS, _plain_values(message), strict=True)),
+        **fields,
         purpose=purpose,
         status=status,
         failure=failure,
+        metrics=dict(message.metrics),
         token_ids=unpack_tokens(message.token_ids),
-        run_lengths=tuple(message.run_lengths),
-        **sampled,
         version_spans=tuple(
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
         ),
-        metrics=dict(message.metrics),
         routed_experts=experts_from_pb(message),
         branches=tuple(
             Branch(
@@ -247,7 +242,6 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             for branch in message.branches
         ),
         reference=reference_from_pb(message),
-        images=tuple(message.images),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
     )
     check_trajectory(trajectory)
