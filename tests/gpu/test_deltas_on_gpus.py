@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import delta  # noqa: E402
+from benchmarks.weights import delta  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import Placement
-from shapes import make_apart
 from support.rigs.kill_scenario import Moment, check, config_of, kill_one_of_two
+
+from benchmarks.common.rig import Placement
+from benchmarks.common.shapes import make_apart
 
 pytestmark = [
     pytest.mark.gpu,

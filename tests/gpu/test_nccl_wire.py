@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure import visible
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_tensor_digests
+
+from benchmarks.common.measure import visible
 
 pytestmark = [
     pytest.mark.gpu,

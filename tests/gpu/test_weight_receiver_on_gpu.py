@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from measure import visible  # noqa: E402
 from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+
+from benchmarks.common.measure import visible  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 400

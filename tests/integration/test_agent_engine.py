@@ -240,7 +240,13 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
     for branch in rig.recorder.conversations.branches:
         expected = served.reference.logprobs(served.weights, branch.token_ids)
         flags = np.repeat(np.arange(len(branch.run_lengths)) % 2 == 1, branch.run_lengths)[1:]
-        assert np.abs(expected[flags] - np.concatenate(branch.logprobs)).max() < 1e-3
+        assert (
+            np.abs(
+                expected[flags]
+                - np.concatenate([one["behavior_logprobs"] for one in branch.sampled])
+            ).max()
+            < 1e-3
+        )
 
 
 async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environments(served) -> None:
@@ -278,7 +284,10 @@ async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(serve
     )
     given = [token.logprob for token in answer.choices[0].logprobs.content]
     (branch,) = rig.recorder.conversations.branches
-    assert np.abs(np.concatenate(branch.logprobs) - given).max() < 1e-5
+    assert (
+        np.abs(np.concatenate([one["behavior_logprobs"] for one in branch.sampled]) - given).max()
+        < 1e-5
+    )
     assert all(len(token.top_logprobs) >= 2 for token in answer.choices[0].logprobs.content)
     await rig.closed()
     rig.check()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support.rigs.waiting import until
 
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
@@ -232,8 +233,7 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
         )
         for n in range(6)
     ]
-    while rig.engine.num_open < 6:
-        await asyncio.sleep(0.001)
+    await until(lambda: rig.engine.num_open >= 6)
     rig.engine.may_end.set()
     for n, message in enumerate(await asyncio.gather(*calls)):
         assert f"'w{n}'" in message["content"]
@@ -371,10 +371,10 @@ async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -
     continued, again = rig.engine.samples[-3], rig.engine.samples[-1]
     assert continued.prompt == again.prompt
     branches = rig.recorder.conversations.branches
-    assert [branch.logprobs[0].tolist() for branch in branches[:2]] == [
+    assert [branch.sampled[0]["behavior_logprobs"].tolist() for branch in branches[:2]] == [
         pytest.approx(rig.engine.samples[n].logprobs) for n in (0, 1)
     ]
-    assert branches[1].logprobs[1].tolist() == pytest.approx(continued.logprobs)
+    assert branches[1].sampled[1]["behavior_logprobs"].tolist() == pytest.approx(continued.logprobs)
 
 
 async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -> None:

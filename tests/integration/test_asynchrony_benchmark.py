@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from rig import Placement, Rig
-from step_windows import Windows
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config
+
+from benchmarks.asynchrony.step_windows import Windows
+from benchmarks.common.rig import Placement, Rig
 
 
 async def test_a_window_trains_nothing_that_was_leased_under_a_wider_bound(tmp_path):

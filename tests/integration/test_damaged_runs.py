@@ -23,12 +23,6 @@ from support.rigs.small_disks import small_disk
 STEPS = 6
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def held(config: Config, caplog, middle) -> dict:
     """The summary of a run in whose middle, at version 2, `middle` is called."""
     server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
@@ -50,7 +44,8 @@ async def held(config: Config, caplog, middle) -> dict:
 
 
 def steps_in(path: Path) -> list[int]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """The steps of all lines but damaged ones."""
+    rows = [json.loads(line) for line in path.read_text().splitlines() if "\0" not in line]
     return [int(row["step"]) for row in rows if "step" in row]
 
 
@@ -62,13 +57,11 @@ async def test_results_that_are_removed_under_a_live_run_are_made_anew(tmp_path,
     async def middle() -> None:
         for name in names:
             (folder / name).unlink()
-        shutil.rmtree(folder / "tensorboard")
 
     summary = await held(config, caplog, middle)
     assert steps_in(folder / "metrics.jsonl")[-1] == STEPS
     assert steps_in(folder / "trajectories.jsonl")[-1] == STEPS
     assert summary["ledger"]["difference"] == 0
-    assert list((folder / "tensorboard").iterdir())
 
 
 @pytest.fixture
@@ -144,7 +137,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(tmp_
     assert summary["ledger"]["trained"] == STEPS * 16 * 5
 
 
-@pytest.mark.parametrize("damage", ["missing", "damaged", "cut", "folder"])
+@pytest.mark.parametrize("damage", ["missing", "damaged", "cut"])
 async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, caplog, damage):
     config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
     trainer = FakeTrainer(config.controller.address)
@@ -175,8 +168,6 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
             path.write_bytes(data[: len(data) // 2] + bytes(512) + data[len(data) // 2 :])
         elif damage == "cut":
             path.write_bytes(data[: len(data) // 2])
-        elif damage == "folder":
-            path.mkdir()
     with caplog.at_level(logging.WARNING):
         summary = await play(config, FakeServer(address, "again"), trainer=FakeTrainer(address))
     assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
@@ -184,8 +175,8 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
     # What was trained again has its line again.
     assert sorted(steps_in(config.run_dir / "metrics.jsonl")) == list(range(1, STEPS + 1))
-    told = [m for m in caplog.messages if ".damaged-1 now" in m]
-    assert len(told) == {"missing": 0, "cut": 0, "damaged": 2, "folder": 3}[damage]
+    told = [m for m in caplog.messages if "such lines are passed over" in m]
+    assert len(told) == (damage == "damaged")
     assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
 
 

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from rig import Placement  # noqa: E402
-from shapes import make_shape  # noqa: E402
 from support.rigs.kill_scenario import check, config_of, gaps_of_versions, kill_one_of_two  # noqa: E402
+
+from benchmarks.common.rig import Placement  # noqa: E402
+from benchmarks.common.shapes import make_shape  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

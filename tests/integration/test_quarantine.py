@@ -65,7 +65,7 @@ async def test_quarantined_episodes_run_again_and_their_tokens_are_counted(tmp_p
     records = [r for r in read_records(config.run_dir / "journal") if r["kind"] == "end"]
     ends = {r["id"]: r for r in records if r["end"] == "quarantined"}
     assert set(ends) == set(bad)
-    assert ends[bad[1]]["cause"].endswith("a log-probability is not a finite number")
+    assert ends[bad[1]]["cause"].endswith("a value of behavior_logprobs is not a finite number")
     rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["quarantined_trajectories"] > 0
 

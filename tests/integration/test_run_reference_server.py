@@ -20,7 +20,7 @@ from support.rigs.run_processes import (  # noqa: E402
     summary_of,
     write_config,
 )
-from teacher_server import NAME, teacher_server  # noqa: E402
+from support.rigs.teacher_server import NAME, teacher_server  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
 

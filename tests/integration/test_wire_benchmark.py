@@ -7,8 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import delta
-import wire
+from benchmarks.weights import delta, wire
 
 
 def test_receivers_hold_what_the_sender_made_up(tmp_path: Path) -> None:

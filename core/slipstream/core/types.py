@@ -30,6 +30,10 @@ BRANCHES, IGNORED = "branches/", "ignored/"
 TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]
 
+# Fields of a trajectory that are a float32 array with a value for each sampled token, and whether
+# every trajectory has it; another one is None without values. The engine's `Generation`, the record
+# of an episode, the wire form and its checks walk this table.
+SAMPLED_ARRAYS = {"behavior_logprobs": True}
 
 # Attempts beyond `Lease.max_attempts` that a server may make: ends in a worker that others shared
 # count as none. A task runs alone after two losses of a worker in a row, so this is more than
@@ -47,7 +51,7 @@ class TrajectoryName(NamedTuple):
 
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
-        """Splits an id into its parts; None for text that is no id of a trajectory."""
+        """Splits an id into its parts, or None for text that is no id of a trajectory."""
         return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
 
 

@@ -8,38 +8,116 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import operator
 import zlib
+from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.routed_experts import RoutedExperts, unpack_experts
 from slipstream.core.types import (
+    SAMPLED_ARRAYS,
     Branch,
     Failure,
     FailureKind,
-    GroupId,
     ImagePlace,
     LogprobArray,
     PolicyVersion,
     Purpose,
-    ServerId,
     Status,
     TokenArray,
     Trajectory,
     VersionSpan,
 )
 from slipstream.protocol.bounds import decode, max_message_bytes
-from slipstream.protocol.trajectory_checks import check_trajectory
 from slipstream.v1 import trajectory_pb2 as pb
+
+
+def _check_branches(trajectory: Trajectory) -> None:
+    name, runs = trajectory.trajectory_id, [branch.num_runs for branch in trajectory.branches]
+    for number in runs:
+        if number == 0 or number % 2:
+            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
+    if runs and sum(runs) != len(trajectory.run_lengths):
+        raise ProtocolError(
+            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
+        )
+    for branch in trajectory.branches:
+        if not math.isfinite(branch.share):
+            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+        if branch.reward is not None and not math.isfinite(branch.reward):
+            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
+    rewards = {branch.name: branch.reward for branch in trajectory.branches}
+    if any(branch.reward != rewards[branch.name] for branch in trajectory.branches):
+        raise ProtocolError(f"{name}: branches of one name must have one reward")
+
+
+def _check_images(trajectory: Trajectory) -> None:
+    name, offsets = trajectory.trajectory_id, [place.offset for place in trajectory.image_places]
+    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
+        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
+    if any(
+        now >= after for now, after in itertools.pairwise([*offsets, len(trajectory.token_ids)])
+    ):
+        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raises ProtocolError when the parts of a trajectory do not fit together."""
+    name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
+    if sum(trajectory.run_lengths) != len(trajectory.token_ids):
+        raise ProtocolError(
+            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, "
+            f"but {len(trajectory.token_ids)} tokens"
+        )
+    arrays = {field: getattr(trajectory, field) for field in SAMPLED_ARRAYS}
+    for field, array in arrays.items():
+        if array is not None and len(array) != sampled:
+            raise ProtocolError(
+                f"{name}: {len(array)} values of {field} for {sampled} sampled tokens"
+            )
+    if any(span.length == 0 for span in trajectory.version_spans):
+        raise ProtocolError(f"{name}: a version span is empty")
+    if sum(span.length for span in trajectory.version_spans) != sampled:
+        raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
+    if not math.isfinite(trajectory.reward):
+        raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
+    for field, array in arrays.items():
+        if array is not None and not np.logical_and.reduce(np.isfinite(array)):
+            raise ProtocolError(f"{name}: a value of {field} is not a finite number")
+    _check_branches(trajectory)
+    reference = trajectory.reference
+    if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
+        raise ProtocolError(f"{name}: {fault}")
+    _check_images(trajectory)
+
 
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 PROTOCOL_VERSION = 8
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+_OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
+# Fields that have the same name and value in both forms, and whether they hold several values.
+_PLAIN = {
+    field.name: field.is_repeated
+    for field in pb.Trajectory.DESCRIPTOR.fields
+    if field.message_type is None and field.enum_type is None and field.name not in _OTHER_FIELDS
+}
 # To look a member up by its value takes longer than to decode a small message.
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
+
+# Numbers, texts and flags with the same name on both sides.
+_PLAIN_FIELDS = tuple(
+    field.name
+    for field in pb.Trajectory.DESCRIPTOR.fields
+    if not field.is_repeated
+    and field.type not in (field.TYPE_MESSAGE, field.TYPE_ENUM, field.TYPE_BYTES)
+    and field.name != "checksum"
+)
+_plain_values = operator.attrgetter(*_PLAIN_FIELDS)
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -78,65 +156,35 @@ def unpack_logprobs(data: bytes) -> LogprobArray:
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     """Returns the wire form of a trajectory."""
-    token_ids, logprobs = (
-        pack_tokens(trajectory.token_ids),
-        pack_logprobs(trajectory.behavior_logprobs),
-    )
+    token_ids = pack_tokens(trajectory.token_ids)
+    arrays = {name: getattr(trajectory, name) for name in SAMPLED_ARRAYS}
+    sampled: dict[str, Any] = {
+        name: pack_logprobs(array) for name, array in arrays.items() if array is not None
+    }
     routed = experts_to_pb(trajectory.routed_experts)
     reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
-        run_id=trajectory.run_id,
-        group_id=trajectory.group_id,
-        member=trajectory.member,
-        attempt=trajectory.attempt,
-        server_id=trajectory.server_id,
-        server_epoch=trajectory.server_epoch,
-        environment=trajectory.environment,
-        task_index=trajectory.task_index,
-        seed=trajectory.seed,
+        **{name: getattr(trajectory, name) for name in _PLAIN},
+        **sampled,
         purpose=pb.EpisodePurpose.Name(trajectory.purpose.value),
         status=pb.EpisodeStatus.Name(trajectory.status.value),
-        will_retry=trajectory.will_retry,
         token_ids=token_ids,
-        run_lengths=trajectory.run_lengths,
-        behavior_logprobs=logprobs,
+        metrics=trajectory.metrics,
         version_spans=[
             pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
         ],
-        reward=trajectory.reward,
-        metrics=trajectory.metrics,
-        num_turns=trajectory.num_turns,
-        generation_s=trajectory.generation_s,
-        environment_s=trajectory.environment_s,
         checksum=_checksum(
             token_ids,
-            logprobs,
+            *sampled.values(),
             routed.expert_ids if routed else b"",
             *_reference_arrays(reference or pb.ReferenceLogprobs()),
             *trajectory.images,
         ),
-        prompt_text=trajectory.prompt_text,
-        reply_text=trajectory.reply_text,
         routed_experts=routed,
-        branches=[
-            pb.Branch(
-                num_runs=branch.num_runs,
-                share=branch.share,
-                name=branch.name,
-                reward=branch.reward,
-            )
-            for branch in trajectory.branches
-        ],
-        is_given=trajectory.is_given,
+        branches=[pb.Branch(**vars(branch)) for branch in trajectory.branches],
         reference=reference,
-        images=trajectory.images,
-        image_places=[
-            pb.ImagePlace(offset=place.offset, image=place.image)
-            for place in trajectory.image_places
-        ],
-        adapter=trajectory.adapter,
-        max_reply_tokens=trajectory.max_reply_tokens,
+        image_places=[pb.ImagePlace(**place._asdict()) for place in trajectory.image_places],
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -148,7 +196,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     """Returns the trajectory of a wire form; ProtocolError names parts that do not match."""
     arrays = (
         message.token_ids,
-        message.behavior_logprobs,
+        *(getattr(message, name) for name in SAMPLED_ARRAYS),
         message.routed_experts.expert_ids,
         *_reference_arrays(message.reference),
         *message.images,
@@ -164,34 +212,25 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         )
     except ValueError as error:
         raise ProtocolError(f"group {message.group_id}: {error}") from error
+    fields: dict[str, Any] = {
+        name: tuple(getattr(message, name)) if is_repeated else getattr(message, name)
+        for name, is_repeated in _PLAIN.items()
+    } | {
+        name: unpack_logprobs(data)
+        for name, is_required in SAMPLED_ARRAYS.items()
+        if (data := getattr(message, name)) or is_required
+    }
     trajectory = Trajectory(
-        run_id=message.run_id,
-        group_id=GroupId(message.group_id),
-        member=message.member,
-        attempt=message.attempt,
-        server_id=ServerId(message.server_id),
-        server_epoch=message.server_epoch,
-        environment=message.environment,
-        task_index=message.task_index,
-        seed=message.seed,
+        **fields,
         purpose=purpose,
         status=status,
         failure=failure,
-        will_retry=message.will_retry,
+        metrics=dict(message.metrics),
         token_ids=unpack_tokens(message.token_ids),
-        run_lengths=tuple(message.run_lengths),
-        behavior_logprobs=unpack_logprobs(message.behavior_logprobs),
         version_spans=tuple(
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
         ),
-        reward=message.reward,
-        metrics=dict(message.metrics),
-        num_turns=message.num_turns,
-        generation_s=message.generation_s,
-        environment_s=message.environment_s,
-        prompt_text=message.prompt_text,
-        reply_text=message.reply_text,
         routed_experts=experts_from_pb(message),
         branches=tuple(
             Branch(
@@ -202,19 +241,15 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             )
             for branch in message.branches
         ),
-        is_given=message.is_given,
         reference=reference_from_pb(message),
-        images=tuple(message.images),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
-        adapter=message.adapter,
-        max_reply_tokens=message.max_reply_tokens,
     )
     check_trajectory(trajectory)
     return trajectory
 
 
 def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """Returns the wire form of a trajectory's experts; None without experts."""
+    """Returns the wire form of a trajectory's experts, or None without experts."""
     if routed is None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
@@ -241,7 +276,7 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
 
 
 def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
-    """Returns the wire form of a reference model's log-probabilities; None without any."""
+    """Returns the wire form of a reference model's log-probabilities, or None without any."""
     if reference is None:
         return None
     return pb.ReferenceLogprobs(

@@ -106,6 +106,11 @@ class Generation:
     cached_tokens: int = 0
     expert_ids: npt.NDArray[np.unsignedinteger] | None = None
 
+    @property
+    def sampled_arrays(self) -> dict[str, LogprobArray]:
+        """The values of each sampled token, by the trajectory's fields of `SAMPLED_ARRAYS`."""
+        return {"behavior_logprobs": self.logprobs}
+
     @classmethod
     def unbegun(cls) -> Generation:
         """Returns the empty reply to a request that was cancelled before the engine knew it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 import httpx2
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
@@ -21,6 +20,7 @@ from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
 from support.rigs.started_engine import become_a_server
+from support.rigs.waiting import until
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 SAMPLING = Sampling(1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50)
@@ -136,7 +136,10 @@ class AgentRig:
         for branch in self.recorder.conversations.branches:
             assert len(branch.run_lengths) % 2 == 0
             assert sum(branch.run_lengths) == len(branch.token_ids)
-            end, logprobs = 0, [value for part in branch.logprobs for value in part.tolist()]
+            end, logprobs = (
+                0,
+                [value for part in branch.sampled for value in part["behavior_logprobs"].tolist()],
+            )
             for context, sampled in zip(
                 branch.run_lengths[::2], branch.run_lengths[1::2], strict=True
             ):
@@ -156,8 +159,7 @@ class AgentRig:
 
     async def closed(self) -> None:
         """Returns when every client has read its answer."""
-        while self.recorder.num_open:
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.recorder.num_open)
 
     def began(self) -> list[str]:
         """Why each branch began."""

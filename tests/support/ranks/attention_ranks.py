@@ -12,10 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import family_shapes
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from torch import Tensor
+
+from benchmarks.agreement import family_shapes
 
 # Jobs: a family, and the dimensions of a head; those of latent attention are its own.
 JOBS = (
@@ -45,7 +46,9 @@ def run_rank(folder: Path, job: str) -> None:
     settings: dict[str, Any] = {
         "run": {"name": "r", "dir": str(folder), "steps": 1},
         "model": {"path": str(folder / job), "dtype": "bfloat16"},
-        "environments": [{"name": "replies", "reference": "workloads:LognormalReplies"}],
+        "environments": [
+            {"name": "replies", "reference": "benchmarks.common.workloads:LognormalReplies"}
+        ],
         "algorithm": {
             "group_size": 2,
             "groups_per_step": 1,

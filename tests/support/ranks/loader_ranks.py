@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,7 @@ import torch
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut, record
-from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.share_digests import Share
+from slipstream.rollout_server.weights.live_base import LiveBase, Share
 
 from support.fakes.gloo_sender import num_changed, pack
 from support.references import plain_deltas
@@ -101,8 +101,10 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
     context.set_forkserver_preload(["vllm.model_executor.model_loader.utils", __name__])
     answers = context.Queue()
     meeting = uuid.uuid4().hex
+    # vLLM's sockets, which nobody closes when a rank ends.
+    sockets = tempfile.TemporaryDirectory(prefix="ranks-")
     children = [
-        context.Process(target=_rank, args=(rank, meeting, work, arguments, answers))
+        context.Process(target=_rank, args=(rank, meeting, sockets.name, work, arguments, answers))
         for rank in range(num_ranks)
     ]
     for child in children:
@@ -115,6 +117,7 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
         for child in children:
             child.join(5)
             child.kill()
+        sockets.cleanup()
         # vLLM leaves the memory that the ranks shared.
         for path in Path("/dev/shm").glob(f"{meeting}-*"):
             path.unlink()
@@ -124,12 +127,18 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
 
 
 def _rank(
-    rank: int, meeting: str, work: Callable[..., Any], arguments: tuple[Any, ...], answers: Any
+    rank: int,
+    meeting: str,
+    sockets: str,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    answers: Any,
 ) -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # Names the ranks' shared memory; vLLM's executor sets it otherwise.
     os.environ["VLLM_DIST_IDENT"] = meeting
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets
     torch.set_num_threads(1)
     try:
         answers.put((rank, work(rank, *arguments)))

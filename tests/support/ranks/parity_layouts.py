@@ -92,10 +92,8 @@ MOE_RECOMPUTE = {
 }
 UNEVEN_STAGES = {"transformer": {"num_layers_in_first_pipeline_stage": 1}}
 TWO_MINI_BATCHES = {"mini_batches": 2}
-TWO_EPOCHS = {"mini_batches": 2, "epochs": 2}
 # Fewer sequences than replicas.
 FEW = {"groups_per_step": 1, "group_size": 3}
-BEHAVIOR_RATIO = {"ratio": "behavior", "correction": {"weight": "none"}}
 # What is summed over sequences, or over all tokens of a batch, wherever they lie.
 GSPO = {
     "mini_batches": 2,
@@ -113,8 +111,6 @@ CISPO = {
     "aggregation": "fixed",
     "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
 }
-# Some replies that no policy sampled beside sampled ones, each with its reward as the advantage.
-GIVEN = {"advantage": "score", "loss": "reinforce", "mini_batches": 2}
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
 # Likely tokens of a reference behind a server.
@@ -131,10 +127,7 @@ SHARED = {"shared_prefix_tokens": 1}
 LAYOUTS = {
     "one": Layout(1),
     "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
-    "one-epochs": Layout(1, algorithm=TWO_EPOCHS),
-    "one-given": Layout(1, algorithm=GIVEN),
     "one-few": Layout(1, algorithm=FEW),
-    "one-behavior-ratio": Layout(1, algorithm=BEHAVIOR_RATIO),
     "one-gspo": Layout(1, algorithm=GSPO),
     "one-cispo": Layout(1, algorithm=CISPO),
     "one-qwen3": Layout(1, "qwen3"),
@@ -184,17 +177,7 @@ LAYOUTS = {
     "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
     "dp2": Layout(2),
     "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
-    "dp2-mini-batches": Layout(2, algorithm=TWO_MINI_BATCHES, is_slow=True),
-    "dp2-epochs": Layout(2, algorithm=TWO_EPOCHS, is_slow=True),
     "dp2-overlap": Layout(2, learner=OVERLAP),
-    "dp2-gspo": Layout(2, algorithm=GSPO, is_slow=True),
-    "dp2-cispo": Layout(2, algorithm=CISPO, is_slow=True),
-    "tp2-sp-gspo": Layout(2, parallel=SP, algorithm=GSPO, is_slow=True),
-    "pp2-cispo": Layout(2, parallel={"pp": 2}, algorithm=CISPO, is_slow=True),
-    "cp2-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, is_slow=True),
-    "cp2-given": Layout(2, parallel={"cp": 2}, algorithm=GIVEN, is_slow=True),
-    "tp2-sp-given": Layout(2, parallel=SP, algorithm=GIVEN),
-    "cp2-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, is_slow=True),
     "tp2-sp-forward-top-k": Layout(2, parallel=SP, algorithm=FORWARD),
     "pp2-forward-top-k": Layout(2, parallel={"pp": 2}, algorithm=FORWARD, is_slow=True),
     "cp2-forward-top-k": Layout(2, parallel={"cp": 2}, algorithm=FORWARD),
@@ -224,7 +207,6 @@ LAYOUTS = {
     "cp2": Layout(2, parallel={"cp": 2}),
     "cp2-qwen3": Layout(2, "qwen3", parallel={"cp": 2}, is_slow=True),
     "cp2-tied": Layout(2, "tied", parallel={"cp": 2}, is_slow=True),
-    "cp2-mini-batches": Layout(2, parallel={"cp": 2}, algorithm=TWO_MINI_BATCHES, is_slow=True),
     "cp2-long": Layout(2, parallel={"cp": 2}, learner={"micro_batch_tokens": 20}),
     "cp2-recompute": Layout(2, parallel={"cp": 2}, learner=FULL_RECOMPUTE, is_slow=True),
     "cp2-selective": Layout(2, parallel={"cp": 2}, learner=SELECTIVE_RECOMPUTE, is_slow=True),
@@ -442,26 +424,12 @@ def batches(config: Config) -> list[Batch]:
         )
         for step in range(STEPS)
     ]
-    if algorithm.advantage == "score":
-        found = [given(one) for one in found]
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
         found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
     if config.reference is not None:
         found = [with_reference(one) for one in found]
     return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
-
-
-def given(batch: Batch) -> Batch:
-    """The same tokens, of which no policy sampled two episodes of three."""
-    changed = list(batch.trajectories)
-    for place, trajectory in enumerate(changed):
-        if place % 3:
-            values = np.zeros_like(trajectory.behavior_logprobs)
-            changed[place] = dataclasses.replace(
-                trajectory, behavior_logprobs=values, is_given=True
-            )
-    return dataclasses.replace(batch, trajectories=tuple(changed))
 
 
 def with_reference(batch: Batch) -> Batch:

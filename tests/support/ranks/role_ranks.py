@@ -24,7 +24,8 @@ from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import Config, LearnerSection, ParallelSection
 from slipstream.core.types import LogprobArray
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.token_fields import TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, TREES, VPP, batches, probe

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from rig import Placement, Rig
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
+
+from benchmarks.common.rig import Placement, Rig
 
 # hung: its engine stops before it takes the first bucket, the kill comes while all wait for it.
 # running: it is killed so many seconds after the servers were told to receive.
@@ -65,7 +66,7 @@ def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict
         "environments": [
             {
                 "name": "replies",
-                "reference": "workloads:LognormalReplies",
+                "reference": "benchmarks.common.workloads:LognormalReplies",
                 "args": {"median": 12, "sigma": 0.3, "longest": 24},
             }
         ],
@@ -75,7 +76,8 @@ def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict
             "max_staleness": 0,
             "learning_rate": 1e-3,
         },
-        "sampling": {"max_reply_tokens": 24, "max_episode_tokens": 48, "ignore_eos": True},
+        "sampling": {"max_reply_tokens": 24, "max_episode_tokens": 48},
+        "debug": {"ignore_eos": True},
         "controller": {"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
         "learner": {"export_final": False},
         "rollout_server": {"max_episodes": 16, "enforce_eager": True},

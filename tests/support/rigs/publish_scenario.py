@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure import visible
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import trainer_pb2, weights_pb2
 
+from benchmarks.common.measure import visible
 from support.fakes import weight_receiver_process
 from support.fakes.fake_controller import FakeController, stop_order
 from support.ranks.rank_pool import ForkedProgram, RankPool

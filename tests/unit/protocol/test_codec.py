@@ -122,11 +122,11 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
     ("changes", "cause"),
     [
         ({"run_lengths": (3, 4)}, "runs of 7 tokens, but 8 tokens"),
-        ({"run_lengths": (5, 3)}, "4 log-probabilities for 3 sampled tokens"),
+        ({"run_lengths": (5, 3)}, "4 values of behavior_logprobs for 3 sampled tokens"),
         ({"version_spans": ()}, "the version spans do not cover its 4 sampled tokens"),
         (
             {"behavior_logprobs": np.array([-1, -2, -np.inf, -3], np.float32)},
-            "a log-probability is not a finite number",
+            "a value of behavior_logprobs is not a finite number",
         ),
         ({"branches": (Branch(1), Branch(1))}, "must have an even number of runs, got 1"),
         ({"branches": (Branch(2), Branch(0))}, "must have an even number of runs, got 0"),

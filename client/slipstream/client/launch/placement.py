@@ -78,7 +78,7 @@ class Visible:
     gpus: tuple[Gpu, ...] = ()
 
     def named(self, device: int | str) -> str | None:
-        """Returns the id of the GPU that a setting names; None when it is not visible."""
+        """Returns the id of the GPU that a setting names, or None if it is not visible."""
         if str(device) in self.ids:
             return str(device)
         wanted = find_gpu(str(device), self.gpus)
@@ -104,8 +104,11 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
         _check_servers(for_servers, servers, per_server)
     if not ids:
         return Placement()
-    if servers:
-        _check_adapters(config)
+    if servers and config.lora.publishes_adapters and config.model.dtype == "float32":
+        raise ConfigError(
+            'model.dtype must be "bfloat16" or "float16" where rollout servers on GPUs add the '
+            'adapters (vLLM adds no others), or lora.publish "merged", got "float32"'
+        )
     shares = len(ids) == 1 and ranks <= 1 and per_server == 1
     if for_learner is None:
         others = for_servers or ()
@@ -129,18 +132,24 @@ def usable_gpus() -> tuple[Gpu, ...]:
 def place_here(
     config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
 ) -> Placement:
-    """Calls `place` with those of `gpus` that are visible; None means `usable_gpus`."""
+    """Calls `place` with those of `gpus` that are visible; if None, of `usable_gpus`."""
     gpus = usable_gpus() if gpus is None else gpus
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
 
 
-def _check_adapters(config: Config) -> None:
-    if config.lora.publishes_adapters and config.model.dtype == "float32":
-        raise ConfigError(
-            'model.dtype must be "bfloat16" or "float16" where rollout servers on GPUs add the '
-            'adapters (vLLM adds no others), or lora.publish "merged", got "float32"'
-        )
+def fit_here(
+    config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
+) -> tuple[Config, Placement, str]:
+    """Fits what starts on this machine to its GPUs; raises ConfigError if it does not fit.
+
+    Returns the settings after sharing a GPU, the placement, and the transport of weights between
+    ranks and servers, "" if only one of them starts here.
+    """
+    placement = place_here(config, ranks=ranks, servers=servers, gpus=gpus)
+    config = share_memory(config, placement)
+    transport = check_transport(config, placement) if ranks and servers else ""
+    return config, placement, transport
 
 
 def uses_gpus() -> bool:
@@ -190,7 +199,7 @@ def _share_with_learner(config: Config, placement: Placement) -> Config:
 
 
 def check_transport(config: Config, placement: Placement) -> str:
-    """Returns the transport of weights between these processes; ConfigError if none can work."""
+    """Returns the transport between these processes; raises ConfigError if none can work."""
     here = host_id()
     learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
     servers = placement.servers or ((),)
@@ -244,7 +253,7 @@ def draft_problem(config: Config, placement: Placement) -> str:
 def _listed(
     name: str, devices: Sequence[int | str] | None, visible: Visible
 ) -> tuple[str, ...] | None:
-    """Returns the GPUs of setting `name` by the ids that CUDA knows; None if it is not set."""
+    """Returns the GPUs of setting `name` by the ids that CUDA knows, or None if it is not set."""
     if devices is None:
         return None
     found = []
@@ -258,16 +267,13 @@ def _listed(
 
 
 def _check_learner(devices: Sequence[str], ranks: int) -> None:
+    rule = ""
     if len(devices) != ranks:
-        raise ConfigError(
-            f"learner.devices must name a GPU for each of the {ranks} trainer ranks that start "
-            f"here, got {', '.join(devices) or 'none'}"
-        )
-    if len(set(devices)) < ranks:
-        raise ConfigError(
-            f"learner.devices must name each GPU once: NCCL joins no two ranks on one, "
-            f"got {', '.join(devices) or 'none'}"
-        )
+        rule = f"a GPU for each of the {ranks} trainer ranks that start here"
+    elif len(set(devices)) < ranks:
+        rule = "each GPU once: NCCL joins no two ranks on one"
+    if rule:
+        raise ConfigError(f"learner.devices must name {rule}, got {', '.join(devices) or 'none'}")
 
 
 def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> None:

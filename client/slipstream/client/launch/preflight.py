@@ -1,4 +1,9 @@
-"""The checks before anything expensive starts; each error is one line."""
+"""The checks before anything expensive starts; each error is one line.
+
+Some run in programs of their own, which end with the command. Waits for: the end of such a program,
+not of processes that it has started. Unblocked by: its end, or the limit, at which it is killed
+with all that it has started.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +15,24 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import ssl
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import grpc
 import grpc.aio
-from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
-from slipstream.core.configuration.config_file import check_model, check_sizes, dump_config
+from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.exit_codes import WARNING
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
@@ -33,18 +40,18 @@ from slipstream.core.machine.process import open_variables
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.settings.queue_section import QueueEnd, QueueSection
+from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.sections import EnvironmentSection, SecuritySection
-from slipstream.protocol.access.exposure import check_private
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
-    check_address,
     open_channel,
     redis_url_of,
 )
+from slipstream.protocol.queue.redis_rights import ROLLOUT_SERVER
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
+TAIL_BYTES = 65536
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_check"
@@ -75,29 +82,7 @@ NEEDED_BY = {
 }
 
 
-def check_settings(
-    config: Config, *, dry_run: bool = False, queue_ends: Sequence[QueueEnd] = ()
-) -> Credentials:
-    """Makes all checks that start no process; ConfigError.
-
-    A dry run needs only config.json of the model. `queue_ends`: the ends of the queue that are
-    opened on this machine, which needs their passwords.
-    """
-    if dry_run:
-        check_sizes(config)
-    else:
-        check_model(config)
-    credentials = Credentials.load(config.security)
-    _check_certificates(config.security)
-    check_address(config.controller.address, credentials, what="controller.address")
-    check_private(config)
-    if config.queue.kind == "redis" and config.queue.redis_url is not None:
-        for end in queue_ends:
-            redis_url_of(config.queue, end)
-    return credentials
-
-
-def _check_certificates(security: SecuritySection) -> None:
+def check_certificates(security: SecuritySection) -> None:
     """Raises ConfigError when files cannot be loaded or are no pair; gRPC would say less, later."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
@@ -121,7 +106,7 @@ def check_own_certificate(config: Config) -> None:
     this check the trainer ranks would wait for a controller that each of them refuses.
     """
     security, address = config.security, config.controller.address
-    _check_certificates(security)
+    check_certificates(security)
     if security.tls_certificate is None or address.startswith("unix:"):
         return
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -145,7 +130,7 @@ def check_own_certificate(config: Config) -> None:
             ) from None
 
 
-def check_weights_host(config: Config) -> None:
+def check_weights_host(config: Config) -> str:
     """Raises ConfigError unless trainer rank 0, which starts here, can listen on `weights.host`."""
     host = config.weights.host
     try:
@@ -156,9 +141,10 @@ def check_weights_host(config: Config) -> None:
             f"weights.host must be an address of this machine, where trainer rank 0 starts, "
             f"got {host}: {error.strerror}"
         ) from error
+    return f"weights.host {host} is an address of this machine"
 
 
-def check_port(address: str) -> None:
+def check_port(address: str) -> str:
     """Raises ConfigError when the controller cannot listen on `address`."""
     host, port = address_parts(address)
     if port == 0:
@@ -175,6 +161,7 @@ def check_port(address: str) -> None:
                 f"controller.address: cannot listen on {address}: {error.strerror}"
                 f"{taken if error.errno == errno.EADDRINUSE else ''}"
             ) from error
+    return f"{address} is of this machine and free"
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -191,7 +178,7 @@ def check_installed(*names: str) -> None:
 
 
 async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:
-    """Waits for the controller; ConfigError when it refuses us or does not answer in time."""
+    """Waits for the controller; raises ConfigError if it refuses us or does not answer in time."""
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
@@ -219,37 +206,48 @@ async def check_queue_user(queue: QueueSection) -> None:
     """Raises ConfigError when the queue refuses the rollout server; one that is away may come."""
     from slipstream.protocol.queue.redis_connection import RedisConnection
 
-    await RedisConnection(redis_url_of(queue, "rollout_server"), "").check_user()
+    connection = RedisConnection(redis_url_of(queue, "rollout_server"), "probe")
+    async with contextlib.aclosing(connection.client):
+        with contextlib.suppress(QueueError):
+            await connection.probe(ROLLOUT_SERVER.probe)
 
 
-async def check_passed_settings(config: Config) -> None:
-    """Has Megatron check the settings that are passed through to it, if any; ConfigError.
+async def check_megatron(config: Config) -> str | None:
+    """Has Megatron check the settings that are passed through to it; raises ConfigError.
 
-    The check takes as long as Megatron's imports, and no GPU.
+    The check takes as long as Megatron's imports, and no GPU. Returns None if nothing is passed
+    through, or if Megatron or the model, which it needs for that, is missing.
     """
-    if passes_to_megatron(config):
-        tables = "learner.ddp, optimizer and transformer"
-        await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
+    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
+    passes = any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
+    is_missing = importlib.util.find_spec("megatron") is None
+    if not passes or is_missing or not (config.model.path / "config.json").is_file():
+        return None
+    tables = "learner.ddp, optimizer and transformer"
+    await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
+    return "Megatron takes what is passed through to it"
 
 
-async def check_engine(config: Config) -> None:
-    """Has vLLM check the settings that it knows better, if any; ConfigError.
+async def check_engine(config: Config) -> str | None:
+    """Has vLLM check the settings that it knows better; raises ConfigError.
 
     These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
-    vLLM's imports, and no GPU.
+    vLLM's imports, and no GPU. Returns None if there are none, or if vLLM is missing.
     """
     server = config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
         raise ConfigError(
             f"rollout_server.chat_template must be a file, got {server.chat_template}"
         )
-    passes = bool(server.engine or server.tool_parser or server.reasoning_parser)
-    if passes and importlib.util.find_spec("vllm") is not None:
-        await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+    names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
+    if not names or importlib.util.find_spec("vllm") is None:
+        return None
+    await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+    return f"vLLM has what is passed through to it: {', '.join(names)}"
 
 
 async def check_reference(config: Config) -> None:
-    """Asks the server of the reference model, if there is one, what it can do; ConfigError.
+    """Asks the server of the reference model, if there is one, what it can do; raises ConfigError.
 
     Its tokenizer is compared token by token, which takes seconds.
     """
@@ -276,16 +274,10 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
 
 
-def passes_to_megatron(config: Config) -> bool:
-    """Whether any setting is passed through to Megatron."""
-    learners = [config.learner, *(role.learner for role in role_settings(config).values())]
-    return any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
-
-
 async def check_environments(
     config: Config, *, grace_s: float = WORKER_GRACE_S, at_once: int = CHECKS_AT_ONCE
 ) -> None:
-    """Loads every environment in a process of its own and resets its first task; ConfigError.
+    """Loads every environment in its own process and resets its first task; raises ConfigError.
 
     `at_once` are loaded side by side. The first error in the order of the settings is raised.
 
@@ -385,3 +377,65 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
             probe.bind((host, port))
             return port
     raise ConfigError(f"no free port on {host} among {attempts} that were tried")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and the lines in the last `TAIL_BYTES` that it wrote to stderr."""
+
+    # The exit code, or None if the program did not end within its limit.
+    code: int | None
+    lines: tuple[str, ...]
+    # What it wrote to stdout.
+    output: str = ""
+
+
+async def run_module(
+    arguments: Sequence[str],
+    *,
+    limit_s: float,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `python -m arguments`, as `run_program` does."""
+    command = [sys.executable, "-m", *arguments]
+    return await run_program(command, limit_s=limit_s, given=given, environ=environ)
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `command` with `given` on its stdin."""
+    # Files rather than pipes: a pipe stays open as long as anything that the program has started.
+    file = tempfile.TemporaryFile
+    with file() as stdin, file() as stdout, file() as stderr:
+        stdin.write(given)
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "slipstream.core.machine.keeper", "--"],
+            *command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environ,
+            start_new_session=True,
+        )
+        code = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    code = await process.wait()
+        finally:
+            # The keeper ends all that the program has started.
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = stderr.read().decode(errors="replace")
+        stdout.seek(0)
+        output = stdout.read().decode(errors="replace")
+        return Ended(code, tuple(text.strip().splitlines()), output)

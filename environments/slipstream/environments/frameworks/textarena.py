@@ -9,14 +9,20 @@ from typing import Any, Literal
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.opponents import SELF, make_opponent
 from slipstream.environments.frameworks.packages import (
     check_at_least,
     check_choice,
     import_package,
     unknown_name,
 )
-from slipstream.environments.frameworks.seats import LIMITS, ModelSeat, NoRoom, Seat
+from slipstream.environments.frameworks.seats import (
+    LIMITS,
+    SELF,
+    ModelSeat,
+    NoRoom,
+    Player,
+    make_opponent,
+)
 from slipstream.environments.frameworks.splits import Seeds, Split
 from slipstream.environments.frameworks.textarena_game import TextArenaGame, keep_off_the_network
 
@@ -120,7 +126,7 @@ class TextArena(AgentEnvironment[Match]):
             self._id, self._kwargs, self._num_players, seed=task.seed, is_whole=self._is_whole
         )
 
-    def _seat(self, player: int, task: Match, endpoint: Endpoint) -> Seat:
+    def _seat(self, player: int, task: Match, endpoint: Endpoint) -> Player:
         if self._opponent is not None and player != task.player:
             return self._opponent(player, task.seed)
         own = endpoint.branch(_branch(player))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -19,44 +20,25 @@ from slipstream.core.exit_codes import FAILED, USAGE_ERROR
 FORM = "%(asctime)s %(levelname)s %(message)s"
 
 
-class OwnLog(logging.Handler):
-    """Writes each line at once; counts lines that the disk refuses and logs their number later."""
+class DescriptorLog(logging.Handler):
+    """Writes each line to a file descriptor at once; a line that a full disk refuses is lost."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORM))
         self._descriptor = descriptor
-        self._num_lost = 0
-        self._cause = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        text = self.format(record)
-        if self._num_lost:
-            told = f"{self._num_lost} lines of this log were lost: {self._cause}"
-            facts = {"levelname": "WARNING", "levelno": logging.WARNING, "msg": told}
-            lost = logging.makeLogRecord({"name": record.name, **facts})
-            # The newline ends the line before, which may have been torn.
-            text = f"\n{self.format(lost)}\n{text}"
-        try:
-            _write(self._descriptor, f"{text}\n".encode(errors="backslashreplace"))
-            self._num_lost = 0
-        except OSError as error:
-            self._num_lost += 1
-            self._cause = error.strerror or type(error).__name__
+        write_line(self._descriptor, self.format(record))
 
 
-def last_words(text: str) -> None:
-    """Writes on standard error why the process ends; ignores a full disk."""
-    try:
-        _write(sys.stderr.fileno(), f"slipstream: {text}\n".encode(errors="backslashreplace"))
-    except OSError:
-        return
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def write_line(descriptor: int, text: str) -> None:
+    """Writes a line without a buffer, which would fail at exit and change the exit code."""
+    data = f"{text}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def main() -> int:
@@ -64,21 +46,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="slipstream-controller", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, handlers=[OwnLog(sys.stderr.fileno())])
+    logging.basicConfig(level=logging.INFO, handlers=[DescriptorLog(sys.stderr.fileno())])
     try:
         return uvloop.run(_serve(arguments.config))
     except RunFailed as error:
-        last_words(str(error))
+        _last_words(error)
         return FAILED
     except (SlipstreamError, FileExistsError) as error:
-        last_words(str(error))
+        _last_words(error)
         return USAGE_ERROR
     except BaseExceptionGroup as group:
         ours = group.subgroup(SlipstreamError)
         if ours is None:
             raise
-        last_words(str(_first(ours)))
+        _last_words(_first(ours))
         return FAILED
+
+
+def _last_words(error: BaseException) -> None:
+    write_line(sys.stderr.fileno(), f"slipstream: {error}")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -273,7 +273,7 @@ class Controller:
     def _connect(self, journal: Journal) -> None:
         """Adds the configured environments, and connects the handlers of servers' messages."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
-            self._environment_servicer.add_configured(spec)
+            self._environments.add(spec)
         self._fleet.handlers = FleetHandlers(
             joined=self._server_joined,
             lost=partial(self._server_lost, journal),
@@ -337,7 +337,6 @@ class Controller:
 
     def _stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> None:
         if self._results.stepped(trained, report):
-            self._turns.stepped(report.metrics.get("trained_tokens", 0.0))
             self._evaluator.step_done(report.version.step)
 
     async def _until_over(self) -> None:

@@ -185,7 +185,7 @@ def _load(
     )
     vision = _vision(chunks, whole_config, config.model.path)
     sharing = _sharing(chunks, config) if vision is None else None
-    logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
+    logits_dtype = torch.float32 if config.debug.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(
@@ -245,7 +245,6 @@ def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
     """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
-    learner = config.learner
     memory = torch.cuda.get_device_properties(ranks.device).total_memory
-    share = learner.kept_logits_share * (learner.gpu_memory_fraction or 1.0)
+    share = config.debug.kept_logits_share * (config.learner.gpu_memory_fraction or 1.0)
     return int(share * memory) // dtype.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from slipstream.core.routed_experts import RoutedExperts
@@ -52,6 +53,7 @@ def trajectory_of(
     else:
         reply_text = recording.last_text or renderer.decode(recording.last_reply)
     is_trained = task.is_trained(status)
+    sampled: dict[str, Any] = recording.sampled_arrays
     return Trajectory(
         run_id=identity.run_id,
         group_id=lease.group_id,
@@ -67,7 +69,7 @@ def trajectory_of(
         failure=failure,
         token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
         run_lengths=tuple(recording.run_lengths),
-        behavior_logprobs=recording.behavior_logprobs,
+        **sampled,
         version_spans=merge_spans(recording.spans),
         reward=recording.reward if failure is None else 0.0,
         metrics=recording.short_metrics,

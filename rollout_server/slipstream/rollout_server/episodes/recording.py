@@ -11,9 +11,15 @@ import numpy.typing as npt
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.reservation import max_text_bytes
-from slipstream.core.types import BRANCHES, Branch, ImagePlace, LogprobArray, VersionSpan
-from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
-from slipstream.rollout_server.agents.conversations import Conversations
+from slipstream.core.types import (
+    BRANCHES,
+    SAMPLED_ARRAYS,
+    Branch,
+    ImagePlace,
+    LogprobArray,
+    VersionSpan,
+)
+from slipstream.rollout_server.agents.conversations import ConversationBranch, Conversations
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.rollout_server.reference_server import ScoredSequence
 
@@ -31,7 +37,8 @@ class Recording:
 
     token_ids: list[int] = field(default_factory=list)
     run_lengths: list[int] = field(default_factory=list)
-    logprobs: list[LogprobArray] = field(default_factory=list)
+    # `Generation.sampled_arrays` of each reply.
+    sampled: list[dict[str, LogprobArray]] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
@@ -85,10 +92,17 @@ class Recording:
         return self.ended_branches + last
 
     @property
-    def behavior_logprobs(self) -> LogprobArray:
-        """The log-probabilities of all sampled tokens, in order."""
+    def sampled_arrays(self) -> dict[str, LogprobArray]:
+        """The values of all sampled tokens, by the fields of `SAMPLED_ARRAYS`.
+
+        A field that some reply lacks is left out, unless every trajectory has it.
+        """
         empty = np.zeros(0, dtype=np.float32)
-        return np.concatenate(self.logprobs) if self.logprobs else empty
+        return {
+            name: np.concatenate([empty, *(reply[name] for reply in self.sampled)])
+            for name, is_required in SAMPLED_ARRAYS.items()
+            if is_required or (self.sampled and all(name in reply for reply in self.sampled))
+        }
 
     @property
     def short_metrics(self) -> dict[str, float]:
@@ -116,7 +130,7 @@ class Recording:
             self._place(branch.images)
             self.token_ids += branch.token_ids
             self.run_lengths += branch.run_lengths
-            self.logprobs += branch.logprobs
+            self.sampled += branch.sampled
             self.spans += branch.spans
             self.expert_ids += _whole(branch, conversations.branches)
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
@@ -197,7 +211,7 @@ class Recording:
         self.last_reply, self.last_text = generation.token_ids.tolist(), None
         self.token_ids += self.last_reply
         self.run_lengths.append(len(self.last_reply))
-        self.logprobs.append(generation.logprobs)
+        self.sampled.append(generation.sampled_arrays)
         self.spans += generation.version_spans
         self.num_turns += 1
         if generation.expert_ids is not None:
@@ -205,7 +219,7 @@ class Recording:
 
 
 def _whole(
-    branch: TalkBranch, branches: Sequence[TalkBranch]
+    branch: ConversationBranch, branches: Sequence[ConversationBranch]
 ) -> list[npt.NDArray[np.unsignedinteger]]:
     """Returns the experts of all tokens of a branch; those that were never computed have none.
 

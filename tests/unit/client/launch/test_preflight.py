@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 import tomli_w
+from slipstream.client.launch.checks import Scene, Stage, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.placement import uses_gpus
@@ -26,7 +27,6 @@ from slipstream.client.launch.preflight import (
     check_own_certificate,
     check_port,
     check_queue_user,
-    check_settings,
     check_weights_host,
     free_port,
 )
@@ -152,7 +152,7 @@ def test_files_of_security_are_tried_before_anything_starts(
     model = config.model.model_copy(update={"path": tmp_path})
     config = config.model_copy(update={"security": security, "model": model})
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_settings(config, dry_run=True)
+        asyncio.run(require(Scene(config, frozenset({"replay"}), dry_run=True), Stage.SETTINGS))
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy
 import pytest
 from slipstream.client.environment import StepResult
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install gymnasium")
 
-from slipstream.environments.frameworks.gymnasium import Gymnasium  # noqa: E402
-from slipstream.environments.frameworks.spaces import (  # noqa: E402
+from slipstream.environments.frameworks.gymnasium import (  # noqa: E402
     ActionReader,
+    Gymnasium,  # noqa: E402
     show_rendering,
     text_of,
 )

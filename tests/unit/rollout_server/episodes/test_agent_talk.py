@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
-from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart
+from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import AgentEnd
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_engine import FakeEngine
+from support.rigs.waiting import until
 
 LIMIT_S = 20.0
 END = AgentEnd(1.0, {}, {})
@@ -91,12 +91,6 @@ class Talk:
     async def run(self) -> AgentEnd:
         async with asyncio.timeout(LIMIT_S):
             return await self._talk.run()
-
-
-async def until(found) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not found():
-            await asyncio.sleep(0.001)
 
 
 async def test_calls_are_answered_part_by_part_until_the_result() -> None:

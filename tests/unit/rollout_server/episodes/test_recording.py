@@ -29,7 +29,7 @@ def test_branches_follow_each_other_with_their_shares_rewards_and_names() -> Non
     recording.take_branches(talks, {"reviewer": 0.5, "nobody": 3.0}, {"reviewer": 0.0})
     assert recording.token_ids == [1, 2, 10, 11, 3, 12, 1, 2, 10, 11, 4, 13]
     assert recording.run_lengths == [2, 2, 1, 1, 5, 1]
-    assert recording.behavior_logprobs.tolist() == [-10, -11, -12, -13]
+    assert recording.sampled_arrays["behavior_logprobs"].tolist() == [-10, -11, -12, -13]
     assert sum(span.length for span in recording.spans) == recording.num_sampled == 4
     assert (recording.num_turns, recording.prompt_tokens) == (3, 2)
     assert recording.branches == (Branch(4), Branch(2, 0.5, "reviewer", 0.0))

@@ -224,9 +224,6 @@ class NewLeases:
             self._num_episodes -= size
             self._episodes[grant.group.environment] += size
             return grant
-        return self._why_none()
-
-    def _why_none(self) -> LeaseWait:
         if any(self._may_lease(step) for step in self._refused):
             return LeaseWait.ENVIRONMENT
         return LeaseWait.STALENESS if self._refused else LeaseWait.SLOTS

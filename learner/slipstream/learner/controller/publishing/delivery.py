@@ -36,6 +36,12 @@ MAX_JOINT_FAILURES = 2
 MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 
 
+# A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
+MOST_TIME = 8
+# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
+MAX_FAILING = 1000
+
+
 @dataclass(frozen=True)
 class FailureCounts:
     """Numbers of publishes to one server that failed in a row."""
@@ -133,10 +139,6 @@ class Membership:
         )
 
 
-# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
-MAX_FAILING = 1000
-
-
 @dataclass(eq=False)
 class Publish:
     """The delivery of one version to some servers."""
@@ -181,6 +183,8 @@ class Deliveries:
     ) -> None:
         self._fleet, self._run, self._progress = fleet, run, run.progress
         self._settings = run.config.weights
+        # Seconds that a bucket of the next publish may take.
+        self.bucket_deadline_s = self._settings.bucket_deadline_s
         self._tasks, self.reports = tasks, reports
         self.membership = Membership(run.progress.run_id)
         self.totals = PublishTotals()
@@ -242,7 +246,8 @@ class Deliveries:
         )
         # The limit covers buckets on their way, each with its deadline, loading and resuming.
         settings = self._settings
-        limit_s = 2 * settings.join_deadline_s + len(digests) * settings.bucket_deadline_s
+        bucket_deadline_s = publish.order.bucket_deadline_s
+        limit_s = 2 * settings.join_deadline_s + len(digests) * bucket_deadline_s
         self._tasks.create_task(self._follow(publish, session, probe, limit_s))
 
     async def _follow(
@@ -301,9 +306,26 @@ class Deliveries:
         if session.key in publish.failed:
             return
         publish.failed.add(session.key)
+        if self._fleet.find(session.key) is session:
+            self._allow_more_time(publish)
         self.membership.forget(publish.communicator_id)
         self.make_stale(session, cause, publish.publish_id)
         self.reports.abandon(publish.publish_id, session.key, cause)
+
+    def _allow_more_time(self, publish: Publish) -> None:
+        """Doubles the deadline of later publishes, since this machine or network may be slow.
+
+        A lost server is no reason. Later failures of the same publish change nothing.
+        """
+        deadline_s = publish.order.bucket_deadline_s
+        largest_s = MOST_TIME * self._settings.bucket_deadline_s
+        if deadline_s == self.bucket_deadline_s < largest_s:
+            self.bucket_deadline_s = 2 * deadline_s
+            self._run.events.add(
+                f"a publish failed: each bucket may take {self.bucket_deadline_s:g} s from now on "
+                f"(weights.bucket_deadline_s = {self._settings.bucket_deadline_s:g})",
+                Severity.WARNING,
+            )
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
         """Takes a server out of service until it has a whole version; aborts `publish_id` there."""

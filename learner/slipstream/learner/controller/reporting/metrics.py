@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import math
 import statistics
 import time
@@ -21,11 +21,8 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.readable import TokenTexts, open_token_texts, readable
 from slipstream.learner.controller.reporting.result_files import (
     ResultFile,
-    keep_whole_lines,
-    parse_object,
-    parse_row,
+    drop_torn_line,
     read_rows,
-    remove_old,
     write_result,
 )
 from slipstream.learner.controller.reporting.run_facts import (
@@ -47,8 +44,6 @@ from slipstream.v1 import fleet_pb2, status_pb2
 
 MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
-
-log = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -73,9 +68,10 @@ class RunRecorder:
         self._texts = texts
         self._events = events
         for name in (SUMMARY, SUSPENDED):
-            remove_old(folder / name, self._warn)
-        keep_whole_lines(folder / METRICS, parse_row, self._warn)
-        keep_whole_lines(folder / SAMPLES, parse_object, self._warn)
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        for name in (METRICS, SAMPLES):
+            drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._lessons = LessonWatch(config)
@@ -93,7 +89,7 @@ class RunRecorder:
     def _read_rows(self) -> float:
         """Takes over the rows of earlier starts; returns the seconds that these starts took."""
         wall_s = 0.0
-        for row in read_rows(self._folder / METRICS):
+        for row in read_rows(self._folder / METRICS, self._warn):
             wall_s = max(wall_s, row["wall_s"])
             if "step" in row:
                 self._note_row(row)
@@ -105,7 +101,7 @@ class RunRecorder:
         self._written.extend(bytes(max(0, version + 1 - len(self._written))))
         self._written[version] = 1
         self.newest = row
-        self.facts.resources.add(row)
+        self.facts.count_row(row)
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the sums over the whole run."""
@@ -115,9 +111,6 @@ class RunRecorder:
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
         facts.steps = history.version.step
-        for row in read_rows(self._folder / METRICS):
-            if "step" in row:
-                facts.count_row(row)
 
     def has_row(self, version: int) -> bool:
         """Whether the row of the step that makes `version` is written already."""
@@ -142,15 +135,11 @@ class RunRecorder:
 
     def look(self, suspended: dict[str, str]) -> None:
         """Writes the causes of `suspended` environments, by name."""
-        path = self._folder / SUSPENDED
-        is_news = suspended != self._suspended
-        if not is_news and (path.is_file() or not suspended):
+        if suspended == self._suspended:
             return
         self._suspended = suspended
         text = json.dumps(suspended, indent=2)
-        # The write is tried at each call; only the first failure is a warning.
-        tell = self._warn if is_news else log.debug
-        write_result(path, f"{text}\n".encode(), tell)
+        write_result(self._folder / SUSPENDED, f"{text}\n".encode(), self._warn)
 
     def _warn(self, text: str) -> None:
         self._events.add(text, Severity.WARNING)
@@ -188,14 +177,16 @@ class RunRecorder:
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
             return row
-        self.facts.count_row(row)
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._events.add(hint, Severity.WARNING)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
-            self._sample(batch)
+            for group in sampled_groups(batch.groups):
+                for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
+                    line = readable(batch.version, trajectory, self._texts)
+                    self._samples.append(_line(line))
         return row
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -289,12 +280,6 @@ class RunRecorder:
         facts.busy.trained(training)
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
-
-    def _sample(self, batch: FormedBatch) -> None:
-        for group in sampled_groups(batch.groups):
-            for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
-                line = readable(batch.version, trajectory, self._texts)
-                self._samples.append(_line(line))
 
 
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:

@@ -1,4 +1,4 @@
-"""Files of results, and the repair of those that a crash tore.
+"""Files of results.
 
 No decision depends on them, so that a fault is a warning and ends no run. metrics.jsonl is read
 line by line, as that of a long run does not fit into memory.
@@ -9,18 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from io import FileIO
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 from pydantic import JsonValue
-from slipstream.core.errors import ProtocolError
-from slipstream.core.run_folder import rename_aside
 from slipstream.learner.controller.records.journal import whole_bytes
 
 # Takes a warning about a file, in one line.
 Tell: TypeAlias = Callable[[str], None]
+
+
+# Columns that the row of every step has.
+COLUMNS = (
+    *("step", "reward_mean", "lag_mean", "lag_max"),
+    *("generated_tokens_per_s", "trained_tokens_per_s"),
+)
+# Largest step; the recorder needs a byte of memory for each.
+MAX_STEP = 10**8
+# Larger numbers no run writes; sums of them would overflow.
+MAX_NUMBER = 1e30
 
 
 class ResultFile:
@@ -30,12 +38,9 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
-        """`header` is written first into an empty file. What is no file at `path` is renamed."""
+        """`header` is written first into an empty file."""
         self._path, self._tell, self._header = path, tell, header
         self._num_lost = 0
-        is_broken_link = path.is_symlink() and not path.resolve().parent.is_dir()
-        if is_broken_link or (path.exists() and not path.is_file()):
-            set_aside(path, tell)
         self.append(b"")
 
     def append(self, record: bytes) -> None:
@@ -43,7 +48,13 @@ class ResultFile:
         try:
             with self._path.open("ab", buffering=0) as file:
                 size = file.tell()
-                _write_whole(file, record if size else self._header + record, size)
+                left = record if size else self._header + record
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
         except OSError as error:
             if not self._num_lost:
                 text = f"{self._path} cannot be written: {error.strerror}"
@@ -61,30 +72,6 @@ class ResultFile:
             self._num_lost = 0
 
 
-def _write_whole(file: FileIO, record: bytes, size: int) -> None:
-    """Appends `record` to a file of `size` bytes, which it keeps on OSError."""
-    try:
-        while record:
-            record = record[file.write(record) :]
-    except OSError:
-        file.truncate(size)
-        raise
-
-
-def set_aside(path: Path, tell: Tell) -> None:
-    """Renames anything that is in the place of a file, with a warning."""
-    aside = rename_aside(path)
-    tell(f"{path} is no file that can be written; what was there lies in {aside.name} now")
-
-
-def remove_old(path: Path, tell: Tell) -> None:
-    """Removes the file of an earlier start; a folder in its place is renamed."""
-    if path.is_dir() and not path.is_symlink():
-        set_aside(path, tell)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def write_result(path: Path, data: bytes, tell: Tell) -> bool:
     """Writes a whole file; on an error keeps the old file and warns. Returns if it was written."""
     partial = path.with_name(f"{path.name}.partial")
@@ -97,20 +84,6 @@ def write_result(path: Path, data: bytes, tell: Tell) -> bool:
         tell(f"{path} cannot be written: {error.strerror}")
         return False
     return True
-
-
-# Columns that the row of every step has.
-COLUMNS = (
-    *("step", "reward_mean", "lag_mean", "lag_max"),
-    *("generated_tokens_per_s", "trained_tokens_per_s"),
-)
-# Largest step; the recorder needs a byte of memory for each.
-MAX_STEP = 10**8
-# Larger numbers no run writes; sums of them would overflow.
-MAX_NUMBER = 1e30
-
-# Parses a line; returns None when it is damaged.
-Parse: TypeAlias = Callable[[bytes], object | None]
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:
@@ -140,70 +113,39 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         row[name] = float(value)
     if math.isnan(row.get("wall_s", math.nan)):
         return None
-    return row if "step" not in row or _is_step(row) else None
+    if (step := row.get("step")) is None:
+        return row
+    is_step = step.is_integer() and 1 <= step <= MAX_STEP and row.keys() >= set(COLUMNS)
+    return row if is_step else None
 
 
-def _is_step(row: Mapping[str, float]) -> bool:
-    step = row["step"]
-    return step.is_integer() and 1 <= step <= MAX_STEP and row.keys() >= set(COLUMNS)
-
-
-def keep_whole_lines(path: Path, parse: Parse, tell: Tell) -> None:
-    """Removes a last line that a crash tore, so that the file has only whole lines.
-
-    If other lines are damaged, or the file cannot be read and written, it is renamed and `tell` is
-    called; the whole lines of a damaged file are kept.
-    """
+def drop_torn_line(path: Path, tell: Tell) -> None:
+    """Removes a last line that a crash tore, so that the file ends with a whole line."""
     if not path.is_file():
         return
     try:
         with path.open("r+b") as file:
             file.truncate(whole_bytes(path))
-        damaged = next((n for n, line in enumerate(_lines(path), 1) if parse(line) is None), 0)
-    except OSError:
-        set_aside(path, tell)
-        return
-    if damaged:
-        _salvage(path, damaged, parse, tell)
-
-
-def _salvage(path: Path, damaged: int, parse: Parse, tell: Tell) -> None:
-    """Renames a file whose first damaged line is `damaged`; keeps its whole lines in a new file."""
-    partial = path.with_name(f"{path.name}.partial")
-    num_kept, lost = 0, ""
-    try:
-        with partial.open("wb") as kept:
-            for line in _lines(path):
-                if parse(line) is not None:
-                    kept.write(line)
-                    num_kept += 1
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        num_kept, lost = 0, f": {error.strerror}"
-    aside = rename_aside(path)
-    if not lost:
-        partial.rename(path)
-    tell(
-        f"{path}: line {damaged} is damaged; the file lies in {aside.name} now, and its "
-        f"{num_kept} whole lines were kept{lost}"
-    )
+        tell(f"{path} cannot be read: {error.strerror}")
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from file
+def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:
+    """Yields the numbers of each line of metrics.jsonl; nothing if there is no such file.
 
-
-def read_rows(path: Path) -> Iterator[dict[str, float]]:
-    """Yields the numbers of each line; nothing when there is no such file.
-
-    Raises ProtocolError for the first damaged line.
+    Damaged lines are passed over; `tell` gets the number of the first of them.
     """
-    if not path.exists():
+    if not path.is_file():
         return
-    for number, line in enumerate(_lines(path), start=1):
-        row = parse_row(line)
-        if row is None:
-            raise ProtocolError(f"{path}: line {number} is damaged")
-        yield row
+    damaged: list[int] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if (row := parse_row(line)) is not None:
+                    yield row
+                else:
+                    damaged.append(number)
+    except OSError as error:
+        tell(f"{path} cannot be read: {error.strerror}")
+    if damaged:
+        tell(f"{path}: line {damaged[0]} is damaged; {len(damaged)} such lines are passed over")

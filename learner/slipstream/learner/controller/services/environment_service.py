@@ -58,10 +58,6 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._intake = intake
         self.relay = Relay(self._client_came, self._client_left, run.clock)
 
-    def add_configured(self, spec: pb.EnvironmentSpec) -> None:
-        """Adds an environment of the configuration."""
-        self._environments.add(spec)
-
     def restore(self, history: RunHistory) -> None:
         """Adds the environments submitted before; closes open groups without an environment."""
         for name, text in history.submitted.items():
@@ -131,10 +127,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         # The limit includes `timeout_s` because servers also reset the first task.
         until_s = clock.now_s() + LOAD_LIMIT_S + spec.timeout_s
         while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
-            if all(key in entry.failed_on for key in self._keys()):
+            if all(session.key in entry.failed_on for session in self._fleet.sessions.values()):
                 self._environments.remove(spec.name)
                 self._journal.append("unsubmitted", environment=spec.name)
-                self._fleet.broadcast(_unload_order(spec))
+                order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
+                self._fleet.broadcast(fleet_pb2.ControllerMessage(environment=order))
                 entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
                 break
             await self._run.signal.changes(1.0)
@@ -156,9 +153,6 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
             async for command in commands:
                 yield command
-
-    def _keys(self) -> list[object]:
-        return [session.key for session in self._fleet.sessions.values()]
 
     def _problem(self, spec: pb.EnvironmentSpec) -> str:
         if self._progress.is_over:
@@ -232,11 +226,6 @@ def _load_order(
     spec: pb.EnvironmentSpec, *, try_reset: bool = False
 ) -> fleet_pb2.ControllerMessage:
     order = fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset)
-    return fleet_pb2.ControllerMessage(environment=order)
-
-
-def _unload_order(spec: pb.EnvironmentSpec) -> fleet_pb2.ControllerMessage:
-    order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
     return fleet_pb2.ControllerMessage(environment=order)
 
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.settings.sections import CurriculumSection
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.history import (
     EnvironmentHistory,
@@ -24,7 +24,8 @@ from slipstream.v1 import trajectory_pb2
 
 # Above this number tasks are taken in their own order: a permutation would not fit into memory.
 MAX_SHUFFLED_TASKS = 1_000_000
-MAX_TOLD_CAUSES = 3
+# Different events of one kind about an environment.
+MAX_TOLD = 3
 # Tasks in a row with too long a prompt that suspend an environment; if it has fewer, all of them.
 MAX_SKIPPED_TASKS = 1000
 # Groups that an environment may end for one that is trained and still get its share of these: where
@@ -55,16 +56,10 @@ class EnvironmentEntry:
     tasks_skipped: int = 0
     skipped_in_a_row: int = 0
     episodes_failed: int = 0
-    told_causes: set[str] = field(default_factory=set)
-    told_ends: set[str] = field(default_factory=set)
-    # What agents asked for in vain, as far as events told it.
-    told_ignored: set[str] = field(default_factory=set)
-    # Whether an event told that a group goes on without some of its members.
-    told_partial: bool = False
+    # The events about the environment that were added, by kind; see `is_news`.
+    told: dict[str, set[str]] = field(default_factory=dict)
     # The cause in the newest event about each task that was set aside.
     told_set_aside: dict[int, str] = field(default_factory=dict)
-    # Whether an event has told that rewards of several turns are added up.
-    told_sums: bool = False
     reward_sum: float = 0.0
     rewards: int = 0
     # Smallest share of the other environments when this one was added.
@@ -99,12 +94,12 @@ class EnvironmentEntry:
         """Whether a server can run the environment's episodes now."""
         return self.client_episodes is not None or key in self.loaded_on
 
-    def is_news(self, cause: str, *, of_worker: bool = False) -> bool:
-        """Whether an event should tell a failure or the end of a worker: the first few, once."""
-        told = self.told_ends if of_worker else self.told_causes
-        if cause in told or len(told) >= MAX_TOLD_CAUSES:
+    def is_news(self, kind: str, text: str = "") -> bool:
+        """Whether an event should tell `text`: the first few texts of a kind, each once."""
+        told = self.told.setdefault(kind, set())
+        if text in told or len(told) >= MAX_TOLD:
             return False
-        told.add(cause)
+        told.add(text)
         return True
 
     def is_new_set_aside(self, task_index: int, cause: str) -> bool:

@@ -204,16 +204,17 @@ class BatchFormer:
         for group in batch.groups:
             self._environments.group_accepted(group.environment)
         try:
-            self._crc32[batch.step] = await asyncio.to_thread(self._write_record, batch)
+            # Encoding and the disk take long.
+            self._crc32[batch.step] = await asyncio.to_thread(
+                lambda: self._journal.write_batch(
+                    batch.record, tokens_by_server(batch.trajectories)
+                )
+            )
         except RunFailed as failure:
             # Returned, not raised: an error would end the task group instead of the run in order.
             return failure
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
-
-    def _write_record(self, batch: FormedBatch) -> int:
-        """Encodes a batch and makes it durable; runs in a thread, because both take long."""
-        return self._journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
         """Returns the earlier answer to a repeated report. None for the first report of a batch.

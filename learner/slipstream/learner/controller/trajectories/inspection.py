@@ -26,7 +26,7 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.history import RecordedBatch, RunHistory, TrajectoryEnd
+from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -41,6 +41,10 @@ from slipstream.protocol.queue.base import Delivery
 
 # Largest logarithm of a probability of 1 after rounding.
 LARGEST_LOGPROB = 1e-3
+
+
+# Bytes for long names and a failure's message, in addition to what a lease reserves.
+NAMES_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -194,16 +198,10 @@ class EarlierIds:
             # The file was removed because a checkpoint covers the batch.
             return True
         if self._newest[0] != step:
-            self._newest = step, self._read(batch)
+            message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
+            ids = frozenset(trajectory_from_pb(t).trajectory_id for t in message.trajectories)
+            self._newest = step, ids
         return trajectory_id in self._newest[1]
-
-    def _read(self, recorded: RecordedBatch) -> frozenset[TrajectoryId]:
-        batch = self._journal.read_batch(recorded.step, recorded.crc32, recorded.attempt)
-        return frozenset(trajectory_from_pb(t).trajectory_id for t in batch.trajectories)
-
-
-# Bytes for long names and a failure's message, in addition to what a lease reserves.
-NAMES_BYTES = 64 << 10
 
 
 class Inspector:

@@ -110,9 +110,8 @@ class Intake:
 
     def _tell_sums(self, trajectory: Trajectory) -> None:
         entry = self._environments.entries.get(trajectory.environment)
-        if entry is None or entry.told_sums or REWARDED_TURNS not in trajectory.metrics:
+        if REWARDED_TURNS not in trajectory.metrics or entry is None or not entry.is_news("sums"):
             return
-        entry.told_sums = True
         self._run.events.add(
             f"rewards of several turns of {trajectory.environment} are added up: all turns of an "
             "episode learn from the sum"
@@ -190,14 +189,14 @@ class Intake:
     def _tell_ignored(self, trajectory: Trajectory) -> None:
         """Tells once what the agents of an environment ask for in vain."""
         found = [name for name in trajectory.metrics if name.startswith(IGNORED)]
-        asked = {name.removeprefix(IGNORED) for name in found}
         entry = self._environments.entries.get(trajectory.environment)
-        if entry is not None and not asked <= entry.told_ignored:
-            news = ", ".join(sorted(asked - entry.told_ignored))
-            entry.told_ignored |= asked
+        told = set() if entry is None else entry.told.setdefault("ignored", set())
+        news = {name.removeprefix(IGNORED) for name in found} - told
+        if entry is not None and news:
+            told |= news
             self._run.events.add(
-                f"agents of {trajectory.environment} ask for {news}, which changes nothing: "
-                "docs/guides/agents.md says what holds",
+                f"agents of {trajectory.environment} ask for {', '.join(sorted(news))}, which "
+                "changes nothing: docs/guides/agents.md says what holds",
                 Severity.WARNING,
             )
 
@@ -251,7 +250,7 @@ class Intake:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
         entry = self._environments.entries.get(trajectory.environment)
         if entry is not None and failure.kind is FailureKind.BYSTANDER:
-            if entry.is_news(failure.message, of_worker=True):
+            if entry.is_news("worker", failure.message):
                 self._run.events.add(
                     f"episodes of {entry.spec.name} lost their worker and run again: "
                     f"{failure.message}",
@@ -261,7 +260,7 @@ class Intake:
             entry.episodes_failed += 1
             if failure.kind in OUTAGES:
                 entry.cause = failure.message
-            if entry.is_news(failure.message):
+            if entry.is_news("failure", failure.message):
                 self._run.events.add(
                     f"an episode of {trajectory.environment} failed "
                     f"({failure.kind.name.lower()}): {failure.message}",
@@ -284,8 +283,7 @@ class Intake:
             "gave_up", group=group.group_id, members=list(members), cause=failure.message
         )
         entry = self._environments.entries.get(group.environment)
-        if entry is not None and not entry.told_partial:
-            entry.told_partial = True
+        if entry is not None and entry.is_news("partial"):
             self._run.events.add(
                 f"group {group.group_id} of environment {group.environment} goes on without "
                 f"episode {members[0]}, which had its last attempt: {failure.message}; "

@@ -1,8 +1,15 @@
-"""Packed sequences as tensors, which go to the device of a rank."""
+"""Packed sequences as tensors, split over context parallel ranks and moved to their devices.
+
+For the split every sequence is cut into 2 * size chunks of equal length. Rank r holds chunks r and
+2 * size - 1 - r of each sequence, so that all ranks have about equal work under a causal mask.
+Megatron's rotary embedding and TransformerEngine's attention expect this order.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batches.images import ImageInputs
+from slipstream.learner.trainer.batches.token_fields import TokenFields
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The keys that the segments of a micro batch see: all tokens before them on their paths.
+    """Index of tree attention: each segment attends to all tokens on its path from the root.
 
     `cu_seqlens` of the micro batch are then the bounds of segments. The last keys of a segment are
     its own tokens.
@@ -55,20 +63,13 @@ class Paths:
         return dataclasses.replace(self, **tensors)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TokenFields[Tensor]):
     """Packed sequences; tensors are [tokens] unless a comment says otherwise."""
 
-    token_ids: Tensor
     position_ids: Tensor
-    targets: Tensor
-    loss_mask: Tensor
     # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
     loss_weights: Tensor
-    advantages: Tensor
-    # NaN for a token that no policy sampled.
-    behavior_logprobs: Tensor
-    lags: Tensor
     # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
     sequence_ids: Tensor
     # int32: the start of each sequence, and the end; filler is a last sequence without loss.
@@ -76,23 +77,11 @@ class MicroBatch:
     max_seqlen: int
     # Indices of the sequences, in order, without filler.
     indices: tuple[int, ...]
-    # None without a reference model.
-    reference_logprobs: Tensor | None = None
-    # int64 and float32 [tokens, top k]: the reference's most likely tokens at the position, and
-    # their log-probabilities. Both None unless the loss reads them.
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
-    # Both None without a critic.
-    values: Tensor | None = None
-    returns: Tensor | None = None
-    # [tokens, layers, experts per token]: the experts of the token itself, not of the token that
-    # it predicts. The largest id of the type means "not known". None: no experts are known.
-    expert_ids: Tensor | None = None
-    # int64: for each token the index of its algorithm; None: all have the run's, whose index is 0.
+    # int64: for each token the index of its algorithm; None if all have the run's, which is 0.
     algorithm_ids: Tensor | None = None
-    # The keys that each sequence sees; None: those of its own tokens.
+    # Index of tree attention; None if each sequence attends to its own tokens.
     paths: Paths | None = None
-    # None: no sequence has images.
+    # None if no sequence has images.
     images: ImageInputs | None = None
 
     @property
@@ -129,3 +118,37 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """Returns int64 places in the whole micro batch of the tokens of `rank`, in its order.
+
+    `bounds` has the start of each sequence, and the end. With more than one rank every length must
+    be a multiple of 2 * size, and each rank holds 1 / size of a sequence.
+    """
+    if size == 1:
+        return torch.arange(bounds[-1])
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        chunk, rest = divmod(end - start, 2 * size)
+        assert rest == 0, f"a sequence of {end - start} tokens cannot be cut for cp {size}"
+        starts = (start + place * chunk for place in (rank, 2 * size - 1 - rank))
+        parts += [torch.arange(first, first + chunk) for first in starts]
+    return torch.cat(parts)
+
+
+@functools.lru_cache(maxsize=16)
+def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
+    """Returns each token's place in the tokens of all ranks joined in rank order."""
+    return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
+
+
+def share_of_rank(whole: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """Returns one context parallel rank's share of a micro batch.
+
+    `cu_seqlens` and `max_seqlen` still describe the whole sequences.
+    """
+    if size == 1:
+        return whole
+    places = zigzag(whole.cu_seqlens.tolist(), rank, size)
+    return whole.map_tokens(lambda tensor: tensor[places])

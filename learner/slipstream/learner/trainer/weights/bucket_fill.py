@@ -322,9 +322,6 @@ def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[s
     return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
 
 
-_PLANS = {Kind.MERGED: plan_merged, Kind.MATRICES: plan_matrices, Kind.ADAPTERS: plan_adapters}
-
-
 def open_filling(
     policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
 ) -> Filling:
@@ -336,7 +333,10 @@ def open_filling(
     pieces: list[Piece] = []
     problem = ""
     try:
-        pieces = _PLANS[kind](policy)
+        if kind is Kind.ADAPTERS:
+            pieces = plan_adapters(policy)
+        else:
+            pieces = plan_merged(policy) if kind is Kind.MERGED else plan_matrices(policy)
     except UnknownMapping as error:
         problem = str(error)
     problems = [data.decode() for data in policy.ranks.gather_bytes(problem.encode())]

@@ -31,6 +31,9 @@ class BucketSender(Protocol):
     bucket, then `finish`. `abort` ends the communicator at any time.
     """
 
+    # Seconds that one bucket may take; each publish sets its own.
+    bucket_deadline_s: float
+
     def announce(
         self, communicator_id: str, *, num_senders: int, world_size: int
     ) -> weights_pb2.Communicator:
@@ -51,7 +54,7 @@ class BucketSender(Protocol):
         """Begins the broadcast of a bucket, from its root to all others.
 
         The caller leaves `data` alone until it has called the `Release`. Raises WeightSyncError
-        when this bucket or an earlier one is not sent within `weights.bucket_deadline_s`.
+        when this bucket or an earlier one is not sent within `bucket_deadline_s`.
         """
 
     def finish(self) -> Wire:

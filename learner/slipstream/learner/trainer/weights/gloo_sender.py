@@ -42,6 +42,7 @@ class GlooSender:
 
     def __init__(self, weights: WeightsSection) -> None:
         self._weights = weights
+        self.bucket_deadline_s = weights.bucket_deadline_s
         self._id: str | None = None
         # The store on the leader where all members meet. Closing it ends the waits of members
         # there.
@@ -133,7 +134,7 @@ class GlooSender:
             raise WeightSyncError("there is no communicator to send through")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = bucket.root, 0
-        options.timeout = timedelta(seconds=self._weights.bucket_deadline_s)
+        options.timeout = timedelta(seconds=self.bucket_deadline_s)
         work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
         self._under_way = (work, bucket)
         return lambda: self._release(work)
@@ -160,7 +161,7 @@ class GlooSender:
         if self._under_way is None:
             return
         (work, bucket), self._under_way = self._under_way, None
-        deadline_s = self._weights.bucket_deadline_s
+        deadline_s = self.bucket_deadline_s
         what = (
             f"a bucket of {bucket.num_bytes} bytes from rank {bucket.root} "
             f"(weights.bucket_deadline_s = {deadline_s:g})"

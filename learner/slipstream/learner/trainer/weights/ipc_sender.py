@@ -44,6 +44,7 @@ class IpcSender:
     def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
         """Takes the size of the largest bucket, `num_bytes`."""
         self._weights, self._device, self._num_bytes = weights, device, num_bytes
+        self.bucket_deadline_s = weights.bucket_deadline_s
         self._shared: SharedBuffers | None = None
         self._memory: list[Tensor] = []
         self._handover: HandoverSender | None = None
@@ -108,7 +109,7 @@ class IpcSender:
 
     def send(self, bucket: Bucket, data: Tensor) -> Callable[[], None]:
         """See `BucketSender`: `data` is free once the current stream has run the copy."""
-        handover, deadline_s = self._live(), self._weights.bucket_deadline_s
+        handover, deadline_s = self._live(), self.bucket_deadline_s
         with self._aborting():
             # The previous bucket was copied while the caller put this bucket together.
             self._tell()
@@ -127,7 +128,7 @@ class IpcSender:
 
     def finish(self) -> Wire:
         """See `BucketSender`: the seconds are the time spent waiting for receivers."""
-        handover, deadline_s = self._live(), self._weights.bucket_deadline_s
+        handover, deadline_s = self._live(), self.bucket_deadline_s
         with self._aborting():
             self._tell()
             started_s = time.monotonic()
@@ -165,13 +166,13 @@ class IpcSender:
         if filling is None:
             return
         if filling.done is not None:
-            until_s = time.monotonic() + self._weights.bucket_deadline_s
+            until_s = time.monotonic() + self.bucket_deadline_s
             # The loop does not sleep: a sleep would take longer than the copy.
             while not filling.done.query():  # type: ignore[no-untyped-call]
                 if time.monotonic() > until_s:
                     raise WeightSyncError(
                         f"bucket {filling.number} was not copied into its buffer within "
-                        f"{self._weights.bucket_deadline_s:g} s"
+                        f"{self.bucket_deadline_s:g} s"
                     )
         self._live().filled(filling.number)
 

@@ -60,6 +60,7 @@ class NcclSender:
         make_unique_id: Callable[[], bytes],
     ) -> None:
         self._weights, self._backend, self._stream = weights, backend, stream
+        self.bucket_deadline_s = weights.bucket_deadline_s
         self._make_unique_id = make_unique_id
         # NCCL listens for the members of each id that was made, on a thread and a socket that end
         # when all members have joined. An id that no member was told of is kept for the next
@@ -117,7 +118,7 @@ class NcclSender:
             bucket.num_bytes,
             bucket.root,
             self._stream.handle,
-            deadline_s=self._weights.bucket_deadline_s,
+            deadline_s=self.bucket_deadline_s,
         )
         return self._stream.release()
 

@@ -79,6 +79,7 @@ class WeightPublisher:
             # The previous communicator may use another transport.
             self._senders.abort()
         self._sender = sender = self._senders.for_transport(order.communicator.transport)
+        sender.bucket_deadline_s = order.bucket_deadline_s
         if order.begun:
             problem = self._send(order, order.communicator, result, sender)
         else:

@@ -25,6 +25,7 @@ from support.rigs.publishing_scene import (
     run_of,
     whole,
 )
+from support.rigs.waiting import until
 
 
 @pytest.fixture
@@ -344,8 +345,7 @@ async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_el
         scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
         await finishing
         scene.say(order.publish_id, SERVING, probe_logprobs=b"odd")
-        while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.session.state == fleet_pb2.SERVER_STATE_STALE)
         assert "must be a multiple of 4 bytes, got 3" in scene.session.cause
 
 
@@ -357,6 +357,27 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
         assert scene.publisher.start(scene.start_of(order))
         await scene.finish(order.publish_id, error="nobody came")
     assert scene.fleet.find(session.key) is None
+
+
+async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_machine(
+    run: Run,
+) -> None:
+    async with publishing(run) as scene:
+        given_s = []
+        for _ in range(5):
+            scene.session.retry_publish_s = 0.0
+            order = await scene.ordered()
+            given_s.append(order.bucket_deadline_s)
+            assert scene.publisher.start(scene.start_of(order))
+            await scene.finish(order.publish_id, error="late")
+        first_s = run.config.weights.bucket_deadline_s
+        assert given_s == [first_s * times for times in (1, 2, 4, 8, 8)]
+        told = [event.text for event in run.events.kept() if "may take" in event.text]
+        assert told[0] == (
+            f"a publish failed: each bucket may take {2 * first_s:g} s from now on "
+            f"(weights.bucket_deadline_s = {first_s:g})"
+        )
+        assert len(told) == 3
 
 
 async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(

@@ -27,12 +27,17 @@ def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
 
 
-def config(own: dict[str, JsonValue] | None = None, **algorithm: JsonValue) -> Config:
+def config(
+    own: dict[str, JsonValue] | None = None,
+    debug: dict[str, JsonValue] | None = None,
+    **algorithm: JsonValue,
+) -> Config:
     table: dict[str, JsonValue] = {
         "run": {"name": "test", "steps": 10},
         "model": {"path": "models/tiny"},
         "algorithm": {"group_size": 3, "groups_per_step": 2, "learning_rate": 1e-3} | algorithm,
         "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
+        "debug": debug or {},
     }
     if own is not None:
         table["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
@@ -56,7 +61,7 @@ def advantages(sequences) -> list[float]:
     """The advantage of each sequence, which all its trained tokens share."""
     found = []
     for one in sequences:
-        values = set(one.estimates.advantages[one.loss_mask].tolist())
+        values = set(one.advantages[one.loss_mask].tolist())
         assert len(values) == 1
         found.append(values.pop())
     return found
@@ -127,7 +132,7 @@ def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit()
     for one, other in zip(first, second, strict=True):
         for name in ("token_ids", "loss_mask", "behavior_logprobs", "lags"):
             assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
-        assert one.estimates.advantages.tobytes() == other.estimates.advantages.tobytes()
+        assert one.advantages.tobytes() == other.advantages.tobytes()
 
 
 def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> None:
@@ -142,13 +147,13 @@ def test_estimates_of_other_models_are_cut_into_branches() -> None:
     values = np.array([1, 2, 3, 4, 5], dtype=np.float32)
     settings = config(advantage="gae", gae={"gamma": 1, "lam": 1, "normalize": False})
     first, second = training_sequences(one, settings, [ModelEstimates(said(values), values)])
-    for known in (first.estimates.values, first.estimates.reference_logprobs):
+    for known in (first.values, first.reference_logprobs):
         assert known is not None
         assert known.tolist() == [0, 1, 2, 3, 0]
-    assert second.estimates.values is not None
-    assert second.estimates.values.tolist() == [0, 4, 5, 0]
-    assert second.estimates.returns is not None
-    assert second.estimates.returns[1:3].tolist() == [1.0, 1.0]
+    assert second.values is not None
+    assert second.values.tolist() == [0, 4, 5, 0]
+    assert second.returns is not None
+    assert second.returns[1:3].tolist() == [1.0, 1.0]
 
 
 def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> None:
@@ -191,7 +196,7 @@ def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_refer
 
 def test_shuffled_rewards_teach_something_else() -> None:
     plain = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
-    control = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(shuffle_rewards=True))
+    control = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(debug={"shuffle_rewards": True}))
     assert advantages(plain) != advantages(control)
 
 
@@ -254,7 +259,7 @@ def test_values_and_returns_of_a_side_are_those_of_its_tokens() -> None:
     found = training_sequences(
         one, config(advantage="gae", gae=gae), [ModelEstimates(values=values)]
     )
-    first, second, third = (each.estimates.advantages[each.loss_mask].tolist() for each in found)
+    first, second, third = (each.advantages[each.loss_mask].tolist() for each in found)
     assert (first, second, third) == ([1, 0], [3, 2], [-3, -4])
 
 
@@ -266,7 +271,7 @@ def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> No
         settings = config(advantage=advantage)
         first, second = (training_sequences(each, settings) for each in (plain, own))
         for one, other in zip(first, second, strict=True):
-            assert one.estimates.advantages.tobytes() == other.estimates.advantages.tobytes()
+            assert one.advantages.tobytes() == other.advantages.tobytes()
 
 
 def mixed(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:

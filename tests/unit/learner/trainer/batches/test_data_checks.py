@@ -7,14 +7,15 @@ import pytest
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.types import Status
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.data_checks import (
-    check_advantages,
+from slipstream.learner.trainer.algorithms.sequences import check_advantages
+from slipstream.learner.trainer.batches.batch import (
+    Batch,
     check_data,
     check_references,
     untrainable,
 )
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.token_fields import TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.fakes.fake_controller import make_batch, with_branches
 
 BATCH = make_batch(0, num_groups=2, group_size=2, vocab_size=32, max_tokens=24)

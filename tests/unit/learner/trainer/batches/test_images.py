@@ -18,7 +18,8 @@ from slipstream.learner.trainer.batches.images import (
     images_of,
 )
 from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.token_fields import TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.fakes.fake_trajectories import make_trajectory
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from slipstream.core.types import Branch
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.token_fields import TokenEstimates
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.fakes.fake_controller import make_batch, with_branches
 
 
@@ -17,10 +18,11 @@ def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> Tra
     mask = np.array([*trained[1:], False])
     return TrainingSequence(
         token_ids=np.array(token_ids),
+        targets=np.array([*token_ids[1:], 0]),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
         lags=mask.astype(np.int32),
-        estimates=estimates(len(mask), advantage),
+        advantages=np.full(len(mask), advantage, dtype=np.float32),
     )
 
 
@@ -195,7 +197,7 @@ def test_sequences_of_a_batch_are_those_of_each_trajectory_alone() -> None:
         assert not found.loss_mask[-1]
         for name in ("loss_mask", "behavior_logprobs", "lags"):
             assert getattr(found, name).tolist() == getattr(alone, name).tolist()
-        assert found.estimates.advantages.tolist() == alone.estimates.advantages.tolist()
+        assert found.advantages.tolist() == alone.advantages.tolist()
     assert TrainingSequence.of_trajectories([], [], step=3) == []
 
 

@@ -145,6 +145,7 @@ class Fleet:
     def publish(self, *, new_communicator: bool) -> None:
         order = publish_order(1, new_communicator=new_communicator, verify=False)[0].publish
         order.communicator.transport = "nccl"
+        order.bucket_deadline_s = self._weights.bucket_deadline_s
 
         def on_rank(ranks: ThreadRanks) -> None:
             filling = PlainFilling(TENSORS, ranks)
@@ -163,6 +164,7 @@ class Fleet:
     def set_deadlines(self, weights: WeightsSection) -> None:
         for senders in self.senders:
             senders._made["nccl"]._weights = weights
+        self._weights = weights
 
     def close(self) -> None:
         for senders in self.senders:

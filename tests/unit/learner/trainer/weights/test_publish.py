@@ -12,7 +12,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import Config, WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
@@ -25,6 +24,7 @@ from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order
+from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 
@@ -291,16 +291,7 @@ def test_new_communicator_works_after_a_failed_one() -> None:
 
 
 def config(address: str) -> Config:
-    return parse_config(
-        {
-            "run": {"name": "publish", "steps": 1},
-            "model": {"path": "model"},
-            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-            "controller": {"address": address},
-        },
-        source="test",
-    )
+    return small_config(algorithm={"groups_per_step": 1}, controller={"address": address})
 
 
 class Publish:
@@ -308,6 +299,7 @@ class Publish:
 
     def __init__(self, num_senders: int = 1, weights: WeightsSection = PATIENT) -> None:
         self.mode = "receives"
+        self._weights = weights
         self.num_senders = num_senders
         self.tensors = TENSORS if num_senders == 2 else ONE_SENDER
         self.buckets = BUCKETS if num_senders == 2 else ONE_BUCKETS
@@ -325,6 +317,7 @@ class Publish:
 
     def run(self, *, new_communicator: bool, begun: bool = False) -> None:
         order = publish_order(1, new_communicator=new_communicator, verify=False, begun=begun)
+        order[0].publish.bucket_deadline_s = self._weights.bucket_deadline_s
 
         def on_rank(ranks: ThreadRanks) -> None:
             def on_fill(place: int) -> None:
@@ -343,6 +336,7 @@ class Publish:
     def set_deadlines(self, weights: WeightsSection) -> None:
         for senders in self.senders:
             senders.for_transport("gloo")._weights = weights
+        self._weights = weights
 
     def close(self) -> None:
         for sender in self.senders:

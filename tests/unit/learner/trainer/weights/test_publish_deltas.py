@@ -18,8 +18,8 @@ from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
-from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
@@ -63,7 +63,7 @@ class Server:
         self._thread.start()
 
     def _receive(self) -> None:
-        seat, whole = Seat(self._where, self._rank, LIMIT_S), self._scene.buckets
+        seat, whole = Membership(self._where, self._rank, LIMIT_S), self._scene.buckets
         receiver = TRANSPORTS[self._where.transport](seat, torch.device("cpu"))
         for buckets in (whole, self._scene.payloads):
             incoming = Incoming(buckets, LIMIT_S, own_buffers=False, digested=buckets is whole)
@@ -124,6 +124,7 @@ def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
             publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=client)
             first = publish_order(1, new_communicator=True, verify=False)[0].publish
             first.receivers[0].num_workers = 2
+            first.bucket_deadline_s = LIMIT_S
             first.communicator.transport = transport
             publisher.run(first, None)
             ranks.gather_bytes(b"")
@@ -136,6 +137,7 @@ def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
             assert list(stream.offer.changed) == scene.changed
             second.communicator.transport = transport
             second.delta.CopyFrom(stream.offer)
+            second.bucket_deadline_s = LIMIT_S
             publisher.run(second, None)
             senders.abort()
 

@@ -1,0 +1,344 @@
+"""Answers the calls of rollout servers to one environment, in a worker process or in a client.
+
+Consumes: worker commands. Produces: their answers.
+Waits for: the environment's methods; a Close command or the end of the stream cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import grpc.aio
+from slipstream.client.agent import AgentEnvironment
+from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
+from slipstream.client.answers import agent_observation, observation, reply_of, verdict
+from slipstream.client.call_tracker import CallTracker, awaited_place
+from slipstream.client.environment import AnyEnvironment, TaskSource
+from slipstream.client.environment_loader import describe, environment_failed, load_environment
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+
+CLOSE_TIMEOUT_S = 5.0
+REFUSAL_TIMEOUT_S = 1.0
+# The errors of writing to a stream that has ended.
+STREAM_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+
+WorkerCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.WorkerMessage, pb.WorkerCommand]"
+
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class _Episode:
+    key: str
+    environment: AnyEnvironment
+    tracker: CallTracker | None
+    # Whether `reset` has answered.
+    has_begun: bool = False
+    # The calls and the run, if the environment is an agent.
+    agent: AgentEpisode | None = None
+    # Answers the reset, step or call of an agent that is waited for now.
+    running: asyncio.Task[object] | None = None
+    # Whether `close` has cancelled that call.
+    abandoned: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EpisodeHost:
+    """The open episodes of one environment."""
+
+    def __init__(
+        self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
+    ) -> None:
+        """Without `environment` a Load command must come first.
+
+        `tracker` is told of every call. EnvironmentFailed when the environment gives no tasks.
+        """
+        self._tracker = tracker
+        self._environment = environment
+        self._tasks = _task_source(environment) if environment is not None else None
+        self._episodes: dict[str, _Episode] = {}
+        self._agents = AgentEpisodes()
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks; 0 when they have no end or no environment is loaded yet."""
+        return self._tasks.num_tasks if self._tasks is not None else 0
+
+    @property
+    def asks_start(self) -> bool:
+        """Whether the environment is an agent that asks the model as the run started."""
+        return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
+
+    async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
+        """Returns the answer to one command; an error of the environment is an answer too.
+
+        A FollowAgent command is answered by the agent's next call, or by its result.
+        """
+        message = pb.WorkerMessage(call_id=command.call_id)
+        try:
+            match command.WhichOneof("command"):
+                case "load":
+                    message.loaded.CopyFrom(self._load(command.load.spec))
+                case "reset":
+                    message.observation.CopyFrom(await self._reset(command.reset))
+                case "step":
+                    message.verdict.CopyFrom(await self._step(command.step))
+                case "follow_agent":
+                    episode = self._begun(command.follow_agent.episode_key)
+                    if episode.agent is None:
+                        raise _misused(f"the environment of episode {episode.key} is no agent")
+                    answer = await _run(episode, episode.agent.next)
+                    if isinstance(answer, pb.AgentCall):
+                        message.agent_call.CopyFrom(answer)
+                    else:
+                        message.agent_result.CopyFrom(answer)
+                case "reply_part":
+                    replied = self._episodes.get(command.reply_part.episode_key)
+                    # A part may cross with the end of the episode.
+                    if replied is not None and replied.agent is not None:
+                        await replied.agent.part(command.reply_part)
+                    message.pong.SetInParent()
+                case "close":
+                    await self._close(command.close.episode_key)
+                    message.pong.SetInParent()
+                case "ping":
+                    message.pong.place = self._place(command.ping.episode_key)
+                case unknown:
+                    raise _misused(f"unknown command {unknown}")
+        except EnvironmentFailed as error:
+            message.failure.kind = error.kind
+            message.failure.message = str(error)
+        return message
+
+    async def close_all(self) -> None:
+        """Closes every open episode, within 5 s; writes failures only to stderr."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.gather(*(self._close_loudly(key) for key in self._episodes))
+        except TimeoutError:
+            print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
+        self._episodes.clear()
+        await self._agents.close()
+
+    async def _close_loudly(self, key: str) -> None:
+        try:
+            await self._close(key)
+        except EnvironmentFailed as error:
+            print(f"closing an episode: {error}", file=sys.stderr)
+
+    def agent_place(self, key: str) -> str:
+        """Returns where the code of an agent is, or "" if that is not known, or it is no agent."""
+        episode = self._episodes.get(key)
+        return "" if episode is None or episode.agent is None else episode.agent.place()
+
+    def _place(self, key: str) -> str:
+        """Returns where an episode waits now, or "" if it does not."""
+        episode = self._episodes.get(key)
+        if episode is None:
+            return ""
+        # Between two calls of an agent nothing runs for it here.
+        running = episode.running
+        return self.agent_place(key) or (awaited_place(running) if running is not None else "")
+
+    def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
+        if spec.reference:
+            self._environment = load_environment(spec.reference, spec.args_json, spec.search_path)
+            self._tasks = _task_source(self._environment)
+        if self._tasks is None:
+            raise _misused("the environment has no reference")
+        return pb.Loaded(num_tasks=self._tasks.num_tasks)
+
+    async def _reset(self, command: pb.ResetCommand) -> pb.Observation:
+        if self._environment is None or self._tasks is None:
+            raise _misused("no environment is loaded")
+        if command.episode_key in self._episodes:
+            raise _misused(f"episode {command.episode_key} is open already")
+        tasks, environment = self._tasks, _copy(self._environment, command.seed)
+        episode = _Episode(command.episode_key, environment, self._tracker)
+        self._episodes[command.episode_key] = episode
+
+        async def reset() -> pb.Observation:
+            if isinstance(environment, AgentEnvironment):
+                task = tasks[command.task_index]
+                busy = partial(self._work, episode)
+                episode.agent = self._agents.open(environment, task, on_busy=busy)
+                return agent_observation(environment.max_reply_tokens)
+            opening = await _result(environment.reset(tasks[command.task_index]))
+            return observation(opening, environment.max_reply_tokens)
+
+        # An episode that fails here is closed like any other: `reset` may have taken resources.
+        observed = await _run(episode, reset)
+        episode.has_begun = True
+        return observed
+
+    def _begun(self, key: str) -> _Episode:
+        episode = self._episodes.get(key)
+        if episode is not None and episode.running is not None:
+            raise _misused(f"episode {key} has not answered its last call")
+        if episode is None or not episode.has_begun:
+            raise _misused(f"episode {key} is not open")
+        return episode
+
+    def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
+        """Notes that the code of an agent begins or ends to work."""
+        if self._tracker is None:
+            return
+        if is_busy:
+            self._tracker.begin(episode.key, run)
+        else:
+            self._tracker.end(run)
+
+    async def _step(self, command: pb.StepCommand) -> pb.Verdict:
+        episode = self._begun(command.episode_key)
+        environment = episode.environment
+        environment.truncated = command.truncated
+
+        async def step() -> pb.Verdict:
+            return verdict(await _result(environment.step(reply_of(command))))
+
+        return await _run(episode, step)
+
+    async def _close(self, key: str) -> None:
+        episode = self._episodes.pop(key, None)
+        if episode is None:
+            return
+        if episode.running is not None:
+            episode.abandoned = True
+            episode.running.cancel()
+            await episode.idle.wait()
+        if episode.agent is not None:
+            await self._agents.end(episode.agent, key)
+        await _run(episode, lambda: _result(episode.environment.close()))
+
+
+async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello) -> WorkerCall:
+    """Opens a stream and sends `hello`; reading the stream raises if it was refused."""
+    message = pb.WorkerMessage(hello=hello)
+    call = open_call()
+    try:
+        await call.write(message)
+        return call
+    except STREAM_OVER:
+        # The stream was refused before the write, which has hidden why. A second stream, without a
+        # write, shows the cause at once.
+        call = open_call()
+    try:
+        async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+            await call.code()
+    except TimeoutError:
+        with contextlib.suppress(*STREAM_OVER):
+            await call.write(message)
+    return call
+
+
+async def answer_commands(
+    host: EpisodeHost,
+    commands: AsyncIterator[pb.WorkerCommand],
+    send: Callable[[pb.WorkerMessage], Awaitable[None]],
+) -> None:
+    """Answers `commands` side by side until they end, then closes all episodes.
+
+    An agent is followed to its result. The last part of a reply is not answered. The gRPC error
+    that ends `commands`, if any, is raised again.
+    """
+    one_at_a_time = asyncio.Lock()
+
+    async def answer(command: pb.WorkerCommand) -> None:
+        is_followed = True
+        while is_followed:
+            message = await host.answer(command)
+            if command.reply_part.is_last:
+                return
+            is_followed = message.HasField("agent_call")
+            try:
+                async with one_at_a_time:
+                    await send(message)
+            except STREAM_OVER:
+                # The stream is over: `commands` says why.
+                return
+
+    failure: grpc.aio.AioRpcError | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            running: set[asyncio.Task[None]] = set()
+            try:
+                async for command in commands:
+                    task = group.create_task(answer(command))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+            except grpc.aio.AioRpcError as error:
+                failure = error
+            for task in running:
+                task.cancel()
+    finally:
+        await host.close_all()
+    if failure is not None:
+        raise failure
+
+
+async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Runs user code; everything that it raises becomes EnvironmentFailed."""
+    this = asyncio.current_task()
+    assert this is not None
+    episode.running = this
+    episode.idle.clear()
+    # The run of an agent is noted for itself: `this` only waits for it.
+    tracker = episode.tracker if episode.agent is None else None
+    if tracker is not None:
+        tracker.begin(episode.key, this)
+    try:
+        return await call()
+    except EnvironmentFailed:
+        raise
+    except asyncio.CancelledError as error:
+        if episode.abandoned and this.uncancel() == 0:
+            raise environment_failed("the episode was closed") from error
+        if this.cancelling():
+            raise
+        raise environment_failed(describe(error)) from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise environment_failed(describe(error)) from error
+    finally:
+        if tracker is not None:
+            tracker.end(this)
+        episode.running = None
+        episode.abandoned = False
+        episode.idle.set()
+
+
+async def _result(value: Answer | Awaitable[Answer]) -> Answer:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _copy(environment: AnyEnvironment, seed: int) -> AnyEnvironment:
+    """Returns the copy of `environment` on which one episode runs."""
+    try:
+        copied = copy.copy(environment)
+        copied.seed, copied.truncated = seed, False
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        cause = f"it cannot be copied for an episode: {describe(error)}"
+        raise environment_failed(cause) from error
+    return copied
+
+
+def _task_source(environment: AnyEnvironment) -> TaskSource[object]:
+    try:
+        return TaskSource(environment)
+    except ValueError as error:
+        raise environment_failed(describe(error)) from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise environment_failed(f"tasks() failed: {describe(error)}") from error
+
+
+def _misused(message: str) -> EnvironmentFailed:
+    return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, message)

