@@ -45,7 +45,10 @@ CONTENTS = {
     "Start": ["docs/tutorial"],
     "Guides": [
         "docs/guides/environments",
+        "docs/guides/environment-runs",
+        "docs/guides/questions",
         "docs/guides/frameworks",
+        "docs/guides/games",
         "docs/guides/agents",
         "docs/guides/demonstrations",
         "docs/guides/distillation",

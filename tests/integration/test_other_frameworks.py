@@ -1,8 +1,8 @@
 """Environments of verifiers, OpenEnv and Inspect as their makers ship them, each in its own Python.
 
 They are no dependencies: a test without its framework is skipped. `SLIPSTREAM_FRAMEWORKS` names a
-folder that these commands fill; WORKER stands for the requirements that docs/guides/environments.md
-names for another Python.
+folder that these commands fill; WORKER stands for the requirements for another Python in
+docs/guides/environment-runs.md.
 
     cd $SLIPSTREAM_FRAMEWORKS
     for name in verifiers openenv inspect; do python3 -m venv $name; done

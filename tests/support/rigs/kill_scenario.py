@@ -66,7 +66,7 @@ def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict
         "environments": [
             {
                 "name": "replies",
-                "reference": "workloads:LognormalReplies",
+                "reference": "benchmarks.common.workloads:LognormalReplies",
                 "args": {"median": 12, "sigma": 0.3, "longest": 24},
             }
         ],

@@ -164,7 +164,7 @@ def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.Monkey
 
 def test_drafts_that_no_server_makes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for max_episodes, told in ((256, False), (257, True)):
-        server = {"drafts": "ngram", "max_episodes": max_episodes}
+        server = {"drafts": "shared", "max_episodes": max_episodes}
         found = fits(config_of(rollout_server=server), monkeypatch, 2, 7.0)
         assert ("drafts" in found) is told
     assert found["drafts"].verdict is Verdict.ADVICE
