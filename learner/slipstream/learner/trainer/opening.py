@@ -223,7 +223,7 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
 
 def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
-    """Returns what lets `chunks` take images; None for a model without a vision tower."""
+    """Returns the hooks that let `chunks` take images; None without a vision tower."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     from slipstream.learner.trainer.families.vision import Vision
