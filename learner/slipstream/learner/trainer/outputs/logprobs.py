@@ -76,7 +76,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Computes logits in chunks; only these logits are changed in place, no saved tensor is."""
+    """Computes logits in chunks. Only these are changed in place, never a saved tensor."""
 
     @staticmethod
     def forward(
