@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import zlib
 from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.routed_experts import RoutedExperts, unpack_experts
 from slipstream.core.types import (
     SAMPLED_ARRAYS,
@@ -31,8 +32,67 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.bounds import decode, max_message_bytes
-from slipstream.protocol.trajectory_checks import check_trajectory
 from slipstream.v1 import trajectory_pb2 as pb
+
+
+def _check_branches(trajectory: Trajectory) -> None:
+    name, runs = trajectory.trajectory_id, [branch.num_runs for branch in trajectory.branches]
+    for number in runs:
+        if number == 0 or number % 2:
+            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
+    if runs and sum(runs) != len(trajectory.run_lengths):
+        raise ProtocolError(
+            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
+        )
+    for branch in trajectory.branches:
+        if not math.isfinite(branch.share):
+            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+        if branch.reward is not None and not math.isfinite(branch.reward):
+            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
+    rewards = {branch.name: branch.reward for branch in trajectory.branches}
+    if any(branch.reward != rewards[branch.name] for branch in trajectory.branches):
+        raise ProtocolError(f"{name}: branches of one name must have one reward")
+
+
+def _check_images(trajectory: Trajectory) -> None:
+    name, offsets = trajectory.trajectory_id, [place.offset for place in trajectory.image_places]
+    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
+        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
+    if any(
+        now >= after for now, after in itertools.pairwise([*offsets, len(trajectory.token_ids)])
+    ):
+        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raises ProtocolError when the parts of a trajectory do not fit together."""
+    name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
+    if sum(trajectory.run_lengths) != len(trajectory.token_ids):
+        raise ProtocolError(
+            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, "
+            f"but {len(trajectory.token_ids)} tokens"
+        )
+    arrays = {field: getattr(trajectory, field) for field in SAMPLED_ARRAYS}
+    for field, array in arrays.items():
+        if array is not None and len(array) != sampled:
+            raise ProtocolError(
+                f"{name}: {len(array)} values of {field} for {sampled} sampled tokens"
+            )
+    if any(span.length == 0 for span in trajectory.version_spans):
+        raise ProtocolError(f"{name}: a version span is empty")
+    if sum(span.length for span in trajectory.version_spans) != sampled:
+        raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
+    if not math.isfinite(trajectory.reward):
+        raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
+    for field, array in arrays.items():
+        if array is not None and not np.logical_and.reduce(np.isfinite(array)):
+            raise ProtocolError(f"{name}: a value of {field} is not a finite number")
+    _check_branches(trajectory)
+    reference = trajectory.reference
+    if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
+        raise ProtocolError(f"{name}: {fault}")
+    _check_images(trajectory)
+
 
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
@@ -189,7 +249,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
 
 
 def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """Returns the wire form of a trajectory's experts; None without experts."""
+    """Returns the wire form of a trajectory's experts, or None without experts."""
     if routed is None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
@@ -216,7 +276,7 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
 
 
 def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
-    """Returns the wire form of a reference model's log-probabilities; None without any."""
+    """Returns the wire form of a reference model's log-probabilities, or None without any."""
     if reference is None:
         return None
     return pb.ReferenceLogprobs(
