@@ -15,10 +15,15 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 
 import grpc.aio
-from slipstream.client.launch.children import Child, start_child, stop_signal, with_full_disk
+from slipstream.client.launch.children import (
+    Child,
+    RestartPolicy,
+    start_child,
+    stop_signal,
+    with_full_disk,
+)
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
-from slipstream.client.launch.restarts import RestartPolicy
 from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls, end_in_order, tell_waits
 from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.run_folder import node_folder, write_config
