@@ -27,7 +27,7 @@ from pydantic import BaseModel
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.settings.config import Config
 

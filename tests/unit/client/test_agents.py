@@ -16,8 +16,8 @@ from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes, AgentRun
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
-from slipstream.client.serving import EpisodeHost, answer_commands
-from slipstream.client.witness import CallWitness
+from slipstream.client.call_tracker import CallTracker
+from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.judged import JudgedByStart
 from slipstream.protocol.call_record import CallRecord
@@ -550,7 +550,7 @@ async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits(
         seen["waiting"] = CallRecord.read(record).running
         yield as_json(chat_reply("x"))
 
-    host = EpisodeHost(Looks(), witness=CallWitness(record))
+    host = EpisodeHost(Looks(), tracker=CallTracker(record))
     assert (await Episode(host, look).run()).HasField("agent_result")
     assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
     assert CallRecord.read(record).running == ()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError
 from slipstream.environments.command import Command
 from slipstream.v1 import environment_pb2 as pb

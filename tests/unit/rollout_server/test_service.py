@@ -12,6 +12,7 @@ from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
 from support.fakes.fake_fleet import FakeFleet
+from support.rigs.waiting import until
 
 
 def draining_within(config, limit_s: float):
@@ -575,8 +576,7 @@ async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once
     server.engine.others_came.clear()
     order = weights_pb2.PublishOrder(publish_id="p")
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-    while server.engine.prepared != "p":
-        await asyncio.sleep(0)
+    await until(lambda: server.engine.prepared == "p")
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
     assert report.message == "the publish was abandoned"
@@ -594,8 +594,7 @@ async def test_an_abort_overtakes_the_publish_that_it_is_about(server) -> None:
     # The second one waits for the first.
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p2", reason="test"))
     connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
-    while server.engine.prepared != "p1":
-        await asyncio.sleep(0)
+    await until(lambda: server.engine.prepared == "p1")
     await connection.wait_for("heartbeat")
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="test"))
     await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
@@ -607,8 +606,7 @@ async def test_a_server_that_loses_its_controller_waits_for_no_member(server) ->
     server.engine.others_came.clear()
     order = weights_pb2.PublishOrder(publish_id="p")
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-    while server.engine.prepared != "p":
-        await asyncio.sleep(0)
+    await until(lambda: server.engine.prepared == "p")
     connection.hang_up()
     await server.fleet.joined()
 

@@ -13,10 +13,15 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slipstream.client.launch.children import Child, start_child
+from slipstream.client.launch.children import (
+    FINAL_CODES,
+    FIRST_PAUSE_S,
+    Child,
+    RestartPolicy,
+    start_child,
+)
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.restarts import FINAL_CODES, FIRST_PAUSE_S, RestartPolicy
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
@@ -138,12 +143,16 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
     """Returns the variables of each trainer rank: torchrun's, and the secret of the rendezvous."""
     learner = config.learner
     host, port = address_parts(learner.master)
+    # Random where one node has all ranks, equal on all nodes otherwise.
+    secret = secrets.token_hex(16)
+    if num_ranks < learner.world_size:
+        secret = rendezvous_secret(Credentials.load(config.security).token, config.run.name)
     shared = {
         "WORLD_SIZE": str(learner.world_size),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port or free_port(host)),
-        RENDEZVOUS_VARIABLE: _rendezvous(config, is_alone=num_ranks == learner.world_size),
+        RENDEZVOUS_VARIABLE: secret,
     }
     if learner.threads:
         shared["OMP_NUM_THREADS"] = str(learner.threads)
@@ -151,10 +160,3 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
         {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
         for local_rank in range(num_ranks)
     ]
-
-
-def _rendezvous(config: Config, *, is_alone: bool) -> str:
-    """Returns the rendezvous secret: equal on all nodes, or random where one node has all ranks."""
-    if is_alone:
-        return secrets.token_hex(16)
-    return rendezvous_secret(Credentials.load(config.security).token, config.run.name)

@@ -225,7 +225,7 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
             "a CPU: vLLM keeps no states of their prefixes there, got true"
         )
-    # With adapters, on whatever matrices, vLLM (0.32.0) computes experts by that kernel.
+    # With any adapter, vLLM 0.32.0 computes experts by that kernel.
     if sizes.experts and config.lora.publishes_adapters:
         yield (
             "lora.publish must be merged for a mixture of experts on a CPU: vLLM's kernel for "

@@ -65,6 +65,12 @@ class CorrectionSection(Section):
     # stay.
     sequence_band: Band | None = None
 
+    @property
+    def acts(self) -> bool:
+        """Whether it changes a weight or masks a token."""
+        has_bands = self.token_band is not None or self.sequence_band is not None
+        return self.weight != "none" or has_bands
+
     @model_validator(mode="after")
     def _ordered(self) -> CorrectionSection:
         for name in ("token_band", "sequence_band"):
@@ -245,11 +251,14 @@ class AlgorithmSection(Section):
             )
 
     @property
+    def corrects(self) -> bool:
+        """Whether the loss knows that another policy sampled a token of lag 0."""
+        return self.ratio == "behavior" or self.correction.acts
+
+    @property
     def staleness_warning(self) -> str | None:
-        """Warning about tokens of older versions without a correction; None if there is none."""
-        correction = self.correction
-        masks = correction.token_band is not None or correction.sequence_band is not None
-        if self.max_staleness == 0 or correction.weight != "none" or masks:
+        """Warning about tokens of older versions without a correction, or None if there is none."""
+        if self.max_staleness == 0 or self.correction.acts:
             return None
         start = f"algorithm.max_staleness is {self.max_staleness} without a correction: "
         if self.ratio == "proximal":

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pydantic import model_validator
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.settings.checkpoint_section import CheckpointSection
-from slipstream.core.settings.engine_precision import precision_problems
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
@@ -22,6 +20,7 @@ from slipstream.core.settings.role_sections import CriticSection, ReferenceSecti
 from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.sections import (
+    CheckpointSection,
     ControllerSection,
     EnvironmentSection,
     LearnerSection,
@@ -77,13 +76,6 @@ class Config(Tables):
         yield from world_problems(self.learner)
         yield from table_problems(self.learner)
         yield from engine_problems(server.engine, max_episodes=server.max_episodes)
-        yield from precision_problems(
-            server,
-            model=self.model,
-            lora=self.lora,
-            weights=self.weights,
-            algorithms=self.algorithms.distinct,
-        )
         yield from served_problems(self.reference, self.algorithms, self.sampling.temperature)
         for rule in TABLE_RULES:
             yield from rule(self)

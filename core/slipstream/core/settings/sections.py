@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
-from slipstream.core.settings.curriculum_section import CurriculumSection
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.section import (
@@ -17,6 +16,48 @@ from slipstream.core.settings.section import (
     Silence,
 )
 from slipstream.core.template_values import TemplateValues
+
+# The newest groups of a task whose rewards the journal's reader keeps.
+MAX_WINDOW = 16
+
+
+class CurriculumSection(Section):
+    """The choice of an environment's next task by the mean rewards of the task's newest groups.
+
+    Tasks are drawn in proportion to 4 p (1 - p), where p is the mean success of the task's newest
+    groups; a task without a result counts as 1. Success runs from 0 at `failed_reward` to 1 at
+    `solved_reward` of the environment's algorithm.dynamic_sampling.
+
+    Without this table each task comes once, in a seeded order, and then again. The controller
+    journals each reward that the choice reads, so a run that goes on chooses as it would have.
+    """
+
+    # Number of newest groups of a task that count.
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 2
+    # A group whose mean reward is this or less has failed: its success is 0.
+    failed_reward: float = 0.0
+    # Smallest value in place of 4 p (1 - p).
+    floor: float = Field(0.05, ge=0.01, le=1)
+
+
+class CheckpointSection(Section):
+    """Checkpoints, from which a run continues after a crash, and starting weights."""
+
+    # Write a checkpoint after every n-th step, and one when the run ends; 0: none at all.
+    every_steps: int = Field(50, ge=0)
+    # Keep the newest n checkpoints; older ones are removed when a newer one is complete.
+    keep_last: Positive = 2
+    # Also keep every checkpoint whose version is a multiple of n; 0: keep no others.
+    keep_every: int = Field(0, ge=0)
+    # Copy to main memory and write during training; if false, training waits for the write.
+    asynchronous: bool = True
+    # Start from these weights: a folder of Megatron's distributed checkpoint files (torch_dist) in
+    # any layout, from a run's checkpoint or a conversion. `model.path` still gives shape and
+    # tokenizer. None: start from the weights of `model.path`.
+    load: Path | None = None
+    # Keep the recorded batches that a checkpoint covers: `slipstream replay` needs all of them.
+    keep_batches: bool = True
+
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -269,6 +310,12 @@ class RolloutServerSection(Section):
     # Most processes of an environment worker and all that it has started; a worker with more is
     # ended.
     environment_processes: Positive = 1000
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether engines sample with other probabilities than the learner's, for FP8."""
+        cache = str(self.engine.get("kv_cache_dtype", "auto")).lower()
+        return self.quantization != "off" or cache.startswith("fp8")
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Whether the engine compiles nothing, on a CPU or on GPUs."""

@@ -16,6 +16,29 @@ from slipstream.core.settings.tables import Tables
 from slipstream.v1 import bounds_pb2, trajectory_pb2
 
 
+def precision_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting that does not go with the model's type or engines in FP8."""
+    server, model, lora = config.rollout_server, config.model, config.lora
+    weights = config.weights
+    if server.computes_in_fp8 and not all(each.corrects for each in config.algorithms.distinct):
+        yield (
+            "engines in FP8 sample with other probabilities than the learner's: "
+            "algorithm.correction.weight must be token or sequence, or a band be set, got 'none'"
+        )
+    if server.quantization == "off":
+        return
+    start = f"rollout_server.quantization = {server.quantization!r} needs "
+    if model.dtype != "bfloat16":
+        yield f"{start}model.dtype = 'bfloat16', got {model.dtype!r}"
+    if lora.publishes_adapters:
+        yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
+    if weights.delta != "off" and server.tensor_parallel_size > 1:
+        yield (
+            f"{start}weights.delta = 'off' or rollout_server.tensor_parallel_size = 1: scales are "
+            f"taken of whole rows, got {weights.delta!r} and {server.tensor_parallel_size}"
+        )
+
+
 def length_problems(config: Tables) -> Iterator[str]:
     """Checks that prompts and replies fit into an episode."""
     sampling = config.sampling
@@ -264,6 +287,7 @@ def lora_problems(config: Tables) -> Iterator[str]:
 
 TABLE_RULES = (
     size_problems,
+    precision_problems,
     storage_problems,
     turn_problems,
     length_problems,

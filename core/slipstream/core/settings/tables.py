@@ -7,8 +7,6 @@ from pathlib import Path
 
 from slipstream.core.reference_logprobs import reference_bytes_per_token
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.settings.checkpoint_section import CheckpointSection
-from slipstream.core.settings.engine_precision import computes_in_fp8
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
@@ -21,6 +19,7 @@ from slipstream.core.settings.role_sections import CriticSection, ReferenceSecti
 from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.settings.section import ElementType, Section
 from slipstream.core.settings.sections import (
+    CheckpointSection,
     ControllerSection,
     EnvironmentSection,
     LearnerSection,
@@ -77,7 +76,7 @@ class Tables(Section):
         """Largest gap, in nats, of a probe that passes."""
         if self.debug.probe_tolerance is not None:
             return self.debug.probe_tolerance
-        if computes_in_fp8(self.rollout_server):
+        if self.rollout_server.computes_in_fp8:
             return 0.5
         return PROBE_TOLERANCES[self.model.dtype]
 

@@ -40,7 +40,7 @@ from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.roles import open_roles
-from slipstream.learner.trainer.step import StepResult, TrainingStep
+from slipstream.learner.trainer.step import TrainedStep, TrainingStep
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
@@ -72,7 +72,7 @@ class StepCost:
             if self._peak_tflops is None:
                 logger.warning("no mfu: the peak of %s is not known, set debug.peak_tflops", name)
 
-    def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
+    def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
         sizes = batch.lengths()
         flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
@@ -322,9 +322,9 @@ class Trainer:
                 self._save()
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
-        """Asks the controller to set the batch aside and keeps the weights; else raises `fault`.
+        """Asks the controller to set the batch aside, and raises `fault` if it refuses.
 
-        StartAgain when an earlier mini-batch, or the policy's part of the step, changed weights.
+        Raises StartAgain if an earlier mini-batch or the policy's part of the step changed weights.
         """
         answer = b""
         if self._ranks.is_main:

@@ -62,7 +62,7 @@ class RedisConnection:
         sender: str = "",
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
-        """`sender`: the name of a sender of its own in the counters; empty for the receiver.
+        """Names a sender in the counters by `sender`, which is empty for the receiver.
 
         A server that is lost has `reconnect_timeout_s` to come back.
         """
@@ -101,7 +101,7 @@ class RedisConnection:
 
     @property
     def own_key(self) -> str:
-        """Bytes that this sender ever added; belongs to the mark."""
+        """Key that counts the bytes this sender has added under the current mark."""
         return f"{self.mark_key}:{self.mark}:{self._sender}:added"
 
     @property

@@ -160,6 +160,12 @@ def test_a_run_that_goes_on_keeps_what_it_chose(tmp_path: Path) -> None:
     # What the file of the run holds is what another release would have chosen.
     again = chosen(tmp_path, run={"steps": 200}, algorithm={"groups_per_step": 5})
     assert (again.algorithm.group_size, again.algorithm.groups_per_step) == (12, 5)
+    # A recorded size that cannot go with what is stated now is chosen anew.
+    text = dump_config(config).replace("max_bytes = 268435456", "max_bytes = 20000000")
+    (config.run_dir / "config.toml").write_text(text)
+    assert chosen(tmp_path).queue.max_bytes == 20000000
+    wide = chosen(tmp_path, algorithm={"groups_per_step": 512})
+    assert wide.queue.max_bytes == 256 << 20
     assert chosen(tmp_path, run={"resume": "never"}).algorithm.group_size == 8
     assert chosen(tmp_path, run={"name": "other"}).algorithm.group_size == 8
     (config.run_dir / "config.toml").write_text("damaged [")
@@ -177,3 +183,11 @@ def test_settings_need_no_file() -> None:
         load_config(None, ["model.path=models/tiny"])
     with pytest.raises(ConfigError, match=r"^command line: algorithm\.group_size: input should"):
         load_config(None, ["run.steps=4", "model.path=m", "algorithm.group_size=x"])
+
+
+def test_the_page_has_every_setting_that_a_run_chooses(tmp_path: Path) -> None:
+    page = Path(__file__).parents[4] / "docs" / "configuration.md"
+    _, _, rest = page.read_text().partition("## What a run chooses by itself\n")
+    rows = rest.partition("\n## ")[0]
+    for key in chosen(tmp_path).automatic:
+        assert f"{key.rpartition('.')[2]}`" in rows, key

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.agent import AgentEnvironment
 from slipstream.client.environment import Environment, TaskSource
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 
 GUIDES = Path(__file__).parents[4] / "docs" / "guides"
 PAGES = (GUIDES / "frameworks.md", GUIDES / "games.md")

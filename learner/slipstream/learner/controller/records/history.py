@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
-from slipstream.core.settings.curriculum_section import MAX_WINDOW
+from slipstream.core.settings.sections import MAX_WINDOW
 from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds

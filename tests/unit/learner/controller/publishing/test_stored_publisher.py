@@ -87,8 +87,7 @@ class Far:
         receive, commit = (await next_order(session)).receive, (await next_order(session)).commit
         assert (receive.order.publish_id, commit.publish_id) == (publish_id, publish_id)
         self.say(publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS)
-        while not session.is_serving:
-            await asyncio.sleep(0)
+        await until(lambda: session.is_serving)
         return [receive, commit]
 
     async def serve(self) -> None:
@@ -175,8 +174,7 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
         scene.write()
         question = await scene.asked(scene.far)
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
-        while not scene.far.failed_publishes:
-            await asyncio.sleep(0)
+        await until(lambda: scene.far.failed_publishes)
         assert scene.far.is_serving
         assert events(run)[-1] == (
             "rollout server far keeps version 0: version 1 from storage: the link is down"
@@ -191,8 +189,7 @@ async def test_a_fetch_that_fails_makes_a_server_that_serves_nothing_stale(run: 
         scene.write()
         question = await scene.asked(scene.far)
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
-        while scene.far.state != STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.far.state == STALE)
 
 
 async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -> None:
@@ -204,8 +201,7 @@ async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -
         scene.say(publish_id, READY, scene.far)
         assert (await next_order(scene.far)).HasField("receive")
         scene.say(publish_id, FAILED, scene.far, message="the digests differ")
-        while scene.far.state != STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.far.state == STALE)
 
 
 async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> None:

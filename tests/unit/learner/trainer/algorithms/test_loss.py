@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, Max, Sum
+from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, LossSum, Max, StepStatistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
@@ -51,8 +51,8 @@ def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: st
     batch = micro_batch([math.nan, math.nan], [1.0, 0.5], lags=[0, 2])
     found = loss_of(policy, batch, algorithm(loss=loss, correction={"weight": weight}))
     assert gradient(found, policy) == pytest.approx([-1.0, -0.5])
-    assert found.statistics.sums[Sum.TOKENS] == 2
-    assert not found.statistics.sums[Sum.SAMPLED :].any()
+    assert found.statistics.sums[LossSum.TOKENS] == 2
+    assert not found.statistics.sums[LossSum.SAMPLED :].any()
     assert not found.statistics.gaps.any()
 
 
@@ -63,23 +63,23 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
         behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 9, 0], reference=[-2.0, -1.0, 3.0]
     )
     found = loss_of(policy, batch).statistics
-    sums = dict(zip(Sum, found.sums.tolist(), strict=True))
+    sums = dict(zip(LossSum, found.sums.tolist(), strict=True))
     assert sums == pytest.approx(
         {
-            Sum.LOSS: -1.0,
-            Sum.TOKENS: 2,
-            Sum.ENTROPY: 2,
-            Sum.CLIPPED_LOW: 0,
-            Sum.CLIPPED_HIGH: 0,
-            Sum.DUAL_CLIPPED: 0,
-            Sum.SAMPLED: 2,
-            Sum.WEIGHT: 3.5,
-            Sum.WEIGHT_SQUARED: 2.25 + 4,
-            Sum.CAPPED: 1,
-            Sum.TOKEN_MASKED: 0,
-            Sum.SEQUENCE_MASKED: 0,
-            Sum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
-            Sum.REFERENCE_KL: math.exp(-1) - 1 + 1,
+            LossSum.LOSS: -1.0,
+            LossSum.TOKENS: 2,
+            LossSum.ENTROPY: 2,
+            LossSum.CLIPPED_LOW: 0,
+            LossSum.CLIPPED_HIGH: 0,
+            LossSum.DUAL_CLIPPED: 0,
+            LossSum.SAMPLED: 2,
+            LossSum.WEIGHT: 3.5,
+            LossSum.WEIGHT_SQUARED: 2.25 + 4,
+            LossSum.CAPPED: 1,
+            LossSum.TOKEN_MASKED: 0,
+            LossSum.SEQUENCE_MASKED: 0,
+            LossSum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
+            LossSum.REFERENCE_KL: math.exp(-1) - 1 + 1,
         },
         rel=1e-5,
     )
@@ -98,12 +98,12 @@ def test_masks_and_clips_are_counted() -> None:
         dual_clip=3.0, correction={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]}
     )
     sums = loss_of(policy, batch, settings, old=torch.zeros(3)).statistics.sums
-    assert sums[Sum.CLIPPED_HIGH] == 1
-    assert sums[Sum.CLIPPED_LOW] == 1
-    assert sums[Sum.DUAL_CLIPPED] == 1
-    assert sums[Sum.TOKEN_MASKED] == 1
-    assert sums[Sum.SEQUENCE_MASKED] == 1
-    assert sums[Sum.WEIGHT] == 2
+    assert sums[LossSum.CLIPPED_HIGH] == 1
+    assert sums[LossSum.CLIPPED_LOW] == 1
+    assert sums[LossSum.DUAL_CLIPPED] == 1
+    assert sums[LossSum.TOKEN_MASKED] == 1
+    assert sums[LossSum.SEQUENCE_MASKED] == 1
+    assert sums[LossSum.WEIGHT] == 2
 
 
 def test_later_mini_batch_takes_the_ratio_to_the_policy_before_the_step() -> None:
@@ -129,8 +129,8 @@ def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> Non
     found = loss_of(policy, batch, algorithm(**BEHAVIOR))
     assert found.loss.item() == pytest.approx(-1.2 - 1.0)
     assert gradient(found, policy) == pytest.approx([0.0, -1.0])
-    assert found.statistics.sums[Sum.WEIGHT] == 2
-    assert found.statistics.sums[Sum.CAPPED] == 0
+    assert found.statistics.sums[LossSum.WEIGHT] == 2
+    assert found.statistics.sums[LossSum.CAPPED] == 0
     proximal = loss_of(policy, batch, algorithm(correction={"weight": "none"}))
     assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
 
@@ -223,7 +223,7 @@ def test_micro_batch_without_trained_tokens_has_no_loss_and_no_gradient() -> Non
     batch = micro_batch([0.0, 0.0], [1.0, 1.0], [False, False])
     found = loss_of(policy, batch)
     assert gradient(found, policy) == [0.0, 0.0]
-    assert found.statistics.sums.tolist() == [0.0] * len(Sum)
+    assert found.statistics.sums.tolist() == [0.0] * len(LossSum)
     assert found.statistics.gaps.sum() == 0
     assert found.statistics.maxima.tolist() == [0.0, 0.0]
 
@@ -340,3 +340,67 @@ def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estima
     torch.testing.assert_close(values, wanted, rtol=0, atol=1e-6)
     assert values[:2, 1:].all()
     assert not values[2].any()
+
+
+class OneRank:
+    """Ranks of a world of one: sums over all are its own."""
+
+    counts = True
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def found(behavior: list[float], lags: list[int]):
+    batch = micro_batch(behavior, lags=lags)
+    return policy_loss(
+        torch.zeros(len(lags)), torch.zeros(len(lags)), None, batch, algorithm(), group=None
+    ).statistics
+
+
+def test_step_adds_up_its_mini_batches() -> None:
+    step = StepStatistics()
+    # Ratios 1 and 4 (cut to 2), then 1: weights 1, 2, 1.
+    assert step.add([found([0.0, -math.log(4)], [0, 1])], OneRank()) == pytest.approx(-3)
+    assert step.add([found([0.0], [0])], OneRank()) == pytest.approx(-1)
+    metrics = step.metrics()
+    assert metrics["loss"] == pytest.approx(-4 / 3)
+    assert metrics["trained_tokens"] == 3
+    assert metrics["importance_weight_mean"] == pytest.approx(4 / 3)
+    assert metrics["importance_ratio_max"] == pytest.approx(4)
+    assert metrics["importance_capped_fraction"] == pytest.approx(1 / 3)
+    assert metrics["effective_sample_size"] == pytest.approx(4**2 / (3 * 6))
+    assert metrics["logprob_gap_mean"] == 0
+    assert metrics["logprob_gap_tokens"] == 2
+    assert metrics["logprob_gap_lag_1"] == pytest.approx(math.log(4))
+    assert "logprob_gap_lag_2" not in metrics
+
+
+def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
+    alone, beside = StepStatistics(), StepStatistics()
+    alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
+    beside.add([found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank())
+    ours, theirs = beside.metrics(), alone.metrics()
+    assert (ours.pop("trained_tokens"), theirs.pop("trained_tokens")) == (4, 2)
+    # The loss of each given token is -1: its ratio and its advantage are 1.
+    assert ours.pop("loss") == pytest.approx((2 * theirs.pop("loss") - 2) / 4)
+    assert ours == theirs
+
+
+def test_tokens_of_several_passes_are_counted_once() -> None:
+    once, twice = StepStatistics(), StepStatistics(epochs=2)
+    for step in (once, twice, twice):
+        step.add([found([0.0, -math.log(4)], [0, 1])], OneRank())
+    assert twice.metrics() == once.metrics()
+
+
+def test_step_without_a_trained_token_has_finite_metrics() -> None:
+    step = StepStatistics()
+    nothing = micro_batch([0.0], mask=[False])
+    zeros = torch.zeros(1)
+    loss = policy_loss(zeros, zeros, None, nothing, algorithm(), group=None)
+    assert step.add([loss.statistics], OneRank()) == 0
+    assert all(math.isfinite(value) for value in step.metrics().values())

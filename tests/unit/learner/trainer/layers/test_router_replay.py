@@ -12,7 +12,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.context_parallel import share_of_rank
+from slipstream.learner.trainer.batches.micro_batch import share_of_rank
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
