@@ -16,13 +16,13 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class Split:
-    """One in `heldout_one_in` tasks is held out: no seed and no other order brings it back."""
+    """Holds out one task in `heldout_one_in` by its hash, whatever the seed or order."""
 
     name: str
     heldout_one_in: int
 
     def __post_init__(self) -> None:
-        """ConfigError names an argument that cannot be."""
+        """Raises ConfigError for an invalid argument."""
         check_choice("split", self.name, SPLITS)
         check_at_least("heldout_one_in", self.heldout_one_in, 2)
 
@@ -42,7 +42,7 @@ class Seeds:
     num_tasks: int | None
 
     def __post_init__(self) -> None:
-        """ConfigError names an argument that cannot be."""
+        """Raises ConfigError for an invalid argument."""
         check_at_least("seed", self.first, 0)
         check_at_least("num_tasks", self.num_tasks, 1)
 

@@ -29,8 +29,8 @@ INSTALL = (
     "pip install 'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its "
     "interpreter as `python` of the environment"
 )
-# The harnesses that the one of this process takes the place of: verifiers starts each of them for
-# every episode as a program, by `uv run`.
+# Harnesses that our in-process one replaces: verifiers would run each as a program per episode, by
+# `uv run`.
 REPLACED = frozenset({"null"})
 CHAT = "slipstream-chat"
 
@@ -114,7 +114,7 @@ class Verifiers(AgentEnvironment[Any]):
 
 
 class Serving:
-    """What the environment shares between its episodes, from the first one to the worker's end."""
+    """Keeps the environment's shared services running until the worker exits."""
 
     def __init__(self, env: Foreign) -> None:
         self._env = env

@@ -20,7 +20,7 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
 
-# Paths below it are answered by the model as the run started.
+# Requests under this prefix go to the frozen starting model.
 JUDGE_PATH = "/judge/"
 
 
@@ -36,7 +36,7 @@ class AgentTalk:
         judge: Recorder | None,
         timeout_s: float,
     ) -> None:
-        """`judge` records the calls to the judge; None: this server holds no fixed version.
+        """`judge`: recorder of judge calls; None if the server keeps no frozen version.
 
         `timeout_s`: how long the agent may take with no call open.
         """
@@ -105,7 +105,7 @@ class AgentTalk:
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
     def _recorder_of(self, path: str) -> Recorder:
-        """Returns what records a call to `path`; EnvironmentFailed for a judge that there is not.
+        """Returns the recorder of a call to `path`; raises EnvironmentFailed if there is no judge.
 
         Trying the call again would not help, so the episode ends with the cause.
         """

@@ -154,7 +154,7 @@ class SteadyPlanner:
 
     @staticmethod
     def fits(scheduler: Scheduler) -> bool:
-        """Whether vLLM does nothing else in a steady step of this scheduler."""
+        """Whether `plan` covers everything vLLM would do in a steady step."""
         return not (
             scheduler.needs_kv_cache_zeroing
             or scheduler.defer_block_free

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and its outputs as generations."""
+"""Builds vLLM's sampling parameters; converts its outputs to `Generation`."""
 
 from __future__ import annotations
 

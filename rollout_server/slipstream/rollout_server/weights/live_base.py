@@ -214,13 +214,13 @@ def _name_of(parts: set[tuple[View, int]]) -> str:
 
 
 class LiveParts:
-    """A bucket's tensors in the parameters; it holds views, so that their memory stays.
+    """Views of a bucket's tensors inside the live parameters; holding them keeps the memory.
 
     `pointer` and `bucket` are what digests take: the lowest address, and spans counted from there.
     """
 
     def __init__(self, bucket: Bucket, views: list[Tensor], kernels: CudaChanges | None) -> None:
-        """`views`: for each tensor of the bucket its 16-bit units; `kernels` on a GPU alone."""
+        """`views`: each tensor as int16. `kernels`: required on a GPU, None on a CPU."""
         addresses = [view.data_ptr() for view in views]
         self._views, self._kernels = views, kernels
         self._offsets = [span.offset_bytes for span in bucket.spans]
@@ -289,7 +289,7 @@ def live_parts(
 
 
 def places_of(payload: Tensor, bucket: Bucket, changed: int) -> Tensor:
-    """Returns the numbers of a payload's elements in their bucket, int64 [changed]; never waits."""
+    """Returns each changed element's index in its bucket, int64 [changed]; never synchronises."""
     first, second, _ = payload_parts(bucket, changed)
     ends = payload[:first].view(_ELEMENT).to(torch.int64).cumsum(0)
     order = torch.arange(changed, device=payload.device)
