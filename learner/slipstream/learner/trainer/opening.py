@@ -214,7 +214,8 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
     min_tokens = config.learner.shared_prefix_tokens
     replays = config.algorithm.router_replay != "off"
-    cause = refusal(chunks[0].config, config.learner, router_replay=replays)
+    on_gpu = next(chunks[0].parameters()).is_cuda
+    cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
     if min_tokens and cause:
         logger.info("common beginnings are computed for each sequence: %s", cause)
     if not min_tokens or cause:
