@@ -30,11 +30,10 @@ from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucke
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
+from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
-from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.share_digests import whole_digests
+from slipstream.rollout_server.weights.live_base import LiveBase, whole_digests
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets  # noqa
 from slipstream.protocol.weights.deltas import payload_parts, travels_whole  # noqa: E402
 from slipstream.protocol.weights.digests import HostDigests  # noqa: E402
 from slipstream.rollout_server.weights.bucket_receiver import open_digests  # noqa: E402
-from slipstream.rollout_server.weights.live_parts import LiveParts  # noqa: E402
+from slipstream.rollout_server.weights.live_base import LiveParts  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -713,7 +713,7 @@ def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_block
 
 
 def test_what_comes_beside_tokens_is_joined_too() -> None:
-    from slipstream.rollout_server.vllm.chunks import Chunk
+    from slipstream.rollout_server.vllm.chunking_scheduler import Chunk
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats
 

@@ -63,7 +63,7 @@ def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(
 def test_deltas_equal_the_loader_and_their_shares_the_whole_weights(
     folder: Path, tp_size: int
 ) -> None:
-    from slipstream.rollout_server.weights.share_digests import whole_digests
+    from slipstream.rollout_server.weights.live_base import whole_digests
 
     # GLM has a bias in float32, whatever the wire's type is: it takes no deltas.
     shapes = {name: shape for name, shape in SHAPES.items() if name != "glm"}

@@ -31,7 +31,7 @@ PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
 @pytest.fixture(scope="module", autouse=True)
 def drafts_are_always_made() -> Iterator[None]:
     """On a CPU they hardly pay. The engine's process is forked, with the scheduler from here."""
-    from slipstream.rollout_server.inference.draft_rule import DraftRule
+    from slipstream.rollout_server.inference.draft_table import DraftRule
     from slipstream.rollout_server.vllm import engine
 
     own = engine.engine_config

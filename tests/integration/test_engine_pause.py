@@ -36,7 +36,7 @@ class NotedCalls:
     """Stands for AsyncLLM: notes when it is called; `arrived` lets an update's buckets come."""
 
     def __init__(self) -> None:
-        from slipstream.rollout_server.vllm.token_counter import TokenCounter
+        from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 
         self.noted: list[str] = []
         self.errored = False

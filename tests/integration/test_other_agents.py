@@ -26,7 +26,7 @@ pytest.importorskip("vllm")
 
 from slipstream.client.serving import EpisodeHost  # noqa: E402
 from slipstream.environments.command import Command  # noqa: E402
-from slipstream.rollout_server.agents.open_call import HttpCall  # noqa: E402
+from slipstream.rollout_server.agents.limits import HttpCall  # noqa: E402
 from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
 from slipstream.v1 import environment_pb2 as pb  # noqa: E402
 from support.fakes.agent_rig import AgentRig, agent_rig  # noqa: E402

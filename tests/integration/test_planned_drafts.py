@@ -98,7 +98,7 @@ class Engine:
     """vLLM's loop around the scheduler, with two steps under way."""
 
     def __init__(self, settings: Any, num_blocks: int, **rule: int) -> None:  # noqa: ANN401
-        from slipstream.rollout_server.inference.draft_rule import DraftRule
+        from slipstream.rollout_server.inference.draft_table import DraftRule
         from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager

@@ -23,7 +23,7 @@ from slipstream.rollout_server.engine_interface import (  # noqa: E402
     Sampling,
     TextOptions,
 )
-from slipstream.rollout_server.vllm.chunks import CHUNK_TOKENS  # noqa: E402
+from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
 from support.rigs.running_replies import until_generated  # noqa: E402
@@ -189,7 +189,7 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
 
 
 async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
-    from slipstream.rollout_server.vllm.chunks import CHUNK_TOKENS
+    from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS
 
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
@@ -225,7 +225,7 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
 
 
 async def test_outputs_of_another_vllm_are_refused() -> None:
-    from slipstream.rollout_server.vllm.chunks import check_outputs
+    from slipstream.rollout_server.vllm.chunking_scheduler import check_outputs
     from vllm.v1.engine import EngineCoreOutput
 
     known = set(EngineCoreOutput.__struct_fields__)

@@ -31,7 +31,7 @@ async def never(*_: object, **__: object) -> None:
 
 async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> None:
     from slipstream.rollout_server.vllm.engine import VllmEngine
-    from slipstream.rollout_server.vllm.token_counter import TokenCounter
+    from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
@@ -51,7 +51,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
     from slipstream.rollout_server.vllm.engine import VllmEngine
-    from slipstream.rollout_server.vllm.token_counter import TokenCounter
+    from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 
     counter = TokenCounter(None)
     asked = asyncio.Event()
@@ -91,7 +91,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
 
 def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.rollout_server.inference.engine_watchdog import EngineWatchdog
+    from slipstream.rollout_server.inference.usage import EngineWatchdog
     from slipstream.rollout_server.vllm.engine import TokenCounter
 
     now_s = [0.0]

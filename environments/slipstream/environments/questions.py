@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.util
 import inspect
+import json
 import random
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
@@ -15,8 +19,15 @@ from slipstream.client.loading import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.hub_data import PREFIX, HubData
-from slipstream.environments.math_judge import MathJudge
 from slipstream.environments.question_files import Question, read_questions
+
+PROGRAM = "slipstream.environments.math_program"
+# Seconds for importing sympy on a busy machine.
+START_LIMIT_S = 60.0
+# Characters at the end of a reply that are read: parsing takes long, and the answer comes last.
+MAX_CHARACTERS = 4000
+LINE_BYTES = 1 << 16
+
 
 JUDGES = ("math_verify", "exact", "contains")
 # What a function of the user's may take.
@@ -212,3 +223,89 @@ def _plain(text: str) -> str:
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+class MathJudge:
+    """Runs math-verify behind a pipe; the first comparison starts the process."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """`timeout_s` is the limit of one comparison."""
+        self._timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def compare(self, answer: str, reply: str) -> MathVerdict:
+        """Whether `reply` gives `answer`; ValueError when `answer` is no mathematics."""
+        async with self._lock:
+            process = await self._started()
+            request = {"answer": answer, "reply": reply[-MAX_CHARACTERS:]}
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    said = await _ask(process, request)
+            except TimeoutError:
+                await self._kill()
+                return MathVerdict(right=False, readable=False, timed_out=True)
+            except asyncio.CancelledError:
+                # The late answer would be taken for that of the next comparison.
+                await asyncio.shield(self._kill())
+                raise
+            if said is None:
+                # The process has ended: most likely it ran out of memory.
+                await self._kill()
+                return MathVerdict(right=False, readable=False)
+        if not said["known"]:
+            raise ValueError(f"the right answer {answer!r} cannot be read as mathematics")
+        return MathVerdict(right=said["right"], readable=said["readable"])
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", PROGRAM),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LINE_BYTES,
+            )
+            try:
+                async with asyncio.timeout(START_LIMIT_S):
+                    # This first comparison pays for what the packages compile lazily.
+                    await _ask(self._process, {"answer": "1", "reply": "1"})
+            except (TimeoutError, asyncio.CancelledError):
+                await asyncio.shield(self._kill())
+                raise
+        return self._process
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@dataclass(frozen=True)
+class MathVerdict:
+    """The result of a comparison.
+
+    `readable`: an expression was found in the reply. `timed_out`: the comparison was abandoned.
+    """
+
+    right: bool
+    readable: bool
+    timed_out: bool = False
+
+
+async def _ask(
+    process: asyncio.subprocess.Process, request: dict[str, str]
+) -> dict[str, bool] | None:
+    """Returns the process's answer; None when the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        await process.stdin.drain()
+    except ConnectionError:
+        return None
+    line = await process.stdout.readline()
+    if not line:
+        return None
+    said: dict[str, bool] = json.loads(line)
+    return said

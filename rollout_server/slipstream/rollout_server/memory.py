@@ -1,12 +1,16 @@
-"""Main memory: how much a rollout server uses with all its processes, and how much there is."""
+"""Main memory that a rollout server uses, and GPU memory that vLLM leaves to new weights."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from pathlib import Path
 
 import psutil
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.loaded_tensors import loaded_tensors
+from slipstream.core.settings.config import Config
 
 # Seconds between two scans of all processes: a scan takes too long for every heartbeat.
 _LOOK_S = 5.0
@@ -67,3 +71,31 @@ def _resident(process: psutil.Process) -> int:
     except psutil.NoSuchProcess:
         # The process ended after it was listed.
         return 0
+
+
+# Greatest part of the engine's share that "auto" takes from the KV cache for arriving weights.
+MOST_OF_SHARE = 1 / 6
+
+
+def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
+    """Returns the part of a GPU for vLLM: the engine's share, less what arriving weights take.
+
+    `wire_bytes` arrive in an update; each worker of an engine receives all of them.
+    """
+    share = config.rollout_server.gpu_memory_utilization
+    stage, part = config.staging, wire_bytes / gpu_bytes
+    if not stage or (stage == "auto" and part > MOST_OF_SHARE * share):
+        return share
+    if part >= share:
+        raise ConfigError(
+            f"weights.stage_on_server = true takes {wire_bytes / 1e9:.1f} GB of the "
+            f"{share * gpu_bytes / 1e9:.1f} GB of the engine: set 'auto' or false"
+        )
+    return share - part
+
+
+def wire_bytes(config: Config) -> int:
+    """Returns the bytes of all weights on the wire, by the headers of the model's files."""
+    dtype = config.weights.wire_dtype or config.model.dtype
+    elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
+    return (4 if dtype == "float32" else 2) * elements

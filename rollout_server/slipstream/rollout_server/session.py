@@ -30,10 +30,9 @@ from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.fetch_orders import FetchOrders
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.reference_server import ReferenceServer
-from slipstream.rollout_server.stored_weights import StoredWeights
+from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.rollout_server.vllm.agents.opening import Agents
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2

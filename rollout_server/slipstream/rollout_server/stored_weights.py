@@ -1,12 +1,14 @@
-"""A server's own copy of the newest version that it fetched from storage.
+"""A server's copy of the newest version that it fetched from storage, and the orders to fetch.
 
-Consumes: manifests and objects. Produces: one file with all buckets, whose digests are checked, and
-one with what changed in them. Waits for: the storage. Unblocked by: its answer,
-`weights.storage_deadline_s`, or `abandoned`.
+Consumes: prepare orders, manifests and objects. Produces: one file with all buckets, whose digests
+are checked, one with what changed in them, and one report READY or FAILED for each order. Waits
+for: the storage, on a thread. Unblocked by: its answer, `weights.storage_deadline_s`, a newer
+order, `close`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -14,30 +16,32 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.deltas import (
+    ELEMENT_BYTES,
     Elements,
     Places,
     content_name,
     on_the_wire,
+    payload_of,
     put_payload,
+    travels_whole,
 )
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.storage import Storage, Until
-from slipstream.rollout_server.joined_changes import JoinedChanges
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
-
 _DIGEST_BYTES = 32
 
 
@@ -236,3 +240,153 @@ def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weigh
 
 def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
     return bool(links) and not links[0].HasField("delta")
+
+
+class JoinedChanges:
+    """Collects the places that change in each bucket: 4 bytes of memory for each.
+
+    changes = JoinedChanges(buckets)
+    changes.add(place, places)  # for each bucket of each version
+    delta = changes.write(path, base, elements_of)  # with what the last version has there
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        # None: the bucket came whole.
+        self._places: list[list[npt.NDArray[np.uint32]] | None] = [[] for _ in buckets]
+
+    def add(self, place: int, places: Places | None) -> None:
+        """Notes changes of bucket `place`; None stands for all of its elements."""
+        earlier = self._places[place]
+        if places is None or earlier is None:
+            self._places[place] = None
+        elif len(places):
+            earlier.append(places.astype(np.uint32))
+
+    def write(
+        self, path: Path, base: bytes, elements_of: Callable[[int], Elements]
+    ) -> weights_pb2.Delta | None:
+        """Writes all buckets to `path` as they travel, one after the other, and describes them.
+
+        Returns None, and writes nothing, where every bucket would travel whole. OSError when the
+        disk does not take it.
+        """
+        joined = [self._joined(place) for place in range(len(self._buckets))]
+        # A number with which the bucket travels whole.
+        counts = [
+            bucket.num_bytes // ELEMENT_BYTES if places is None else len(places)
+            for bucket, places in zip(self._buckets, joined, strict=True)
+        ]
+        wholes = list(map(travels_whole, self._buckets, counts))
+        if all(wholes):
+            return None
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            for place, (bucket, places) in enumerate(zip(self._buckets, joined, strict=True)):
+                elements = elements_of(place)
+                if places is None or wholes[place]:
+                    file.write(elements.data)
+                else:
+                    file.write(payload_of(elements, places, bucket))
+        return weights_pb2.Delta(base=base, changed=counts)
+
+    def _joined(self, place: int) -> Places | None:
+        found = self._places[place]
+        if found is None:
+            return None
+        return np.unique(np.concatenate([np.empty(0, np.uint32), *found])).astype(np.int64)
+
+
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
+
+
+class FetchOrders:
+    """Fetches one version at a time, and completes the order to load it.
+
+    fetches = FetchOrders(stored, report, group)
+    fetches.start(prepare)  # reports READY or FAILED later
+    order = fetches.completed(receive)  # with the layout and the file
+    fetches.close()
+    """
+
+    def __init__(
+        self,
+        stored: StoredWeights | None,
+        report: Callable[[fleet_pb2.PublishReport], None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """`stored`: None for a server that takes its weights from the trainer."""
+        self._stored, self._report, self._group = stored, report, group
+        self._abandoned = threading.Event()
+        # The publish whose version lies in the file.
+        self._ready: tuple[str, Fetched] | None = None
+        # The name of what the engine serves, if it takes changes of that; b"" during an update.
+        self._served = b""
+
+    def start(self, order: fleet_pb2.PreparePublish) -> None:
+        """Begins to fetch a version; abandons the fetch before it."""
+        self._abandoned.set()
+        self._abandoned, self._ready = threading.Event(), None
+        self._group.create_task(self._fetch(order, self._abandoned))
+
+    def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
+        """Returns an order with what only this server knows: layout, file, and changes in it.
+
+        A probe that failed is noted as an update that failed. After an abort the engine gets a
+        whole version.
+        """
+        kind = message.WhichOneof("message")
+        if kind == "abort":
+            self._served = b""
+        if kind == "probe_verdict" and not message.probe_verdict.passed:
+            self._forget()
+        if kind != "receive" or self._ready is None:
+            return message
+        order, (publish_id, fetched) = message.receive.order, self._ready
+        if order.communicator.transport == "storage" and order.publish_id == publish_id:
+            message.receive.layout.CopyFrom(fetched.layout)
+            order.communicator.path = str(fetched.path.resolve())
+            if fetched.delta is not None:
+                order.delta.CopyFrom(fetched.delta)
+        self._served = b""
+        return message
+
+    def note(self, report: fleet_pb2.PublishReport) -> None:
+        """Notes what the engine serves; forgets the fetched version if it could not load that."""
+        if report.phase == FAILED:
+            self._forget()
+        elif report.phase == SERVING and report.stages.takes_deltas:
+            self._served = content_name(report.bucket_digests)
+
+    def close(self) -> None:
+        """Abandons the fetch under way."""
+        self._abandoned.set()
+
+    def _forget(self) -> None:
+        self._served = b""
+        if self._stored is not None:
+            self._stored.forget()
+
+    async def _fetch(self, order: fleet_pb2.PreparePublish, abandoned: threading.Event) -> None:
+        report = fleet_pb2.PublishReport(publish_id=order.publish_id)
+        try:
+            if self._stored is None:
+                raise WeightSyncError('rollout_server.weights_from is not "storage" here')
+            arguments = order.stored, abandoned, self._served
+            fetched = await asyncio.to_thread(self._stored.fetch, *arguments)
+        except WeightSyncError as error:
+            report.phase, report.message = FAILED, str(error)
+        else:
+            if abandoned.is_set():
+                return
+            self._ready = order.publish_id, fetched
+            report.phase = fleet_pb2.PUBLISH_PHASE_READY
+            report.stages.fetch_s = fetched.seconds
+            report.stages.fetched_bytes = fetched.num_bytes
+            report.stages.fetched_links = fetched.num_links
+            log.info(
+                "fetched version %d in %.1f s: %d bytes, %d links; the engine takes %s",
+                *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),
+                "all of it" if fetched.delta is None else "what changed",
+            )
+        self._report(report)

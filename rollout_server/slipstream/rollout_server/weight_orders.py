@@ -11,22 +11,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
-from slipstream.rollout_server.abandonable import Abandonable
 from slipstream.rollout_server.engine_interface import Engine, EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.pause_clock import PauseClock
 from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
-
 _MAX_ORDERS = 1024
 VERDICT_LIMIT_S = 60.0
 # Seconds after which an engine that scores the few short sequences of a probe counts as hung.
@@ -317,3 +315,57 @@ class WeightOrders:
         self._publish.move(PublishEvent.FAILED)
         failed = fleet_pb2.PUBLISH_PHASE_FAILED
         self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=failed, message=message))
+
+
+class PauseClock:
+    """Seconds of all pauses, by `time.monotonic`; a pause that has begun counts up to now."""
+
+    def __init__(self) -> None:
+        # The time at which the present pause began; None: there is none.
+        self.begun_s: float | None = None
+        self._ended_s = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all pauses so far."""
+        return self._ended_s + (0.0 if self.begun_s is None else time.monotonic() - self.begun_s)
+
+    def begin(self) -> None:
+        """Begins a pause, unless one has begun."""
+        if self.begun_s is None:
+            self.begun_s = time.monotonic()
+
+    def end(self, now_s: float) -> float:
+        """Ends the pause, if one has begun; returns its seconds."""
+        seconds = 0.0 if self.begun_s is None else now_s - self.begun_s
+        self._ended_s += seconds
+        self.begun_s = None
+        return seconds
+
+
+class Abandonable:
+    """One call at a time: `run` awaits it, and `abandon` ends that early."""
+
+    def __init__(self) -> None:
+        self._abandoned: asyncio.Future[None] | None = None
+
+    def abandon(self) -> None:
+        """Ends the call under way, if there is one."""
+        if self._abandoned is not None and not self._abandoned.done():
+            self._abandoned.set_result(None)
+
+    async def run(self, call: Coroutine[Any, Any, None]) -> bool:
+        """Awaits `call` and raises its error; False: it was abandoned, and has ended."""
+        abandoned = self._abandoned = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(call)
+        try:
+            await asyncio.wait((running, abandoned), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                return False
+            running.result()
+            return True
+        finally:
+            self._abandoned = None
+            if not running.done():
+                running.cancel()
+                await asyncio.wait((running,))

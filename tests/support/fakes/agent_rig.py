@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.weights.share_digests import whole_digests
+from slipstream.rollout_server.weights.live_base import whole_digests
 from slipstream.v1 import weights_pb2
 
 from support.fakes.gloo_sender import GlooSender, layout_of, pack

@@ -102,7 +102,7 @@ class Own:
 
     @classmethod
     def _kind(cls) -> Any:
-        from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS
+        from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
 
         return TRANSPORTS[cls.name]
 

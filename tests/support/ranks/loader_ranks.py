@@ -21,8 +21,7 @@ import torch
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut, record
-from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.share_digests import Share
+from slipstream.rollout_server.weights.live_base import LiveBase, Share
 
 from support.fakes.gloo_sender import num_changed, pack
 from support.references import plain_deltas

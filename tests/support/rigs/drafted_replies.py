@@ -49,7 +49,7 @@ def config_of(folder: Path) -> Config:
 
 def always_draft() -> None:
     """The engine's process is forked, with this rule."""
-    from slipstream.rollout_server.inference.draft_rule import DraftRule
+    from slipstream.rollout_server.inference.draft_table import DraftRule
     from slipstream.rollout_server.vllm import drafting_scheduler
 
     class Always(DraftRule):

@@ -9,8 +9,7 @@ from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult
 from slipstream.client.loading import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
-from slipstream.environments.math_judge import MathJudge, MathVerdict
-from slipstream.environments.questions import Questions, is_heldout
+from slipstream.environments.questions import MathJudge, MathVerdict, Questions, is_heldout
 from support.fakes.fake_workers import worker_process
 
 REFERENCE = "slipstream.environments.questions:Questions"

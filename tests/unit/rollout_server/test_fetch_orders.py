@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.deltas import content_name
-from slipstream.rollout_server.fetch_orders import FetchOrders
-from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
+from slipstream.rollout_server.stored_weights import Fetched, FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.stored_versions import (
     StoredVersions,

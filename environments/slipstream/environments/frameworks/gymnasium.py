@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult
@@ -12,8 +14,20 @@ from slipstream.environments.frameworks.packages import (
     import_function,
     import_package,
 )
-from slipstream.environments.frameworks.spaces import ActionReader, show_rendering, text_of
 from slipstream.environments.frameworks.splits import Seeds, Split
+
+# A space of gymnasium, and one of its values.
+Space: TypeAlias = Any
+Value: TypeAlias = Any
+
+# Numbers in one observation or action; more are no text that a model reads.
+MAX_NUMBERS = 256
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
+WHOLE = re.compile(r"(?<![\w.])[-+]?\d{1,18}(?![\w])(?!\.\d)")
+# A colour of a terminal around text, and any other such code.
+COLOURED = re.compile(r"(?:\x1b\[(?!0?m)[0-9;]+m)+([^\x1b]*)(?:\x1b\[0?m)+")
+CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
 
 # An environment of the package, and what it shows.
 Game: TypeAlias = Any
@@ -25,8 +39,8 @@ class Gymnasium(Environment[int]):
 
     A reply is one action, a task the seed of `reset`: all members of a group begin alike. A reply
     without a legal action takes no step and adds `illegal_reward`; the `max_illegal`-th ends the
-    episode. spaces.py says how observations and actions are written; with `render_mode = "ansi"`
-    in `kwargs` the model reads what the environment draws.
+    episode. `text_of` and `ActionReader` say how observations and actions are written; with
+    `render_mode = "ansi"` in `kwargs` the model reads the environment's own drawing.
     """
 
     def __init__(
@@ -125,3 +139,143 @@ class Gymnasium(Environment[int]):
             self._game.close()
             self._game = None
         return reader
+
+
+class ActionReader:
+    """Reads the actions of one space; `rule` says to the model what it should write."""
+
+    def __init__(
+        self, space: Space, names: Sequence[str], function: Callable[..., Any] | None
+    ) -> None:
+        """With `function` it alone decides; ConfigError when the space has no actions as text."""
+        self._space = space
+        self._function = function
+        self._names = list(names)
+        self._name: re.Pattern[str] | None = None
+        kind = _kind(space)
+        if names and (kind != "Discrete" or len(names) != space.n or function is not None):
+            raise ConfigError(
+                f"action_names are one for each action of a Discrete space, read without act; "
+                f"got {len(names)} for {space}"
+            )
+        if names:
+            longest_first = sorted(names, key=len, reverse=True)
+            either = "|".join(map(re.escape, longest_first))
+            self._name = re.compile(rf"(?<!\w)(?:{either})(?!\w)", re.IGNORECASE)
+        self.rule = "" if function is not None else self._rule(kind)
+
+    def read(self, reply: str) -> Value:
+        """Returns the action of a reply; ValueError when it has none that the space contains."""
+        if self._function is not None:
+            return self._function(reply, self._space)
+        action = self._parse(reply)
+        if action is None or not self._space.contains(action):
+            raise ValueError(self.rule)
+        return action
+
+    def _parse(self, reply: str) -> Value:
+        space = self._space
+        if self._name is not None:
+            found = self._name.findall(reply)
+            lower = [name.lower() for name in self._names]
+            return space.dtype.type(lower.index(found[-1].lower()) + space.start) if found else None
+        match _kind(space):
+            case "Discrete":
+                whole = WHOLE.findall(reply)
+                try:
+                    return space.dtype.type(int(whole[-1])) if whole else None
+                except OverflowError:
+                    return None
+            case "Text":
+                return reply.strip()
+        import numpy
+
+        size = math.prod(space.shape)
+        pattern = NUMBER if _kind(space) == "Box" else WHOLE
+        numbers = [float(number) for number in pattern.findall(reply)[-size:]]
+        if len(numbers) < size or not all(map(math.isfinite, numbers)):
+            return None
+        given = numpy.array(numbers)
+        with numpy.errstate(all="ignore"):
+            action = given.astype(space.dtype)
+        # A cast to a byte makes 44 of 300. One to a float rounds, which is no other action, but
+        # makes infinity of a number that is too large.
+        is_float = action.dtype.kind == "f"
+        if not (numpy.isfinite(action).all() if is_float else numpy.array_equal(action, given)):
+            return None
+        return action.reshape(space.shape)
+
+    def _rule(self, kind: str) -> str:
+        space = self._space
+        match kind:
+            case "Discrete" if self._names:
+                return f"Reply with one of: {', '.join(self._names)}."
+            case "Discrete":
+                last = int(space.start + space.n) - 1
+                return f"Reply with a whole number from {int(space.start)} to {last}."
+            case "MultiDiscrete" | "MultiBinary" | "Box":
+                return _rule_of_numbers(space, kind)
+            case "Text":
+                return f"Reply with {space.min_length} to {space.max_length} characters."
+        raise ConfigError(f"actions of {space} are not read by themselves; give act")
+
+
+def text_of(space: Space, value: Value) -> str:
+    """Returns an observation as text; ConfigError when its space has none."""
+    match _kind(space):
+        case "Discrete":
+            return str(int(value))
+        case "MultiDiscrete" | "MultiBinary" | "Box":
+            return _numbers(space, value)
+        case "Text":
+            return str(value)
+        case "Tuple":
+            return " ".join(text_of(each, part) for each, part in zip(space, value, strict=True))
+        case "Dict":
+            return "\n".join(f"{key}: {text_of(space[key], value[key])}" for key in space)
+    raise ConfigError(f"observations of {space} have no text; give observe = 'module:function'")
+
+
+def show_rendering(drawn: Value) -> str:
+    """Returns what an environment drew, with [ ] around what it coloured."""
+    if not isinstance(drawn, str):
+        raise ConfigError("render_mode = 'ansi' draws no text here; give observe")
+    return CODE.sub("", COLOURED.sub(r"[\1]", drawn)).strip("\n")
+
+
+def _kind(space: Space) -> str:
+    return type(space).__name__
+
+
+def _numbers(space: Space, value: Value) -> str:
+    import numpy
+
+    rows = numpy.asarray(value)
+    if rows.size > MAX_NUMBERS or rows.ndim > 2:
+        raise ConfigError(
+            f"observations of shape {rows.shape} are too much text; give observe or render_mode"
+        )
+    rows = rows.reshape(-1, rows.shape[-1] if rows.ndim else 1)
+    return "\n".join(" ".join(f"{number:.4g}" for number in row) for row in rows.tolist())
+
+
+def _rule_of_numbers(space: Space, kind: str) -> str:
+    import numpy
+
+    size = math.prod(space.shape)
+    if size > MAX_NUMBERS:
+        raise ConfigError(f"actions of {space} have more than {MAX_NUMBERS} numbers; give act")
+    if kind == "Box":
+        low, high = space.low, space.high
+    else:
+        low = numpy.zeros(space.shape) + getattr(space, "start", 0)
+        high = low + (space.nvec if kind == "MultiDiscrete" else 2) - 1
+    bounds = [
+        f"{least:.4g} to {most:.4g}"
+        for least, most in zip(low.ravel().tolist(), high.ravel().tolist(), strict=True)
+    ]
+    if size == 1:
+        return f"Reply with a number from {bounds[0]}."
+    if len(set(bounds)) == 1:
+        bounds = [f"each from {bounds[0]}"]
+    return f"Reply with {size} numbers: {', '.join(bounds)}."

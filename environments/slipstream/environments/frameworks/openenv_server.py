@@ -1,4 +1,4 @@
-"""A server of an environment that a worker starts, as its users do.
+"""A server of an environment that a worker starts: a program, or a container image run by Docker.
 
 Waits for: the port to answer. Unblocked by: it, the end of the process, or the limit.
 """
@@ -8,12 +8,28 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import socket
 import subprocess
 from collections.abc import Sequence
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.process import die_with_parent
+
+# The port at which every image of OpenEnv answers.
+INSIDE_PORT = 8000
+# Seconds for Docker to say what it knows of an image.
+ASK_LIMIT_S = 30.0
+# Runs the image's own program, and ends it when standard input ends: that is when Docker's client
+# is gone, whatever has killed it or the worker.
+_UNTIL_THE_INPUT_ENDS = """
+exec 3<&0
+"$@" </dev/null 3<&- &
+server=$!
+{ cat <&3 >/dev/null; kill "$server"; sleep 5; kill -9 "$server"; } 2>/dev/null &
+wait "$server"
+"""
+
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.05
@@ -113,3 +129,44 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def container_command(image: str, options: Sequence[str]) -> list[str]:
+    """Returns the command that runs `image` and serves it on loopback at `{port}`.
+
+    `options` are those of `docker run`. ConfigError when Docker or the image is missing.
+    """
+    if isinstance(options, str) or not all(isinstance(option, str) for option in options):
+        raise ConfigError(f"image_options must be a list of texts, got {options!r}")
+    return [
+        *("docker", "run", "--rm", "--init", "--interactive", "--pull", "never"),
+        *("--publish", f"127.0.0.1:{{port}}:{INSIDE_PORT}"),
+        *options,
+        *("--entrypoint", "/bin/sh", image, "-c", _UNTIL_THE_INPUT_ENDS, "sh"),
+        *_program_of(image),
+    ]
+
+
+def _program_of(image: str) -> list[str]:
+    """Returns the program that the image runs, with its arguments."""
+    asked = ["docker", "image", "inspect", "--format", "{{json .Config}}", image]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_LIMIT_S)
+    except OSError as error:
+        raise ConfigError(
+            f"image {image!r} needs Docker, and the program docker does not start "
+            f"({error.strerror}): install it, or give base_url or command"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"docker said nothing of image {image!r} in {ASK_LIMIT_S:g} s") from error
+    if done.returncode:
+        said = " ".join(done.stderr.split())[-300:]
+        raise ConfigError(
+            f"docker shows no image {image!r} ({said}): on each machine with a rollout server "
+            "Docker must run, and the image be pulled or built"
+        )
+    config = json.loads(done.stdout)
+    program = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
+    if not program:
+        raise ConfigError(f"image {image!r} starts no program: it needs CMD or ENTRYPOINT")
+    return program

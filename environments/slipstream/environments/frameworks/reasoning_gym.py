@@ -13,14 +13,13 @@ from typing import Any, Literal, TypeAlias
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.arithmetic import NUMBER
-from slipstream.environments.frameworks.chance import Chance
 from slipstream.environments.frameworks.packages import (
     check_at_least,
     check_choice,
     import_package,
     unknown_name,
 )
-from slipstream.environments.frameworks.splits import Split
+from slipstream.environments.frameworks.splits import Chance, Split
 
 # Questions that one data set of the package is asked for; its successor has another seed.
 CHUNK = 500

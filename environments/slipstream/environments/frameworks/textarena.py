@@ -9,14 +9,20 @@ from typing import Any, Literal
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.opponents import SELF, make_opponent
 from slipstream.environments.frameworks.packages import (
     check_at_least,
     check_choice,
     import_package,
     unknown_name,
 )
-from slipstream.environments.frameworks.seats import LIMITS, ModelSeat, NoRoom, Seat
+from slipstream.environments.frameworks.seats import (
+    LIMITS,
+    SELF,
+    ModelSeat,
+    NoRoom,
+    Seat,
+    make_opponent,
+)
 from slipstream.environments.frameworks.splits import Seeds, Split
 from slipstream.environments.frameworks.textarena_game import TextArenaGame, keep_off_the_network
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.chance import Chance
+from slipstream.environments.frameworks.splits import Chance
 
 # Folders of nltk's data in which the resources lie that games ask for.
 NLTK_FOLDERS = ("corpora", "taggers", "tokenizers")

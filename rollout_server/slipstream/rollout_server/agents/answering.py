@@ -14,17 +14,16 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
 from slipstream.core.tool_schemas import NEED_PARSER
-from slipstream.rollout_server.agents.limits import Refusal
-from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart, OpenCall
+from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, OpenCall, Refusal
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.agents.replies import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from slipstream.rollout_server.agents.sampling_rule import (
     SAMPLING_HEADER,
     RefusedRequest,
     Ruled,
+    items_of,
     rule,
 )
-from slipstream.rollout_server.agents.stored_responses import items_of
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ from typing import Any, TypeAlias
 from pydantic import JsonValue
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.rollout_server.agents.conversations import Branch, Conversations, Found, Turn
-from slipstream.rollout_server.agents.limits import Refusal, Room, Use, room
+from slipstream.rollout_server.agents.limits import HttpCall, OpenCall, Refusal, Room, Use, room
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
-from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
 from slipstream.rollout_server.agents.replies import reply_of, response_id_of
-from slipstream.rollout_server.agents.stored_responses import StoredResponses
+from slipstream.rollout_server.agents.sampling_rule import StoredResponses
 from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,

@@ -13,8 +13,7 @@ import logging
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.answering import Answering
-from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
-from slipstream.rollout_server.agents.open_call import HttpCall
+from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.episodes.calls import AgentEnd, EnvironmentSession
 from slipstream.v1 import environment_pb2, trajectory_pb2

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.tool_schemas import NEED_PARSER, read_tools
-from slipstream.rollout_server.agents.open_call import HttpPart
+from slipstream.rollout_server.agents.limits import HttpPart
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply
 from slipstream.rollout_server.episodes.call_table import (
     MAX_MESSAGE_CHARACTERS,

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.call_table import CallTable
 from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession, check_tools
-from slipstream.rollout_server.episodes.suspects import Suspects
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
 from slipstream.rollout_server.episodes.worker_process import WorkerProcess
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 _STOP_LIMIT_S = 2.0
+# Ends of workers in a row after which a task is a suspect, even if it was in no call then.
+MAX_LOST_WORKERS = 2
 
 
 class EnvironmentWorker:
@@ -232,3 +234,31 @@ class EnvironmentWorker:
 
 def _at(late: EnvironmentFailed, place: str) -> EnvironmentFailed:
     return EnvironmentFailed(late.kind, f"{late} ({place})") if place else late
+
+
+class Suspects:
+    """The suspects of one environment; pure state without I/O.
+
+    A task that was in a call when its worker ended is a suspect until an episode of it has passed:
+
+        lost([3, 4, 5], in_call=[4]) -> 4 runs alone; passed(4) -> 4 shares a worker again
+    """
+
+    def __init__(self) -> None:
+        self._suspected: set[int] = set()
+        self._lost: Counter[int] = Counter()
+
+    def runs_alone(self, task: int) -> bool:
+        """Whether episodes of this task get a worker of their own."""
+        return task in self._suspected
+
+    def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:
+        """Notes the end of a worker with episodes of `tasks`, which answered calls of `in_call`."""
+        self._lost.update(set(tasks))
+        often = {task for task, times in self._lost.items() if times >= MAX_LOST_WORKERS}
+        self._suspected |= often | set(in_call)
+
+    def passed(self, task: int) -> None:
+        """Notes that an episode of this task was judged and its worker did not end."""
+        self._suspected.discard(task)
+        self._lost.pop(task, None)

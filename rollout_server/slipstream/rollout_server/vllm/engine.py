@@ -12,8 +12,10 @@ import dataclasses
 import gc
 import os
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import psutil
+from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.weights_section import StageSetting
@@ -28,12 +30,15 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.inference.engine_watchdog import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.inference.reply_text import ReplyText
+from slipstream.rollout_server.inference.usage import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import ANSWER_LIMIT_S, EnginePause
-from slipstream.rollout_server.vllm.engine_requests import EngineRequests
-from slipstream.rollout_server.vllm.token_counter import PROBE_PREFIX, TokenCounter
+from slipstream.rollout_server.vllm.engine_requests import (
+    PROBE_PREFIX,
+    EngineRequests,
+    TokenCounter,
+)
 from slipstream.rollout_server.vllm.vllm_requests import (
     ReplyRecord,
     VllmParts,
@@ -43,13 +48,17 @@ from slipstream.rollout_server.vllm.vllm_requests import (
     scoring_parameters,
 )
 from slipstream.rollout_server.vllm.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
-from slipstream.rollout_server.vllm.weights.worker_calls import WorkerCalls
 from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+# What a thread of each worker does beside the engine's.
+_BESIDE_ENGINE = ("slipstream_begin", "slipstream_finish")
+
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
@@ -315,3 +324,40 @@ class VllmEngine:
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
         """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
+
+
+class WorkerCalls:
+    """Calls all workers; takes the answers of vLLM or of the direct line, whichever come first."""
+
+    def __init__(self, llm: AsyncLLM, line: DirectLine) -> None:
+        self._llm, self._line = llm, line
+
+    async def call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Returns all workers' answers; EngineDied, or WeightSyncError when vLLM's call fails.
+
+        A call once made runs to its end, also when its caller no longer waits.
+        """
+        # With arguments it must not overtake the order to pause, which goes through vLLM.
+        if method in _BESIDE_ENGINE and not arguments and self._line.is_up:
+            return await self._line.call(method)
+        return await self._line.answers(
+            lambda number: self._through_vllm(method, (number, *arguments))
+        )
+
+    def close(self) -> None:
+        """Closes the direct line."""
+        self._line.close()
+
+    async def _through_vllm(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        try:
+            return list(await self._llm.collective_rpc(method, args=arguments))
+        except EngineDeadError as error:
+            raise EngineDied(str(error)) from error
+        except Exception as error:
+            # vLLM gives every failed call the same class.
+            raise WeightSyncError(_last_line(error)) from error
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

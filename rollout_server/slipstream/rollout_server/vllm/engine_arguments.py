@@ -10,8 +10,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.inference.cuda_graphs import graph_values
-from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
+from slipstream.rollout_server.inference.prompt_gathering import graph_values
+from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems

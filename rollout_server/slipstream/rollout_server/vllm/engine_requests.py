@@ -1,27 +1,51 @@
 """The open requests of a vLLM engine: admitted, added, cancelled and counted.
 
-Consumes: requests. Produces: vLLM's outputs. Waits for: the end of a pause, the next output.
-Unblocked by: these, or a cancelled request.
+Prompts are exact tokens, with pixels of our own where there are images. Consumes: requests.
+Produces: vLLM's outputs. Waits for: the end of a pause, the next output. Unblocked by: these, or a
+cancelled request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
 
+import torch
+from slipstream.core.models.vision.pixtral import PixtralProcessor
 from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.models.vision.processors import load_processor
 from slipstream.rollout_server.engine_interface import EngineUse, Generation
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
-from slipstream.rollout_server.vllm.prompts import Prompts
-from slipstream.rollout_server.vllm.token_counter import TokenCounter
 from slipstream.rollout_server.vllm.vllm_requests import ReplyRecord, as_ours
 from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+# Prefix of the ids of requests that score a probe and belong to no episode.
+PROBE_PREFIX = "probe/"
+
+
+# Images whose pixels are kept: the members of a group have the same images.
+_KEPT_IMAGES = 32
 
 
 class EngineRequests:
@@ -125,3 +149,113 @@ class EngineRequests:
         generation = record.generation(last)
         self._judged_tokens += num_tokens if is_judged else 0
         return generation
+
+
+class Prompts:
+    """Makes prompts for the model of one folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
+
+    async def prompt(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[PlacedImage],
+        pauses: EnginePause,
+    ) -> TokensInput | MultiModalInput:
+        """Returns vLLM's input; ValueError for an image that cannot be read.
+
+        vLLM keeps features of images by name: new weights make other features, so names have the
+        version.
+        """
+        if not images:
+            return tokens_input(list(token_ids), cache_salt=pauses.salt)
+        items = [await asyncio.to_thread(self._item, image.data) for image in images]
+        return mm_input(
+            list(token_ids),
+            MultiModalKwargsItems({"image": [item for item, _ in items]}),
+            {"image": [f"{_name(image.data)}:{pauses.version}" for image in images]},
+            {
+                "image": [
+                    PlaceholderRange(
+                        offset=image.offset, length=len(has_features), is_embed=has_features
+                    )
+                    for image, (_, has_features) in zip(images, items, strict=True)
+                ]
+            },
+            cache_salt=pauses.salt,
+        )
+
+    def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
+        """Returns the pixels of an image for vLLM, and which of its tokens take features."""
+        processor = load_processor(self._folder)
+        pixels = processor.pixels(data)
+        rows, columns = (side // processor.merge for side in pixels.grid[1:])
+        has_features = torch.from_numpy(processor.has_features(rows, columns))
+        if isinstance(processor, PixtralProcessor):
+            image = MultiModalFieldElem(
+                torch.from_numpy(processor.image(data)), MultiModalBatchedField()
+            )
+            return MultiModalKwargsItem({"pixel_values": image}), has_features
+        values, grid = torch.from_numpy(pixels.values), torch.tensor(pixels.grid)
+        whole = MultiModalFlatField(slices=[slice(0, len(values))])
+        item = MultiModalKwargsItem(
+            {
+                "pixel_values": MultiModalFieldElem(values, whole),
+                "image_grid_thw": MultiModalFieldElem(
+                    grid, MultiModalBatchedField(keep_on_cpu=True)
+                ),
+            }
+        )
+        return item, has_features
+
+
+@lru_cache(_KEPT_IMAGES)
+def _name(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
+    """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
+
+    generated_tokens = 0
+    # Tokens that were proposed before they were sampled, and those of them that were sampled.
+    drafted_tokens = accepted_tokens = 0
+    # time.monotonic of the engine's last report of a step.
+    heard_s = 0.0
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        pass
+
+    @classmethod
+    def among(cls, loggers: Iterable[object]) -> TokenCounter:
+        """Returns the only counter among vLLM's loggers."""
+        (counter,) = (logger for logger in loggers if isinstance(logger, cls))
+        return counter
+
+    def record(
+        self,
+        scheduler_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
+        iteration_stats: Any,  # noqa: ANN401 - not a stable type of vLLM's
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """See vLLM; counts the tokens of one step of the engine, without those of probes."""
+        self.heard_s = time.monotonic()
+        drafts = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
+        if drafts is not None:
+            self.drafted_tokens += drafts.num_draft_tokens
+            self.accepted_tokens += drafts.num_accepted_tokens
+        if iteration_stats is None:
+            return
+        self.generated_tokens += iteration_stats.num_generation_tokens
+        for request in iteration_stats.finished_requests:
+            if request.request_id.startswith(PROBE_PREFIX):
+                self.generated_tokens -= request.num_generation_tokens
+
+    def log_engine_initialized(self) -> None:
+        """See vLLM; logs nothing."""
+
+    def log(self) -> None:
+        """See vLLM; logs nothing."""

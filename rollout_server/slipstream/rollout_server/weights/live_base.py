@@ -1,10 +1,10 @@
-"""The engine's own weights as the base of a delta: nothing is kept beside them.
+"""The engine's own weights as the base of a delta: no copy is kept of them.
 
-A bucket whose tensors lie in one piece each is changed where it lies (`live_parts`). For any other
-bucket a copy plan is read backwards: its parts are copied out of the live parameters into memory
-for one bucket, the changed elements are put there, and the plan copies it back. A tensor parallel
-worker holds only its shares of such a bucket. So digests are taken of shares, as sums that the
-engine's process adds up (`share_digests`).
+`LiveParts` applies deltas in place to a bucket whose tensors are contiguous in the live parameters.
+For any other bucket a copy plan is read backwards: its parts are copied out of the live parameters
+into memory for one bucket, the changed elements are put there, and the plan copies it back. A
+tensor parallel worker holds only its shards of such a bucket. So digests are taken of shards, as
+sums that the engine's process adds up (`whole_digests`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
 from slipstream.protocol.weights.deltas import (
     BLOCK_ELEMENTS,
     ELEMENT_BYTES,
@@ -25,6 +28,7 @@ from slipstream.protocol.weights.deltas import (
     payload_parts,
     travels_whole,
 )
+from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.rollout_server.weights.bucket_receiver import open_digests
 from slipstream.rollout_server.weights.copy_plan import (
     CopyPlan,
@@ -33,12 +37,19 @@ from slipstream.rollout_server.weights.copy_plan import (
     Replay,
     View,
 )
-from slipstream.rollout_server.weights.live_parts import live_parts, places_of
-from slipstream.rollout_server.weights.share_digests import Share
 from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.protocol.weights.cuda_changes import CudaChanges
+
+# The two sums of a tensor's digest.
+_SUMS = 2
+
+Numbers = npt.NDArray[np.uint64]
+# One worker's share of a bucket, in hex: for each tensor the 16 bytes of its sums, and 8 bytes that
+# name the part of the tensor that the worker holds.
+Share: TypeAlias = tuple[str, str]
+
 
 _ELEMENT = torch.int16
 
@@ -200,3 +211,110 @@ def _views_by_tensor(plan: CopyPlan, place: int) -> list[set[tuple[View, int]]]:
 def _name_of(parts: set[tuple[View, int]]) -> str:
     described = sorted((view.offset, view.shape, view.strides) for view, _ in parts)
     return hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+
+
+class LiveParts:
+    """A bucket's tensors in the parameters; it holds views, so that their memory stays.
+
+    `pointer` and `bucket` are what digests take: the lowest address, and spans counted from there.
+    """
+
+    def __init__(self, bucket: Bucket, views: list[Tensor], kernels: CudaChanges | None) -> None:
+        """`views`: for each tensor of the bucket its 16-bit units; `kernels` on a GPU alone."""
+        addresses = [view.data_ptr() for view in views]
+        self._views, self._kernels = views, kernels
+        self._offsets = [span.offset_bytes for span in bucket.spans]
+        self._num_blocks = num_blocks(bucket)
+        self.pointer = min(addresses)
+        spans = tuple(
+            replace(span, offset_bytes=address - self.pointer)
+            for span, address in zip(bucket.spans, addresses, strict=True)
+        )
+        end = max(span.offset_bytes + span.tensor.num_bytes for span in spans)
+        self.bucket = replace(bucket, spans=spans, num_bytes=end)
+        if kernels is not None:
+            from slipstream.protocol.weights.cuda_changes import Targets
+
+            sizes = [span.tensor.num_bytes for span in bucket.spans]
+            self._targets = Targets(self._offsets, sizes, addresses)
+
+    def put(self, payload: Tensor, bucket: Bucket, changed: int, stream: int) -> None:
+        """Writes the changed elements of a payload; nothing outside the tensors is written."""
+        first, second, _ = payload_parts(bucket, changed)
+        counts = payload[:first].view(_ELEMENT)
+        if self._kernels is None:
+            self._put_on_host(payload, changed, places_of(payload, bucket, changed), first)
+            return
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        self._kernels.put(
+            (payload.data_ptr() + first, payload.data_ptr() + second),
+            ends=ends.data_ptr(),
+            changed=changed,
+            num_blocks=self._num_blocks,
+            targets=self._targets,
+            stream=stream,
+        )
+
+    def _put_on_host(self, payload: Tensor, changed: int, places: Tensor, first: int) -> None:
+        values = payload[first : first + _ELEMENT.itemsize * changed].view(_ELEMENT)
+        for offset, view in zip(self._offsets, self._views, strict=True):
+            within = places - offset // _ELEMENT.itemsize
+            is_here = (within >= 0) & (within < len(view))
+            view[within[is_here]] = values[is_here]
+
+
+def live_parts(
+    plan: CopyPlan, place: int, parameters: Parameters, kernels: CudaChanges | None
+) -> LiveParts | None:
+    """Returns the parts of bucket `place`; None when a tensor does not lie in one piece."""
+    bucket = plan.buckets[place]
+    by_start: dict[int, Tensor] = {}
+    for copy in plan.copies[place]:
+        view = copy.destination.within(parameters[copy.parameter].data)
+        starts = copy.source.offset * copy.dtype.itemsize
+        source = torch.empty_strided(copy.source.shape, copy.source.strides, device="meta")
+        is_plain = view.is_contiguous() and source.is_contiguous()
+        is_aligned = view.data_ptr() % ALIGNMENT_BYTES == 0
+        is_cut = copy.dtype.itemsize % _ELEMENT.itemsize != 0
+        if not (is_plain and is_aligned) or is_cut or starts in by_start:
+            return None
+        by_start[starts] = view.view(-1).view(_ELEMENT)
+    views = [by_start.pop(span.offset_bytes, None) for span in bucket.spans]
+    whole = [
+        view
+        for view, span in zip(views, bucket.spans, strict=True)
+        if view is not None and view.numel() * _ELEMENT.itemsize == span.tensor.num_bytes
+    ]
+    return None if by_start or len(whole) < len(views) else LiveParts(bucket, whole, kernels)
+
+
+def places_of(payload: Tensor, bucket: Bucket, changed: int) -> Tensor:
+    """Returns the numbers of a payload's elements in their bucket, int64 [changed]; never waits."""
+    first, second, _ = payload_parts(bucket, changed)
+    ends = payload[:first].view(_ELEMENT).to(torch.int64).cumsum(0)
+    order = torch.arange(changed, device=payload.device)
+    blocks = torch.searchsorted(ends, order, right=True).clamp_(max=len(ends) - 1)
+    return blocks * BLOCK_ELEMENTS + payload[second : second + changed]
+
+
+def whole_digests(workers: Sequence[Sequence[Share]]) -> list[bytes]:
+    """Returns the digest of each bucket, from each worker's shares of all buckets.
+
+    A tensor's digest is a sum over its words, so the digests of its shares add up. A share that
+    several workers hold counts once; shares that overlap in part give a wrong digest.
+    """
+    return [_whole_digest(shares) for shares in zip(*workers, strict=True)]
+
+
+def _whole_digest(shares: Sequence[Share]) -> bytes:
+    total, seen = np.zeros((), np.uint64), list[Numbers]()
+    for in_hex, named in shares:
+        names, sums = _numbers(named), _numbers(in_hex).reshape(-1, _SUMS)
+        is_new = np.all([np.ones(len(names), bool), *(names != other for other in seen)], axis=0)
+        total = total + np.where(is_new[:, None], sums, np.uint64(0))
+        seen.append(names)
+    return bucket_digest(row.tobytes() for row in total)
+
+
+def _numbers(text: str) -> Numbers:
+    return np.frombuffer(bytes.fromhex(text), dtype="<u8")

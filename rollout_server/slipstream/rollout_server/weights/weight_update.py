@@ -21,7 +21,7 @@ from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.rollout_server.weights.share_digests import Share, whole_digests
+from slipstream.rollout_server.weights.live_base import Share, whole_digests
 from slipstream.v1 import weights_pb2
 
 log = logging.getLogger(__name__)

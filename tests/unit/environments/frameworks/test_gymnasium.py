@@ -15,9 +15,9 @@ from slipstream.core.errors import ConfigError, EnvironmentFailed
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install gymnasium")
 
-from slipstream.environments.frameworks.gymnasium import Gymnasium  # noqa: E402
-from slipstream.environments.frameworks.spaces import (  # noqa: E402
+from slipstream.environments.frameworks.gymnasium import (  # noqa: E402
     ActionReader,
+    Gymnasium,  # noqa: E402
     show_rendering,
     text_of,
 )

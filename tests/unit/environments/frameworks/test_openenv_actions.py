@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.openenv_actions import (
+from slipstream.environments.frameworks.openenv import (
     NoAction,
     action_maker,
     observation_text,

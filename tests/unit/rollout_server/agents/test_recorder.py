@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.agents.limits import HttpCall, OpenCall
 from slipstream.rollout_server.agents.messages import MessageKey
-from slipstream.rollout_server.agents.open_call import HttpCall, OpenCall
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
 from slipstream.rollout_server.agents.replies import CHAT_PATH
 from slipstream.rollout_server.engine_interface import (

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS
-from slipstream.rollout_server.agents.open_call import HttpCall, HttpPart
+from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.open_call import HttpPart
+from slipstream.rollout_server.agents.limits import HttpPart
 from slipstream.rollout_server.episodes.call_table import CallTable
 from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession
 from slipstream.v1 import environment_pb2 as pb

@@ -10,7 +10,7 @@ from slipstream.rollout_server.chat import (
     TemplateInputs,
     ToolCall,
 )
-from slipstream.rollout_server.episodes.history import History
+from slipstream.rollout_server.episodes.environment_talk import History
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 EOS = 2

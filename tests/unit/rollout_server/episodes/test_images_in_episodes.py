@@ -12,7 +12,7 @@ from slipstream.core.models.vision.placed import PlacedImage, image_tokens
 from slipstream.core.types import FailureKind, ImagePlace
 from slipstream.environments.colours import COLOURS, square_png
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage
-from slipstream.rollout_server.episodes.history import History
+from slipstream.rollout_server.episodes.environment_talk import History
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import environment_pb2, fleet_pb2

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from slipstream.rollout_server.episodes.suspects import MAX_LOST_WORKERS, Suspects
+from slipstream.rollout_server.episodes.workers import MAX_LOST_WORKERS, Suspects
 
 
 def alone(suspects: Suspects) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.cuda_graphs import (
+from slipstream.rollout_server.inference.prompt_gathering import (
     PROMPT_TOKENS,
     graph_sizes,
     graph_values,

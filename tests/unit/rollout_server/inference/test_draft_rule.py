@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.rollout_server.inference.draft_rule import DraftRule
+from slipstream.rollout_server.inference.draft_table import DraftRule
 
 TRIAL, KEPT, REPLIES = 20, 50, 8
 

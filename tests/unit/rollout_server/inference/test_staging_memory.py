@@ -9,7 +9,7 @@ import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.inference.staging_memory import vllm_share, wire_bytes
+from slipstream.rollout_server.memory import vllm_share, wire_bytes
 
 GB = 10**9
 

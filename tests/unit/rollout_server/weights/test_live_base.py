@@ -15,9 +15,13 @@ from slipstream.protocol.weights.deltas import (
 )
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.rollout_server.weights.copy_plan import NotCopied, Replay, record
-from slipstream.rollout_server.weights.live_base import LiveBase, put_changes
-from slipstream.rollout_server.weights.live_parts import LiveParts, live_parts
-from slipstream.rollout_server.weights.share_digests import whole_digests
+from slipstream.rollout_server.weights.live_base import (
+    LiveBase,
+    LiveParts,
+    live_parts,
+    put_changes,
+    whole_digests,
+)
 from support.references import plain_deltas
 from torch import Tensor, nn
 

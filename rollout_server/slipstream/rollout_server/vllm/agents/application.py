@@ -17,7 +17,8 @@ from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.settings.config import RolloutServerSection
-from slipstream.rollout_server.agents.open_call import OpenCall
+from slipstream.rollout_server.agents.limits import OpenCall
+from slipstream.rollout_server.agents.replies import MESSAGES_PATH, RESPONSES_PATH
 from slipstream.rollout_server.engine_interface import (
     PartSize,
     RequestRefused,
@@ -27,11 +28,15 @@ from slipstream.rollout_server.engine_interface import (
 from slipstream.rollout_server.vllm.agents.prompting import CURRENT, PromptRenderer
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
 from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
 from vllm.entrypoints.openai.responses.api_router import attach_router as attach_responses
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.inputs import EngineInput
@@ -171,3 +176,18 @@ def _open_application(
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = renderer
     return app
+
+
+def as_messages(path: str, reply: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Returns the chat messages that vLLM makes of `reply` when a client sends it back."""
+    if path == MESSAGES_PATH:
+        request = AnthropicMessagesRequest(
+            model="policy", max_tokens=1, messages=[{"role": "assistant", "content": reply}]
+        )
+        messages: list[dict[str, Any]] = []
+        AnthropicServingMessages._convert_messages(request.messages, messages)
+        return messages
+    if path == RESPONSES_PATH:
+        items = ResponsesRequest(input=reply).input
+        return list(construct_input_messages(request_input=items))
+    return [reply]

@@ -61,9 +61,12 @@ class Agents:
 
     def _open(self) -> AgentApi:
         # These import vLLM's server, which takes a second.
-        from slipstream.rollout_server.vllm.agents.application import MODEL, open_applications
+        from slipstream.rollout_server.vllm.agents.application import (
+            MODEL,
+            as_messages,
+            open_applications,
+        )
         from slipstream.rollout_server.vllm.agents.prompting import CURRENT
-        from slipstream.rollout_server.vllm.agents.replies_as_messages import as_messages
 
         parts = self._engine.vllm_parts
         try:

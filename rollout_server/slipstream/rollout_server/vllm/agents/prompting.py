@@ -1,4 +1,4 @@
-"""Prompts of agents' requests: exact tokens where a request continues a conversation."""
+"""Prompts of agents' requests: exact tokens of a conversation that continues, and images."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
+from slipstream.core.models.vision.data_urls import data_of_url
 from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.agents.conversations import Found
-from slipstream.rollout_server.agents.image_parts import MARK, text_of_an_image, without_images
+from slipstream.rollout_server.agents.limits import OpenCall
 from slipstream.rollout_server.agents.messages import message_key
-from slipstream.rollout_server.agents.open_call import OpenCall
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import TokensInput, tokens_input
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 
+# Stands for an image in the messages that are rendered; no template may change its text.
+MARK = "slipstreamimageplaceholder"
+_IMAGE_PARTS = {"image_url", "input_image"}
+_BEFORE, _AFTER = "slipstreambefore", "slipstreamafter"
+# Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
+
+
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, OpenCall] | None] = ContextVar("agent_call", default=None)
-
 _REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
@@ -32,7 +39,6 @@ _CACHED_TEXTS = 256
 _CACHED_CHARACTERS = 1000
 # Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
-
 Message = Mapping[str, Any]
 
 
@@ -184,3 +190,53 @@ def _refusals() -> Iterator[None]:
         yield
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="messages") from error
+
+
+def without_images(
+    messages: Sequence[Mapping[str, Any]], *, sees_images: bool
+) -> tuple[list[Mapping[str, Any]], list[list[bytes]]]:
+    """Returns the messages with a mark in the place of each image, and the images of each message.
+
+    ValueError for a part that is neither text nor an image in a data URL, or for an image unless
+    the model `sees_images`.
+    """
+    marked: list[Mapping[str, Any]] = []
+    images: list[list[bytes]] = []
+    for message in messages:
+        found: list[bytes] = []
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            parts = [_marked(part, found, sees_images=sees_images) for part in content]
+            message = {**message, "content": parts} if found else message
+        marked.append(message)
+        images.append(found)
+    return marked, images
+
+
+def _marked(part: object, images: list[bytes], *, sees_images: bool) -> object:
+    kind = part.get("type") if isinstance(part, Mapping) else "text"
+    if kind in _TEXT_PARTS:
+        return part
+    if not (sees_images and kind in _IMAGE_PARTS and isinstance(part, Mapping)):
+        allowed = "text or images" if sees_images else "text"
+        raise ValueError(f"messages of agents must be {allowed}, got a part of type {kind}")
+    url = part.get("image_url")
+    if isinstance(url, Mapping):
+        url = url.get("url")
+    images.append(data_of_url(str(url)))
+    return {"type": "text", "text": MARK}
+
+
+def text_of_an_image(
+    tokenizer: Any,  # noqa: ANN401 - transformers' own
+    template: str | None,
+) -> str:
+    """Returns what the chat template writes for an image; None stands for the tokenizer's own."""
+    parts = [
+        {"type": "text", "text": _BEFORE},
+        {"type": "image"},
+        {"type": "text", "text": _AFTER},
+    ]
+    message = {"role": "user", "content": parts}
+    text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
+    return text.partition(_BEFORE)[2].partition(_AFTER)[0]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +25,13 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.rollout_server.vllm.weights import plan_recording, vllm_layers
 from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
-from slipstream.rollout_server.vllm.weights.joining import TRANSPORTS, Joining
-from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
+from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
+from slipstream.rollout_server.vllm.weights.plan_recording import LoaderUpdate
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
-from slipstream.rollout_server.weights.copying import Copying
+from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver, StorageReceiver
+from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.staging import Staging, room
+from slipstream.rollout_server.weights.staging import Copying, Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.distributed.weight_transfer.base import (
@@ -40,7 +42,60 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import reload
 
+TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
+    "gloo": GlooReceiver,
+    "ipc": IpcReceiver,
+    "nccl": NcclReceiver,
+    "storage": StorageReceiver,
+}
+
+
 BACKEND = "slipstream"
+
+
+class Joining:
+    """Joins a communicator on a thread: the engine computes meanwhile."""
+
+    def __init__(self, membership: Seat, device: torch.device) -> None:
+        self.communicator_id = membership.communicator.communicator_id
+        self._lock = threading.Lock()
+        self._closed = False
+        self._receiver: BucketReceiver | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._join, args=(membership, device), name="weight-join", daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> BucketReceiver | None:
+        """Returns the receiver, or None while it joins; WeightSyncError when it could not join."""
+        with self._lock:
+            if self._error is not None:
+                raise WeightSyncError(str(self._error)) from self._error
+            return self._receiver
+
+    def close(self) -> None:
+        """Leaves the communicator, at once or as soon as the thread has joined it."""
+        with self._lock:
+            self._closed = True
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    def _join(self, membership: Seat, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            receiver = TRANSPORTS[membership.communicator.transport](membership, device)
+        except Exception as error:  # noqa: BLE001 - raised by `result`, in the worker's thread
+            with self._lock:
+                self._error = error
+            return
+        with self._lock:
+            if not self._closed:
+                self._receiver = receiver
+                return
+        receiver.close()
 
 
 @dataclass
