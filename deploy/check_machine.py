@@ -16,7 +16,7 @@ NEEDED_GB = 5
 
 
 def problem(major: int, minor: int, free_bytes: int) -> str:
-    """Returns what is wrong, and what to do; "" when nothing is."""
+    """Returns what is wrong, and what to do, or "" if nothing is."""
     if not OLDEST <= (major, minor) <= NEWEST:
         return (
             f"Python must be {OLDEST[0]}.{OLDEST[1]} or {NEWEST[0]}.{NEWEST[1]}, got "
@@ -31,7 +31,7 @@ def problem(major: int, minor: int, free_bytes: int) -> str:
 
 
 def wrong_torch(environment: str) -> str:
-    """Returns what is wrong with the torch of this Python, and what to do; "" when nothing is.
+    """Returns what is wrong with the torch of this Python, and what to do, or "" if nothing is.
 
     torch is not imported: that takes seconds.
     """

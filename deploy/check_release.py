@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def notes_of(tag: str, address: str, root: Path = ROOT) -> str:
-    """Returns the part of CHANGELOG.md about `tag`; ValueError when the tag does not fit."""
+    """Returns the part of CHANGELOG.md about `tag`; raises ValueError if the tag does not fit."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     if tag != f"v{project['version']}":
         raise ValueError(f"the tag must be v{project['version']}, as in pyproject.toml, got {tag}")

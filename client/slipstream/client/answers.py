@@ -1,8 +1,6 @@
 """Turns what an environment returns into messages, and a reply into what its `step` gets.
 
-An error names each value that cannot travel.
-
-The bounds of the messages themselves are in environment.proto.
+An error names a value that cannot travel. The bounds of the messages are in environment.proto.
 """
 
 from __future__ import annotations
@@ -11,19 +9,27 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import SupportsFloat, TypeVar
 
 from slipstream.client.agent import BRANCH_NAME, AgentOutcome
-from slipstream.client.content import content_parts
 from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.loading import environment_failed
 from slipstream.core.errors import ProtocolError
+from slipstream.core.machine.left_files import read_left
+from slipstream.core.models.vision.data_urls import data_of_url
 from slipstream.core.tool_schemas import tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 
+# The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.
+MAX_PARTS = 256
+MAX_IMAGE_BYTES = 16 << 20
+_FORMS = (
+    '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": "data:..."}}, '
+    '{"type": "image", "path": ...} or {"type": "image", "data": ...}'
+)
 MESSAGE_KEYS = {"role", "content", "tool_call_id"}
-
 Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
 
@@ -70,7 +76,7 @@ def _arguments(text: str) -> Mapping[str, object] | str:
 
 
 def verdict(result: object) -> pb.Verdict:
-    """Converts what `step` returned; EnvironmentFailed if it is no StepResult or out of bounds."""
+    """Converts the result of `step`; raises EnvironmentFailed if it is none or out of bounds."""
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
     if result.done not in (True, False):
@@ -100,7 +106,7 @@ def agent_observation(reply_limit: object) -> pb.Observation:
 
 
 def agent_result(result: object) -> pb.AgentResult:
-    """Converts what `run` returned; EnvironmentFailed if it is no result or out of bounds."""
+    """Converts the result of `run`; raises EnvironmentFailed if it is none or out of bounds."""
     if not isinstance(result, AgentOutcome):
         if not isinstance(result, SupportsFloat):
             what = "run() must return a number or an AgentOutcome"
@@ -197,6 +203,37 @@ def _given(reply: object, source: str) -> str:
     raise environment_failed(
         f"the reply of {source} must be None or a text that is not empty, got {_show(reply)}"
     )
+
+
+def content_parts(content: object) -> list[pb.ContentPart]:
+    """Returns the parts of a content that is no text; raises ValueError for a part of another form.
+
+    A file is read here: what travels is its bytes.
+    """
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise ValueError(f"content must be a text or a list of parts, got {_show(content)}")
+    if len(content) > MAX_PARTS:
+        raise ValueError(f"content must have at most {MAX_PARTS} parts, got {len(content)}")
+    return [_part(part) for part in content]
+
+
+def _part(part: object) -> pb.ContentPart:
+    if not isinstance(part, Mapping):
+        raise ValueError(f"a part must be {_FORMS}, got {_show(part)}")
+    kind, url = part.get("type"), part.get("image_url")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return pb.ContentPart(text=part["text"])
+    if kind == "image_url" and isinstance(url, Mapping) and isinstance(url.get("url"), str):
+        return pb.ContentPart(image=data_of_url(url["url"]))
+    if kind == "image" and isinstance(part.get("data"), bytes):
+        return pb.ContentPart(image=part["data"])
+    if kind == "image" and isinstance(part.get("path"), str | Path):
+        try:
+            data = read_left(Path(part["path"]), MAX_IMAGE_BYTES, follow_link=True)
+            return pb.ContentPart(image=data)
+        except OSError as error:
+            raise ValueError(f"an image cannot be read: {error}") from error
+    raise ValueError(f"a part must be {_FORMS}, got {_show(part)}")
 
 
 def _show(value: object) -> str:

@@ -7,11 +7,26 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from slipstream.client.examples import EXAMPLES
+EXAMPLES = {
+    "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
+    "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
+    "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
+    "submit": "slipstream submit my_tasks:Reverse --args '{\"length\": 3}' --weight 0.5",
+    "status": "slipstream status --controller 10.0.0.1:7070",
+    "environments": "slipstream environments",
+    "drain": "slipstream drain server-1 --reason maintenance",
+    "stop": "slipstream stop --reason 'the reward is high enough'",
+    "replay": "slipstream replay runs/quickstart",
+    "set-aside": "slipstream set-aside runs/quickstart 17",
+    "export": "slipstream export runs/quickstart --step 100 --out model",
+    "dashboard": "slipstream dashboard runs --port 0",
+    "doctor": "slipstream doctor deploy/configs/quickstart.toml",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,27 +228,27 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument("--adapter", default="", help="one of lora.adapters, if there are any")
     submit.add_argument("--python", type=Path, help="interpreter of the workers; default: servers'")
     _add_connection(submit)
-    submit.set_defaults(execute=_submit)
+    submit.set_defaults(execute=partial(_request, "submit"))
 
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
     _add_connection(status)
-    status.set_defaults(execute=_status)
+    status.set_defaults(execute=partial(_request, "status"))
 
     environments = commands.add_parser("environments", help="the environments of a run")
     _add_connection(environments)
-    environments.set_defaults(execute=_environments)
+    environments.set_defaults(execute=partial(_request, "environments"))
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
     drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")
     drain.add_argument("--reason", default="a client asked for it")
     _add_connection(drain)
-    drain.set_defaults(execute=_drain)
+    drain.set_defaults(execute=partial(_request, "drain"))
 
     stop = commands.add_parser("stop", help="end a run in order")
     stop.add_argument("--reason", default="a client asked for it")
     _add_connection(stop)
-    stop.set_defaults(execute=_stop)
+    stop.set_defaults(execute=partial(_request, "stop"))
 
 
 def _add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -328,34 +343,10 @@ async def _rollout_server(arguments: argparse.Namespace) -> int:
     )
 
 
-async def _submit(arguments: argparse.Namespace) -> int:
-    from slipstream.client.requests import submit
+def _request(name: str, arguments: argparse.Namespace) -> Coroutine[None, None, int]:
+    from slipstream.client.requests import REQUESTS
 
-    return await submit(arguments)
-
-
-async def _status(arguments: argparse.Namespace) -> int:
-    from slipstream.client.requests import status
-
-    return await status(arguments)
-
-
-async def _environments(arguments: argparse.Namespace) -> int:
-    from slipstream.client.requests import environments
-
-    return await environments(arguments)
-
-
-async def _drain(arguments: argparse.Namespace) -> int:
-    from slipstream.client.requests import drain
-
-    return await drain(arguments)
-
-
-async def _stop(arguments: argparse.Namespace) -> int:
-    from slipstream.client.requests import stop
-
-    return await stop(arguments)
+    return REQUESTS[name](arguments)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """The client of a running controller: submits and serves environments, asks for status, stops.
 
 Waits for: answers of the controller, each with a deadline. `serve` and `watch` wait as long as the
-run lasts, also for a controller that restarts.
+run lasts, also for a controller that restarts; one that is lost has `reconnect_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +20,7 @@ from types import TracebackType
 import grpc
 import grpc.aio
 from pydantic import JsonValue
-from slipstream.client.call_errors import LOST, REFUSED, CallErrors, NoController
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.patience import RECONNECT_TIMEOUT_S, Patience
 from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
@@ -31,6 +30,7 @@ from slipstream.client.status import (
     event_from_pb,
     run_from_pb,
 )
+from slipstream.core.backoff import Backoff
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.settings.config import SecuritySection, address_parts
 from slipstream.core.template_values import values_json
@@ -48,6 +48,19 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 
+LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+REFUSED = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.NOT_FOUND,
+)
+# Seconds in which a lost controller may come back.
+RECONNECT_TIMEOUT_S = 120.0
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
 CALL_TIMEOUT_S = 15.0
 # Seconds in which rollout servers load a submitted environment before it is accepted. They also
 # reset its first task, for which the environment's own limit is added.
@@ -191,7 +204,7 @@ class Client:
         )
         # This tells a wrong address from a controller that is lost later.
         await self._wait_for_controller(connect_timeout_s)
-        patience = Patience(self._reconnect_timeout_s)
+        patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:
             lost = await self._serve_once(host, hello, patience)
             if lost is None:
@@ -233,7 +246,7 @@ class Client:
     async def drain(self, server_id: str, reason: str) -> str:
         """Asks one rollout server to end or hand back its episodes, and to leave the run.
 
-        Returns what the run lacks without this server; "" when it lacks nothing.
+        Returns what the run lacks without this server, or "" if it lacks nothing.
         """
         with self._errors.raised():
             response = await self._status.DrainServer(
@@ -245,7 +258,7 @@ class Client:
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""
-        patience = Patience(self._reconnect_timeout_s)
+        patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
             lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
@@ -264,7 +277,7 @@ class Client:
                 raise self._errors.of_status(*lost)
 
     async def _serve_once(
-        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: Patience
+        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit
     ) -> tuple[grpc.StatusCode, str] | None:
         """Serves one stream; returns how it was lost, or None when the controller ended it."""
         open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
@@ -287,7 +300,7 @@ class Client:
         return None
 
     async def _wait_for_controller(self, limit_s: float) -> None:
-        """Waits for a run that is still loading; ConfigError when it cannot be served."""
+        """Waits for a run that is still loading; raises ConfigError if it cannot be served."""
         loop = asyncio.get_running_loop()
         began_s, is_told = loop.time(), False
         while True:
@@ -307,3 +320,67 @@ class Client:
             return (await self.status()).is_over
         except SlipstreamError:
             return False
+
+
+class NoController(ConfigError):
+    """Nothing listens at the address."""
+
+
+class CallErrors:
+    """Turns statuses of gRPC into errors that name the controller's address and what to do."""
+
+    def __init__(self, address: str, *, wants_tls: bool) -> None:
+        self._address, self._wants_tls = address, wants_tls
+        self.no_answer = f"no controller answers at {address}"
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raises the error for a status with which a call inside ends."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self.of_status(error.code(), error.details() or "") from None
+
+    def of_status(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
+        """Returns the error for a status."""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            if "handshake" in details.lower():
+                return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
+            if "Socket closed" in details and not self._wants_tls:
+                return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
+            what_to_do = "start a run, or give the address of its controller, HOST:PORT"
+            return NoController(f"{self.no_answer}; {what_to_do}")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ConfigError(f"what answers at {self._address} is no controller of this version")
+        if code in REFUSED:
+            return ConfigError(details)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return SlipstreamError(f"the controller at {self._address} gave no answer in time")
+        return SlipstreamError(f"the controller at {self._address} failed: {details or code.name}")
+
+
+class ReconnectLimit:
+    """Waits between attempts to reach a lost controller, longer each time, up to a limit."""
+
+    def __init__(self, limit_s: float = RECONNECT_TIMEOUT_S) -> None:
+        """A lost controller has `limit_s` to come back."""
+        self.served = False
+        self._limit_s = limit_s
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        self._lost_at_s: float | None = None
+
+    def succeeded(self) -> None:
+        """Notes that the controller answered."""
+        self.served = True
+        self._backoff.reset()
+        self._lost_at_s = None
+
+    async def wait(self, cause: str) -> bool:
+        """Waits before the next attempt; returns False when the time for attempts is over."""
+        now_s = asyncio.get_running_loop().time()
+        self._lost_at_s = self._lost_at_s or now_s
+        if now_s + self._backoff.next_s > self._lost_at_s + self._limit_s:
+            return False
+        logger.warning("lost the controller (%s); retrying in %.1f s", cause, self._backoff.next_s)
+        await asyncio.sleep(self._backoff.take_s())
+        return True

@@ -67,7 +67,7 @@ class Reply(str):
         reasoning: str = "",
         tool_calls: Sequence[ToolCall] = (),
     ) -> Reply:
-        """`content` None: the whole text."""
+        """`content` is the whole text if None."""
         reply = super().__new__(cls, text)
         reply.content = text if content is None else content
         reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
@@ -79,7 +79,7 @@ class ResetResult:
     """The beginning of an episode: what the model reads first, and the tools that it may call.
 
     `reply` is taken in place of a reply of the model: a demonstration, which is trained as if the
-    model had said it. None: the model replies.
+    model had said it. If None, the model replies.
     """
 
     messages: Messages
@@ -97,7 +97,7 @@ class StepResult:
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
     the model reads next: required when the episode continues (`done=False`), refused otherwise.
     `metrics` are averaged over episodes and reported. `tools` take the place of the episode's tools
-    from the next reply on; None: they stay. `reply` is taken in place of the model's next one, as
+    from the next reply on; they stay if None. `reply` is taken in place of the model's next one, as
     in ResetResult.
     """
 
@@ -167,7 +167,7 @@ class TaskSource(Generic[Task]):
     """The tasks of an environment by number, for any result of `tasks()`."""
 
     def __init__(self, environment: Environment[Task]) -> None:
-        """Calls `tasks()`; ValueError when it gives none or something else."""
+        """Calls `tasks()`; raises ValueError if it gives none or something else."""
         self._environment = environment
         self._cache: OrderedDict[int, Task] = OrderedDict()
         self._next_index = 0

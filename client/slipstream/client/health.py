@@ -20,7 +20,7 @@ WORKING = ("loading", "serving", "draining")
 
 
 def find_fault(run: RunStatus, server_id: str | None) -> str | None:
-    """Returns what is wrong with server `server_id`, or with the run; None if nothing is."""
+    """Returns what is wrong with server `server_id`, or with the run, or None if nothing is."""
     if run.state == "failed":
         return f"run {run.run_id} failed: {run.cause}"
     if server_id is None:
@@ -36,7 +36,7 @@ def find_fault(run: RunStatus, server_id: str | None) -> str | None:
 
 
 async def check(arguments: argparse.Namespace) -> str | None:
-    """Asks the controller; SlipstreamError when it does not answer."""
+    """Asks the controller; raises SlipstreamError if it does not answer."""
     client = Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
     async with client:
         return find_fault(await client.status(), arguments.server_id)
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--token-file", type=Path)
     parser.add_argument("--tls-ca", type=Path)
-    parser.add_argument("--server-id", help="default: the controller alone")
+    parser.add_argument("--server-id", help="default: only the controller")
     return parser
 
 

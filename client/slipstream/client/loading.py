@@ -46,7 +46,7 @@ def describe(error: BaseException) -> str:
 
 
 def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnvironment:
-    """Imports the class and makes an instance; EnvironmentFailed names what went wrong.
+    """Imports the class and makes an instance; raises EnvironmentFailed with the cause.
 
     `search_path` goes before Python's own path, and stays there: the environment may import more
     modules later.

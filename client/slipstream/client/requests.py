@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from slipstream.client.client import Client
-from slipstream.client.status import EnvironmentStatus, RunStatus, ServerStatus
+from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import counted, plain, say
 from slipstream.core.errors import ConfigError
 
@@ -84,6 +84,12 @@ async def drain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# The commands by their names.
+REQUESTS: dict[str, Callable[[argparse.Namespace], Coroutine[None, None, int]]] = {
+    each.__name__: each for each in (submit, status, environments, drain, stop)
+}
+
+
 def status_lines(run: RunStatus) -> list[str]:
     """Returns the lines that show a run to people."""
     lines = [f"run {run.run_id} is {run.state}" + (f": {run.cause}" if run.cause else "")]
@@ -115,18 +121,14 @@ def status_lines(run: RunStatus) -> list[str]:
             str(server.leased_groups),
             str(server.open_episodes),
             f"{server.generated_tokens:,}",
-            _accepted(server),
+            f"{server.accepted_tokens / server.drafted_tokens:.0%} accepted"
+            if server.drafted_tokens
+            else "-",
             server.cause,
         )
         for server in run.servers
     ]
     return [*lines, "", *_table(rows), "", *environment_lines(run.environments)]
-
-
-def _accepted(server: ServerStatus) -> str:
-    if not server.drafted_tokens:
-        return "-"
-    return f"{server.accepted_tokens / server.drafted_tokens:.0%} accepted"
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:

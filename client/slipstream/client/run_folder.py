@@ -1,4 +1,9 @@
-"""The folder of a run: whether a run may begin or resume there, and which command writes it."""
+"""The folder of a run: whether a run may begin or resume there, and which command writes it.
+
+A step that is trained again must equal the recorded step, with a digest that can be compared, and
+leased groups keep their tasks, seeds and deadlines. So some settings stay as they are when a run
+goes on (`FIXED`), and others may only grow.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,15 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from slipstream.client.config_changes import check_resumable
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.configuration.whole_settings import REMEDY, with_first_line
 from slipstream.core.errors import CheckpointError, ConfigError
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.models.vision_rules import sees_images
 from slipstream.core.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -34,11 +41,35 @@ from slipstream.protocol.checkpoints import (
     read_manifest,
 )
 
+# Setting -> reason why it must not change.
+FIXED = {
+    "run.seed": "it decides the order of the tasks",
+    "model.path": "the weights are those of this model",
+    "model.dtype": "the optimizer's state has this precision",
+    "algorithm.group_size": "groups of this size are leased",
+    "algorithm.groups_per_step": "the deadlines of leased groups count on it",
+    "algorithm.mini_batches": "recorded steps have this number",
+    "algorithm.epochs": "recorded steps have this number",
+    "sampling.temperature": "recorded replies were sampled with it",
+    "lora.rank": "checkpoints hold adapters of this rank, or none",
+    "lora.alpha": "the weights are made with it",
+    "lora.dropout": "recorded steps dropped this share",
+    "lora.adapters": "checkpoints hold these adapters",
+    "lora.target_modules": "checkpoints hold adapters of these matrices",
+    "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
+    "checkpoint.load": "the run began with these weights",
+    "weights.wire_dtype": "recorded digests are of this element type",
+}
+# Setting -> reason why it may only grow.
+GROWING = {
+    "run.steps": "steps up to the old last one may be recorded",
+    "algorithm.max_staleness": "recorded batches may have lags up to the old bound",
+}
 LOCK = "command.lock"
 
 
 def check_run_folder(config: Config) -> bool:
-    """Whether the folder holds a run to resume; ConfigError when no run may start there."""
+    """Whether the folder holds a run to resume; raises ConfigError if no run may start there."""
     # Another command may hold the folder and not yet have a journal.
     _check_not_held(config.run_dir / LOCK, config.run_dir)
     return _check_contents(config)
@@ -94,7 +125,7 @@ def _check_unfinished(folder: Path, config: Config) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run; None when the file is missing or damaged.
+    """Returns the summary of a run, or None if the file is missing or damaged.
 
     Only one decision depends on the summary: a finished run is not started again.
     """
@@ -111,7 +142,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
-    """Raises ConfigError while a process holds the lock of the file `path`; it need not exist.
+    """Raises ConfigError while a process holds the lock of `path`; a missing file is unlocked.
 
     A lock that is free is released at once: the command that writes the folder takes it again.
     """
@@ -133,7 +164,7 @@ def _held(folder: Path) -> str:
 
 
 def settings_of(folder: Path) -> Path:
-    """Returns the settings file in the folder of a run; ConfigError where there is none."""
+    """Returns a run folder's settings file; raises ConfigError if there is none."""
     path = folder / CONFIG
     if path.is_file():
         return path
@@ -152,7 +183,7 @@ def check_unwritten(target: Path) -> None:
 
 
 def version_to_export(folder: Path, step: int | None) -> int:
-    """The version to export: `step`, or the newest; ConfigError when it has no whole checkpoint."""
+    """Returns `step` or the newest version; raises ConfigError if its checkpoint is incomplete."""
     checkpoints = folder / CHECKPOINTS
     steps, over = complete_steps(checkpoints), passed_over(checkpoints)
     whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
@@ -197,7 +228,7 @@ def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
-    """Makes `folder` and holds its lock while the block runs; ConfigError(`refusal`) if taken.
+    """Makes `folder` and holds its lock in the block; raises ConfigError(`refusal`) if taken.
 
     The lock ends with this process at the latest: children do not inherit it.
     """
@@ -215,7 +246,7 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 
 
 def make_run_folder(config: Config) -> None:
-    """Makes the run's folder, readable by its owner alone; ConfigError.
+    """Makes the run's folder, readable only by its owner; raises ConfigError if it cannot.
 
     A folder that exists stays as it is. It will hold prompts, replies and weights.
     """
@@ -223,7 +254,7 @@ def make_run_folder(config: Config) -> None:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> Path:
-    """Makes `path` and all folders above it, and returns `path`; ConfigError when it cannot."""
+    """Makes `path` and the folders above it, and returns it; raises ConfigError if it cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
@@ -247,3 +278,77 @@ def write_config(config: Config, folder: Path) -> Path:
             partial.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+def check_resumable(before: Config, now: Config) -> None:
+    """Raises ConfigError for the first setting with a change that is not allowed."""
+    for key, reason in FIXED.items():
+        old, new = _value(before, key), _value(now, key)
+        if old != new:
+            raise ConfigError(
+                f"{key} must stay {old} when a run goes on, got {new}: {reason}; "
+                "choose another run.name for a new run"
+            )
+    wanted = _stored_models(now)
+    for key, was_stored in _stored_models(before).items():
+        if was_stored != wanted[key]:
+            change, held = ("left out", "that") if was_stored else ("added", "no such")
+            raise ConfigError(
+                f"{key} cannot be {change} when a run goes on: its checkpoints hold {held} model; "
+                "choose another run.name for a new run"
+            )
+    if bool(before.sampling.max_images) != bool(now.sampling.max_images):
+        sizes = read_model_sizes(now.model.path)
+        if sees_images(before, sizes) != sees_images(now, sizes):
+            old, new = before.sampling.max_images, now.sampling.max_images
+            raise ConfigError(
+                f"sampling.max_images must stay {'above 0' if old else '0'} when a run goes on, "
+                f"got {new}: its checkpoints hold the model {'with' if old else 'without'} its "
+                "vision tower; choose another run.name for a new run"
+            )
+    was_asked, is_asked = _likely_tokens(before), _likely_tokens(now)
+    if was_asked != is_asked:
+        raise ConfigError(
+            f"reference.top_k must stay {was_asked} when a run goes on, got {is_asked}: "
+            "recorded replies carry this number of likely tokens; choose another run.name for a "
+            "new run"
+        )
+    adapters = _adapters(now)
+    for name, adapter in _adapters(before).items():
+        if adapters.get(name, adapter) != adapter:
+            raise ConfigError(
+                f"adapter of {name} must stay {adapter!r} when a run goes on, got "
+                f"{adapters[name]!r}: its leased groups are sampled with it; choose another "
+                "run.name for a new run"
+            )
+    for key, reason in GROWING.items():
+        old, new = _value(before, key), _value(now, key)
+        assert isinstance(old, int)
+        assert isinstance(new, int)
+        if new < old:
+            raise ConfigError(
+                f"{key} must be at least {old} when a run goes on, got {new}: {reason}"
+            )
+
+
+def _stored_models(config: Config) -> dict[str, bool]:
+    """Returns for each setting whether it makes checkpoints hold a model."""
+    reference = config.reference
+    is_refreshed = reference is not None and reference.refresh_every_steps > 0
+    return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
+
+
+def _adapters(config: Config) -> dict[str, str | None]:
+    """Returns the adapter of each environment and evaluation by its name."""
+    trained = {section.name: section.adapter for section in config.environments}
+    return trained | {section.name: section.adapter for section in config.evaluations}
+
+
+def _likely_tokens(config: Config) -> int | None:
+    """Returns the reference server's `top_k`, or None without a server."""
+    reference = config.reference
+    return reference.top_k if reference is not None and reference.server else None
+
+
+def _value(config: Config, key: str) -> object:
+    return reduce(getattr, key.split("."), config)

@@ -115,7 +115,7 @@ class EpisodeHost:
         return message
 
     async def close_all(self) -> None:
-        """Closes every open episode, within 5 s; writes failures to stderr alone."""
+        """Closes every open episode, within 5 s; writes failures only to stderr."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.gather(*(self._close_loudly(key) for key in self._episodes))
@@ -131,12 +131,12 @@ class EpisodeHost:
             print(f"closing an episode: {error}", file=sys.stderr)
 
     def agent_place(self, key: str) -> str:
-        """Returns where the code of an agent is; "" if that is not known, or it is no agent."""
+        """Returns where the code of an agent is, or "" if that is not known, or it is no agent."""
         episode = self._episodes.get(key)
         return "" if episode is None or episode.agent is None else episode.agent.place()
 
     def _place(self, key: str) -> str:
-        """Returns where an episode waits now; "" if it does not."""
+        """Returns where an episode waits now, or "" if it does not."""
         episode = self._episodes.get(key)
         if episode is None:
             return ""

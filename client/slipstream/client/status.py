@@ -51,7 +51,7 @@ class EnvironmentStatus:
     reward_mean: float
     # training or evaluation.
     purpose: str
-    # The newest complete round of an evaluation; None before the first one, and for training.
+    # The newest complete round of an evaluation, or None before the first one, and for training.
     newest_round: EvaluationRound | None
 
 

@@ -73,7 +73,7 @@ def running_place(thread: int) -> str:
 
 
 def awaited_place(task: asyncio.Task[object]) -> str:
-    """Returns where `task` waits; "" if Python cannot look into its coroutine."""
+    """Returns where `task` waits, or "" if Python cannot look into its coroutine."""
     frames: list[tuple[types.CodeType, int]] = []
     coroutine: object = task.get_coro()
     while isinstance(coroutine, types.CoroutineType) and coroutine.cr_frame is not None:

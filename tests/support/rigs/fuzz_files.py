@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.client.dashboard.folders import RunFolders
+from slipstream.client.dashboard.server import RunFolders
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError

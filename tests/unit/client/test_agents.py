@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
+from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes, AgentRun
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
-from slipstream.client.agents.run import AgentRun
 from slipstream.client.serving import EpisodeHost, answer_commands
 from slipstream.client.witness import CallWitness
 from slipstream.core.errors import ConfigError, EnvironmentFailed

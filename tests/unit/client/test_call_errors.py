@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from slipstream.client.call_errors import CallErrors, NoController
+from slipstream.client.client import CallErrors, NoController
 from slipstream.core.errors import ConfigError, SlipstreamError
 
 ADDRESS = "10.0.0.1:7070"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import slipstream.client
-from slipstream.client.cli import _parser, parse
-from slipstream.client.examples import EXAMPLES
+from slipstream.client.cli import EXAMPLES, _parser, parse
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

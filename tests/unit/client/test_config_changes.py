@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.client.config_changes import FIXED, GROWING, check_resumable
+from slipstream.client.run_folder import FIXED, GROWING, check_resumable
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.dashboard.folders import RunFolders
+from slipstream.client.dashboard.server import RunFolders
 from slipstream.client.run_folder import check_run_folder, version_to_export, write_config
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import ConfigError

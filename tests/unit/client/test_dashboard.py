@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.dashboard import folders
-from slipstream.client.dashboard.folders import RunFolders, UnknownRun
-from slipstream.client.dashboard.server import open_dashboard
+from slipstream.client.dashboard import server
+from slipstream.client.dashboard.server import RunFolders, UnknownRun, open_dashboard
 from slipstream.core.errors import ConfigError
 
 
@@ -67,7 +66,7 @@ def test_rows_are_read_from_where_the_last_answer_ended(runs: Path) -> None:
 
 
 def test_long_files_come_in_parts(runs: Path) -> None:
-    text = "x" * (folders.MOST_BYTES // 8)
+    text = "x" * (server.MOST_BYTES // 8)
     a_run(runs, "long", *({"step": number, "text": text} for number in range(20)))
     found, end, is_all = [], 0, False
     while not is_all:
@@ -160,20 +159,20 @@ def test_nothing_but_reading_is_offered(port: int) -> None:
 
 
 def test_the_pages_scripts_make_no_markup_of_what_models_wrote() -> None:
-    for path in Path(folders.__file__).parent.glob("*.js"):
+    for path in Path(server.__file__).parent.glob("*.js"):
         for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert sink not in path.read_text(), path.name
 
 
 def test_the_page_has_each_place_that_its_script_fills() -> None:
-    folder = Path(folders.__file__).parent
+    folder = Path(server.__file__).parent
     named = set(re.findall(r'byId\("(\w+)"\)', (folder / "page.js").read_text()))
     assert {"waiting", "unended"} <= named
     assert named <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
 
 
 def test_the_page_shows_context_and_samples_of_each_turn() -> None:
-    folder = Path(folders.__file__).parent
+    folder = Path(server.__file__).parent
     script, style = ((folder / name).read_text() for name in ("page.js", "page.css"))
     for name in ("context", "context_tokens", "sampled", "sampled_tokens"):
         assert f"turn.{name}" in script
@@ -183,7 +182,7 @@ def test_the_page_shows_context_and_samples_of_each_turn() -> None:
 
 
 def test_the_page_shows_all_that_is_known_of_a_branch() -> None:
-    script = (Path(folders.__file__).parent / "page.js").read_text()
+    script = (Path(server.__file__).parent / "page.js").read_text()
     for name in ("name", "reward", "share", "sampled_tokens", "turns"):
         assert f"branch.{name}" in script
     assert "other.after?.branch === place" in script

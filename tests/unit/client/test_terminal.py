@@ -123,7 +123,7 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["run", "a.toml", "--steps", "3"], "--steps 3; a setting is section.key=value; see"),
+        (["run", "a.toml", "--epochs", "3"], "--epochs 3; a setting is section.key=value; see"),
         (["status", "--steps"], "--steps; see"),
     ],
 )

@@ -115,7 +115,7 @@ class CallExchange:
         self._waits_less()
 
     async def next(self) -> pb.AgentCall | None:
-        """Returns the next message for the server; None after `end`."""
+        """Returns the next message for the server, or None after `end`."""
         while not self._outbox and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()

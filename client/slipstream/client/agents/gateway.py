@@ -133,7 +133,7 @@ class Gateway:
     def __init__(
         self, *, request_limit_s: float = REQUEST_LIMIT_S, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        """Listens on a free port of loopback; OSError when there is none."""
+        """Listens on a free port of loopback; raises OSError if there is none."""
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max_connections
         if most_files != resource.RLIM_INFINITY:
@@ -224,7 +224,7 @@ class Gateway:
         elif rest.startswith("judge/"):
             where, rest = "/judge", rest.removeprefix("judge/")
         if not rest.startswith("v1/"):
-            what = "the endpoint has paths below /v1 alone"
+            what = "the endpoint has only paths below /v1"
             raise _Refusal(404, "not_found_error", "not_found", what)
         query = scope["query_string"].decode("latin-1")
         request = pb.AgentCall(

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from slipstream.client.doctor.fit import check_fit
 from slipstream.client.doctor.gpus import check_build, check_gpus
-from slipstream.client.doctor.machine import check_machine
-from slipstream.client.doctor.packages import check_packages
-from slipstream.client.doctor.queue import check_queue
+from slipstream.client.doctor.machine import check_machine, check_packages
 from slipstream.client.launch.checks import Finding, Scene, Verdict, find_all, problem
-from slipstream.client.launch.programs import run_module
+from slipstream.client.launch.preflight import run_module
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.machine.gpus import list_gpus
@@ -20,6 +18,7 @@ from slipstream.core.settings.config import Config
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
+REDIS_REMEDY = "install redis and hiredis"
 
 
 async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -44,7 +43,12 @@ async def examine(config: Config | None) -> list[Finding]:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:
         findings += [*await find_all(Scene(config)), *check_fit(config, gpus)]
-        findings += await check_queue(config)
+        if config.queue.kind == "redis" and config.queue.redis_url is not None:
+            if importlib.util.find_spec("redis") is None:
+                return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]
+            from slipstream.client.doctor.redis_examination import check_queue
+
+            findings += await check_queue(config)
     return findings
 
 

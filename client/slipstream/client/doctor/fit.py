@@ -81,7 +81,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the model's headers; None if the folder is incomplete."""
+    """Computes the needs from the model's headers, or None if the folder is incomplete."""
     if missing_weights(config.model.path, "model.path"):
         return None
     try:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from slipstream.client.doctor.packages import version_of
+from slipstream.client.doctor.machine import version_of
 from slipstream.client.launch.checks import Finding, advice, ok, problem
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
@@ -57,7 +57,7 @@ def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]
 
 
 def _wanted(config: Config) -> str:
-    """Returns what in the settings wants GPUs; "" if CPUs will do."""
+    """Returns the settings that need GPUs, or "" if there are none."""
     learner, server = config.learner, config.rollout_server
     named = {
         "learner.devices": learner.devices is not None,

@@ -1,4 +1,4 @@
-"""The check of a Redis by `slipstream doctor`: does it answer, is it durable, users' rights."""
+"""Checks the Redis of a configuration: it answers, keeps data, and its users have their rights."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
-from slipstream.core.errors import QueueError
+from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis_connection import RedisConnection
 from slipstream.protocol.queue.redis_durability import (
     check_loading,
     check_settings,
     server_version,
 )
-from slipstream.protocol.queue.redis_rights import CONTROLLER, Command, QueueRole, right_of
+from slipstream.protocol.queue.redis_rights import (
+    CONTROLLER,
+    ROLES,
+    Command,
+    QueueRole,
+    right_of,
+)
+
+LIMIT_S = 3.0
+LINES = "docs/security.md has the ACL SETUSER line"
 
 
 @dataclass(frozen=True)
@@ -28,8 +41,37 @@ class Examination:
     excessive: tuple[str, ...]
 
 
+async def check_queue(config: Config) -> list[Finding]:
+    """Returns one finding for each end of a queue that is the user's own Redis or Valkey."""
+    return [await _check_end(config, end) for end in ROLES]
+
+
+async def _check_end(config: Config, end: QueueEnd) -> Finding:
+    area, role, own = f"queue, {end.replace('_', ' ')}", ROLES[end], config.queue.user_of(end)
+    if own is not None and not own.password_file.exists():
+        # A host has the passwords of its own role only.
+        return advice(
+            area,
+            f"{own.password_file} is not here: user {own.user} was not tried",
+            f"nothing, unless a {end.replace('_', ' ')} starts here",
+        )
+    try:
+        found = await examine(redis_url_of(config.queue, end), role, limit_s=LIMIT_S)
+    except (QueueError, ConfigError) as error:
+        return problem(area, str(error), f"check queue.redis_url and the server; {LINES}")
+    if found.missing:
+        return problem(area, f"user {found.user} may not {', '.join(found.missing)}", LINES)
+    if found.excessive:
+        return advice(
+            area,
+            f"user {found.user} has more rights than it needs: {', '.join(found.excessive)}",
+            LINES,
+        )
+    return ok(area, f"{found.server}, user {found.user} has only the rights it needs")
+
+
 async def examine(url: str, role: QueueRole, *, limit_s: float) -> Examination:
-    """Logs in as the user of `url`; QueueError when the server cannot hold a queue.
+    """Logs in as the user of `url`; raises QueueError if the server cannot hold a queue.
 
     Nothing is written: rights are tried inside a transaction that is discarded.
     """

@@ -1,7 +1,7 @@
 """The processes that a command starts: each has its own log file, none outlives the command.
 
-Waits for: the ends of the processes. Unblocked by: their ends; `stop` ends a process, by force
-after its grace time.
+Waits for: the ends of the processes, or a signal of the user. Unblocked by: these; `stop` ends a
+process, by force after its grace time.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ async def start_child(
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
-    """Returns the first child whose exit code is not in `fine`; None when all codes are.
+    """Returns the first child whose exit code is not in `fine`, or None if all codes are.
 
     It does not wait for the other children then: they may wait for the one that failed.
     """
@@ -227,3 +227,24 @@ def _raised(lines: Sequence[str]) -> str:
     if not ends or any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
         return ""
     return below[ends[0]].strip()
+
+
+async def stop_signal() -> signal.Signals:
+    """Waits for the first SIGINT, SIGTERM or SIGHUP and returns it.
+
+    The next SIGINT or SIGTERM has its usual effect. A further SIGHUP has none, since a terminal
+    that closes and its shell both send one. A SIGHUP that is ignored, as behind nohup, stays so.
+    """
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+        if not came.done():
+            came.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, note, number)
+    return await came

@@ -55,7 +55,7 @@ class Display:
         self.last_event = 0
         self.is_over = False
         self.failure = ""
-        # The cause of a failure that was shown already, on `err` alone.
+        # The cause of a failure that was shown already, only on `err`.
         self.told_failure = ""
         # Whether the run was stopped; set by `summary`.
         self.is_stopped = False
@@ -95,7 +95,7 @@ class Display:
         complain(cause, self._err)
 
     def resuming(self, first: str = "") -> str:
-        """Returns how the run goes on, after `first`, for the end of a line; "" if it may not."""
+        """Returns how the run goes on, after `first`, as the end of a line; "" if it may not."""
         if self._config.run.resume == "never":
             return ""
         return f"; {first}resume it with: {this_command()}"

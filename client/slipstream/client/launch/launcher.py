@@ -20,7 +20,7 @@ from slipstream.client.launch.checks import (
     Stage,
     require,
 )
-from slipstream.client.launch.children import first_failed, show_lines, start_child
+from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
 from slipstream.client.launch.dry_run import show_dry_run
 from slipstream.client.launch.placement import Placement, fit_here, place_here
 from slipstream.client.launch.run_processes import GRACE_S, ROLLOUT_SERVER, RunProcesses
@@ -34,7 +34,6 @@ from slipstream.client.run_folder import (
     version_to_export,
     write_config,
 )
-from slipstream.client.stopping import stop_signal
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
@@ -174,7 +173,7 @@ async def _run_server(
 
 
 async def run_replay(folder: Path) -> int:
-    """`slipstream replay`: the trainer ranks alone train the journaled batches again."""
+    """`slipstream replay`: only the trainer ranks, which train the journaled batches again."""
     path = settings_of(folder)
     config = load_config(path)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)

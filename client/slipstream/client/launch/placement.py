@@ -78,7 +78,7 @@ class Visible:
     gpus: tuple[Gpu, ...] = ()
 
     def named(self, device: int | str) -> str | None:
-        """Returns the id of the GPU that a setting names; None when it is not visible."""
+        """Returns the id of the GPU that a setting names, or None if it is not visible."""
         if str(device) in self.ids:
             return str(device)
         wanted = find_gpu(str(device), self.gpus)
@@ -129,7 +129,7 @@ def usable_gpus() -> tuple[Gpu, ...]:
 def place_here(
     config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
 ) -> Placement:
-    """Calls `place` with those of `gpus` that are visible; None means `usable_gpus`."""
+    """Calls `place` with those of `gpus` that are visible; if None, of `usable_gpus`."""
     gpus = usable_gpus() if gpus is None else gpus
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
@@ -204,7 +204,7 @@ def _share_with_learner(config: Config, placement: Placement) -> Config:
 
 
 def check_transport(config: Config, placement: Placement) -> str:
-    """Returns the transport of weights between these processes; ConfigError if none can work."""
+    """Returns the transport between these processes; raises ConfigError if none can work."""
     here = host_id()
     learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
     servers = placement.servers or ((),)
@@ -258,7 +258,7 @@ def draft_problem(config: Config, placement: Placement) -> str:
 def _listed(
     name: str, devices: Sequence[int | str] | None, visible: Visible
 ) -> tuple[str, ...] | None:
-    """Returns the GPUs of setting `name` by the ids that CUDA knows; None if it is not set."""
+    """Returns the GPUs of setting `name` by the ids that CUDA knows, or None if it is not set."""
     if devices is None:
         return None
     found = []

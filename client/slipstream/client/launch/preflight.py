@@ -1,4 +1,9 @@
-"""The checks before anything expensive starts; each error is one line."""
+"""The checks before anything expensive starts; each error is one line.
+
+Some run in programs of their own, which end with the command. Waits for: the end of such a program,
+not of processes that it has started. Unblocked by: its end, or the limit, at which it is killed
+with all that it has started.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,19 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import ssl
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import grpc
 import grpc.aio
-from slipstream.client.launch.programs import run_module, run_program
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -43,6 +50,7 @@ from slipstream.protocol.access.security import (
 )
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
+TAIL_BYTES = 65536
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_check"
@@ -169,7 +177,7 @@ def check_installed(*names: str) -> None:
 
 
 async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:
-    """Waits for the controller; ConfigError when it refuses us or does not answer in time."""
+    """Waits for the controller; raises ConfigError if it refuses us or does not answer in time."""
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
@@ -235,7 +243,7 @@ async def check_engine(config: Config) -> str | None:
 
 
 async def check_reference(config: Config) -> None:
-    """Asks the server of the reference model, if there is one, what it can do; ConfigError.
+    """Asks the server of the reference model, if there is one, what it can do; raises ConfigError.
 
     Its tokenizer is compared token by token, which takes seconds.
     """
@@ -265,7 +273,7 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 async def check_environments(
     config: Config, *, grace_s: float = WORKER_GRACE_S, at_once: int = CHECKS_AT_ONCE
 ) -> None:
-    """Loads every environment in a process of its own and resets its first task; ConfigError.
+    """Loads every environment in its own process and resets its first task; raises ConfigError.
 
     `at_once` are loaded side by side. The first error in the order of the settings is raised.
 
@@ -365,3 +373,65 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
             probe.bind((host, port))
             return port
     raise ConfigError(f"no free port on {host} among {attempts} that were tried")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and the lines in the last `TAIL_BYTES` that it wrote to stderr."""
+
+    # The exit code, or None if the program did not end within its limit.
+    code: int | None
+    lines: tuple[str, ...]
+    # What it wrote to stdout.
+    output: str = ""
+
+
+async def run_module(
+    arguments: Sequence[str],
+    *,
+    limit_s: float,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `python -m arguments`, as `run_program` does."""
+    command = [sys.executable, "-m", *arguments]
+    return await run_program(command, limit_s=limit_s, given=given, environ=environ)
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `command` with `given` on its stdin."""
+    # Files rather than pipes: a pipe stays open as long as anything that the program has started.
+    file = tempfile.TemporaryFile
+    with file() as stdin, file() as stdout, file() as stderr:
+        stdin.write(given)
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "slipstream.core.machine.keeper", "--"],
+            *command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environ,
+            start_new_session=True,
+        )
+        code = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    code = await process.wait()
+        finally:
+            # The keeper ends all that the program has started.
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = stderr.read().decode(errors="replace")
+        stdout.seek(0)
+        output = stdout.read().decode(errors="replace")
+        return Ended(code, tuple(text.strip().splitlines()), output)

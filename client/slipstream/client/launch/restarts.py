@@ -31,7 +31,7 @@ class RestartPolicy:
         self.restarts = 0
 
     def pause_after(self, exit_code: int | None) -> float | None:
-        """Returns the seconds to wait before the next start; None when there is to be none."""
+        """Returns the seconds to wait before the next start, or None if there is to be none."""
         self.restarts += 1
         self._failed_starts = self._failed_starts + 1 if exit_code == NOT_STARTED else 0
         is_final = exit_code in FINAL_CODES

@@ -15,15 +15,13 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 
 import grpc.aio
-from slipstream.client.launch.children import Child, start_child, with_full_disk
+from slipstream.client.launch.children import Child, start_child, stop_signal, with_full_disk
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
 from slipstream.client.launch.restarts import RestartPolicy
-from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls, end_in_order
+from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls, end_in_order, tell_waits
 from slipstream.client.launch.trainer_ranks import TrainerRanks
-from slipstream.client.launch.waits import tell_waits
 from slipstream.client.run_folder import node_folder, write_config
-from slipstream.client.stopping import stop_signal
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import QueueError, RunFailed
