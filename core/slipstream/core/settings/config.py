@@ -91,6 +91,7 @@ class Config(Tables):
         yield from precision_problems(
             server,
             model=self.model,
+            learner=self.learner,
             lora=self.lora,
             weights=self.weights,
             algorithms=self.algorithms.distinct,

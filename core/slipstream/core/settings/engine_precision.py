@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.lora_section import LoraSection
-from slipstream.core.settings.sections import ModelSection, RolloutServerSection
+from slipstream.core.settings.sections import (
+    LearnerSection,
+    ModelSection,
+    RolloutServerSection,
+)
 from slipstream.core.settings.weights_section import WeightsSection
 
 
@@ -20,6 +24,7 @@ def precision_problems(
     server: RolloutServerSection,
     *,
     model: ModelSection,
+    learner: LearnerSection,
     lora: LoraSection,
     weights: WeightsSection,
     algorithms: Iterable[AlgorithmSection],
@@ -31,6 +36,17 @@ def precision_problems(
             "weights.wire_dtype must be model.dtype or float32: what bfloat16 and float16 do not "
             f"share would be lost, got {weights.wire_dtype!r} and {model.dtype!r}"
         )
+    if learner.rounding == "stochastic":
+        if model.dtype != "bfloat16":
+            yield (
+                "learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', "
+                f"got {model.dtype!r}"
+            )
+        if learner.optimizer.get("use_precision_aware_optimizer"):
+            yield (
+                "learner.rounding = 'stochastic' excludes "
+                "learner.optimizer.use_precision_aware_optimizer, which makes weights itself"
+            )
     if computes_in_fp8(server) and not all(map(_corrects, algorithms)):
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "
