@@ -92,16 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(arguments.folder)
-    make_model(
-        arguments.folder,
-        num_layers=arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        num_attention_heads=arguments.num_attention_heads,
-        num_key_value_heads=arguments.num_key_value_heads,
-        tie_word_embeddings=arguments.tie_word_embeddings,
-        max_position_embeddings=arguments.max_position_embeddings,
-        seed=arguments.seed,
-    )
+    make_model(**vars(arguments))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ from slipstream.core.settings.config import (
     ReferenceSection,
     RunSection,
 )
+from slipstream.core.settings.environment_algorithm import OWN
+from slipstream.core.settings.measurement_sections import PlayedSection
+from slipstream.core.settings.queue_section import QueueUserSection
+from slipstream.core.settings.section import Section
 from slipstream.core.settings.tables import Tables
 
 # Settings that a run of the smallest file chooses by itself, and names.
@@ -41,6 +45,14 @@ AUTOMATIC = {
         ModelSizes.of({}),
         {},
     ),
+}
+# Settings that mean the same in another table, by the paths of both tables.
+LIKE = {
+    "evaluations": ("environments", tuple(PlayedSection.model_fields)),
+    "environments.algorithm": ("algorithm", OWN),
+    "critic": ("learner", ("ddp", "optimizer", "transformer", "parallel")),
+    "reference": ("learner", ("transformer", "parallel")),
+    "queue.rollout_server": ("queue.controller", tuple(QueueUserSection.model_fields)),
 }
 FIELD = re.compile(r"    (\w+): ")
 COMMENT = re.compile(r"    # (.*)")
@@ -101,6 +113,7 @@ run that goes on keeps it. With P parameters and W bytes of weights:
 | `learner.micro_batch_tokens` | a rank's share of two episodes, 4,096 to 8,192; one at least |
 | `learner.use_distributed_optimizer` | true with several data or context parallel ranks and Adam |
 | `sequence_parallel` | true with `tp` > 1 |
+| `learner.offload.gradients` and `optimizer` | true with `controller.turns` sleep |
 | `learner.threads` | 4 if P >= 1e9, else 1 |
 | `learner.timeout_s` | 1,800 if P >= 1e8, else 600 |
 | `rollout_server.max_episodes` | the episodes of a step, 64 to 256 |
@@ -127,7 +140,6 @@ run that goes on keeps it. With P parameters and W bytes of weights:
 | 2,048 bytes and 24 for each of `max_total_tokens` are at most 32 MiB | limit of a message |
 | `reference.server` makes it 28 and 8 `top_k` for each | they travel with the tokens |
 | `queue.max_bytes` holds one step of such trajectories | leases wait when it has no more room |
-| `publish_every_steps` is at most `max_staleness + 1` | else no server may start the next groups |
 | `turns` sleep needs `offload.gradients` and `offload.optimizer` | the learner's memory goes too |
 | `turns` sleep excludes `stage_on_server` true | engines would keep that memory |
 | `turns` is off with `weights_from` storage | such a server loads weights at any time |
@@ -167,6 +179,11 @@ def _sections() -> Iterator[str]:
 def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     yield f"## `{title}`\n"
     yield f"{inspect.getdoc(model)}\n"
+    other, alike = LIKE.get(path, ("", ()))
+    if alike:
+        yield f"These mean the same as in `{other}`: {', '.join(f'`{name}`' for name in alike)}.\n"
+    if len(alike) == len(model.model_fields):
+        return
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"
     nested = []
@@ -174,6 +191,8 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     schema = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         inner, _ = _model(field)
+        if name in alike:
+            continue
         # Tables that stand elsewhere on the page are rows.
         if inner is not None and not comments.get(name, "").startswith("A table like"):
             nested.append((name, inner))
@@ -203,7 +222,9 @@ def _comments(model: type[BaseModel]) -> dict[str, str]:
     """The comment above each field."""
     found: dict[str, str] = {}
     lines: list[str] = []
-    for line in inspect.getsource(model).splitlines():
+    classes = [each for each in reversed(model.__mro__) if issubclass(each, Section)]
+    sources = (inspect.getsource(each) for each in classes if not each.__name__.startswith("_Set"))
+    for line in "\n".join(sources).splitlines():
         if comment := COMMENT.match(line):
             lines.append(comment[1])
             continue

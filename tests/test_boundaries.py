@@ -55,7 +55,6 @@ OWNERS = {
         "slipstream.protocol.queue.redis_durability",
         "slipstream.protocol.queue.redis_receiver",
         # `slipstream doctor` tries each right of a user.
-        "slipstream.client.doctor.redis_examination",
     ),
     "fsspec": ("slipstream.protocol.weights.storage",),
     "sandlock": ("slipstream.environments.sandbox",),

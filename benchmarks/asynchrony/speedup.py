@@ -76,8 +76,8 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "sampling": {
             "max_reply_tokens": arguments.longest,
             "max_episode_tokens": arguments.longest + 16,
-            "ignore_eos": True,
         },
+        "debug": {"ignore_eos": True},
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
             # The rate of generation is read from heartbeats.

@@ -78,7 +78,8 @@ def shape_config(
     (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))
     table = {
         "run": {"name": "benchmark", "steps": 1000},
-        "model": {"path": str(folder), "dtype": dtype, "head_dtype": head_dtype},
+        "model": {"path": str(folder), "dtype": dtype},
+        "debug": {"head_dtype": head_dtype},
         "algorithm": {
             "group_size": load.group_size,
             "groups_per_step": 1,

@@ -46,7 +46,6 @@ ENGINES: dict[str, dict[str, object]] = {
     PLAIN: {},
     "shared": {"drafts": "shared"},
     "shared, 7 tokens": {"drafts": "shared", "draft_tokens": 7},
-    "ngram": {"drafts": "ngram"},
 }
 # Prompts have a part of the text; replies go on behind it.
 PROMPT_TOKENS = 128

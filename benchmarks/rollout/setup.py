@@ -115,6 +115,8 @@ learning_rate = 1e-5
 [sampling]
 max_reply_tokens = {3 * arguments.reply_tokens // 2}
 max_episode_tokens = {arguments.prompt_tokens + 3 * arguments.reply_tokens // 2}
+
+[debug]
 ignore_eos = true
 
 [learner]

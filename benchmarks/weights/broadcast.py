@@ -91,8 +91,8 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "sampling": {
             "max_reply_tokens": REPLY_TOKENS if on_gpu else 100,
             "max_episode_tokens": REPLY_TOKENS + 64,
-            "ignore_eos": True,
         },
+        "debug": {"ignore_eos": True},
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
             "stall_timeout_s": 3600.0,

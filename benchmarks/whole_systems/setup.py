@@ -146,7 +146,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     """Returns the configuration of our run: what a user writes for this work."""
     work, on_cpu = system.work, arguments.device == "cpu"
     words = system.name.split("-")
-    turns = next((word for word in words if word in ("pause", "sleep", "auto")), "off")
+    turns = next((word for word in words if word in ("pause", "sleep")), "off")
     offload = "{ gradients = true, optimizer = true }" if turns == "sleep" else "{}"
     longest = max(work.tokens, work.longest)
     work_table = ", ".join(f"{key} = {value}" for key, value in asdict(work).items())
@@ -181,6 +181,7 @@ learning_rate = 1e-6
 [sampling]
 max_reply_tokens = {longest}
 max_episode_tokens = {longest + work.prompt_words + 2}
+[debug]
 ignore_eos = true
 [controller]
 address = "127.0.0.1:{free_port()}"

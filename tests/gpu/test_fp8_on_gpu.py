@@ -26,7 +26,6 @@ LIMIT_S = 300
     ("method", "cache", "delta"),
     [
         ("fp8_per_channel", "auto", "off"),
-        ("fp8_per_tensor", "auto", "off"),
         ("fp8_per_channel", "fp8", "gpu"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.rigs.waiting import until
 
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
@@ -211,12 +212,10 @@ async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_coun
 ) -> None:
     server.engine.samples.clear()
     hanging = server.lease("Hanging", timeout_s=8.0)
-    while not server.engine.samples:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.engine.samples)
     server.engine.may_end.clear()
     calling = server.lease("Plain", timeout_s=8.0)
-    while not server.engine.num_open:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.engine.num_open)
     await asyncio.sleep(9.0)
     assert not [one for one in server.fleet.trajectories if one.group_id == calling]
     server.engine.may_end.set()
@@ -255,8 +254,7 @@ async def test_calls_that_are_open_at_the_result_are_ended(server) -> None:
 async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(server) -> None:
     server.engine.may_end.clear()
     group = server.lease("Tool")
-    while not server.engine.num_open:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.engine.num_open)
     server.connection.send(cancel=fleet_pb2.CancelLease(group_id=group))
     (trajectory,) = await server.ended(group)
     assert trajectory.status is Status.CANCELLED
@@ -266,8 +264,7 @@ async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(serv
 async def test_new_weights_in_the_middle_of_a_call_show_in_its_versions(server) -> None:
     server.engine.may_end.clear()
     group = server.lease("Plain")
-    while not server.engine.num_open:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.engine.num_open)
     await server.connection.serve_version(2)
     server.engine.may_end.set()
     (trajectory,) = await server.ended(group)

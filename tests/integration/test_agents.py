@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support.rigs.waiting import until
 
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
@@ -232,8 +233,7 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
         )
         for n in range(6)
     ]
-    while rig.engine.num_open < 6:
-        await asyncio.sleep(0.001)
+    await until(lambda: rig.engine.num_open >= 6)
     rig.engine.may_end.set()
     for n, message in enumerate(await asyncio.gather(*calls)):
         assert f"'w{n}'" in message["content"]

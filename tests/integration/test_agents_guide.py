@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
-from slipstream.client.loading import load_environment  # noqa: E402
-from slipstream.client.serving import EpisodeHost  # noqa: E402
+from slipstream.client.environment_loader import load_environment  # noqa: E402
+from slipstream.client.episode_host import EpisodeHost  # noqa: E402
 from support.fakes.page_reader import BLOCK, Reader  # noqa: E402
 from support.fakes.scripted_server import Episode, answers  # noqa: E402
 from support.rigs.run_processes import check_ledger, summary_of  # noqa: E402

@@ -30,6 +30,7 @@ from slipstream.v1 import (
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.waiting import until
 
 
 async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tmp_path):
@@ -81,11 +82,9 @@ async def test_a_killed_server_that_comes_back_goes_on_with_what_it_left(tmp_pat
     second = FakeServer(address, "s", delay_s=0.05)
 
     async def kill_and_restart(controller, tasks):
-        while trainer.version.step < 4:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 4)
         first.gate.clear()
-        while not first.gated == controller._ledger.snapshot().in_flight > 0:
-            await asyncio.sleep(0.05)
+        await until(lambda: first.gated == controller._ledger.snapshot().in_flight > 0)
         first.killed = True
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
@@ -129,11 +128,9 @@ async def test_groups_that_a_server_cancelled_for_bad_weights_are_leased_again(t
         await trainer.until_held()
         server.gate.clear()
         trainer.gate.set()
-        while not server.gated:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.gated)
         server.wrong_probes = 1
-        while not server.rejected:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.rejected)
         server.gate.set()
 
     summary = await play(config, server, trainer=trainer, during=spoil)
@@ -154,14 +151,12 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
 
     async def kill(controller, tasks):
         # (1 + max_staleness) * groups_per_step
-        while len(first.leases) < 12:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(first.leases) >= 12)
         first.killed = True
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
         tasks.append(asyncio.ensure_future(second.run()))
-        while trainer.version.step < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 1)
         texts.extend(event.text for event in controller._run.events.kept())
 
     trainer = FakeTrainer(address)
@@ -266,8 +261,7 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
 
     async def look(controller, tasks):
         path = config.run_dir / "suspended.json"
-        while not path.exists():
-            await asyncio.sleep(0.01)
+        await until(path.exists)
         told.append(json.loads(path.read_text()))
         trainer.gate.set()
 
@@ -489,11 +483,9 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
     seen = {}
 
     async def drain(controller, tasks):
-        while trainer.version.step < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 2)
         leaving.gate.clear()
-        while not leaving.gated:
-            await asyncio.sleep(0.01)
+        await until(lambda: leaving.gated)
         # The end of the run is not to come before the server has left.
         trainer.gate.clear()
         # The server must not leave before the test has seen that it is about to.
@@ -547,8 +539,7 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
     trainer.hold_at(0)
 
     async def ask(controller, tasks):
-        while not controller._fleet.sessions:
-            await asyncio.sleep(0.01)
+        await until(lambda: controller._fleet.sessions)
         async with Client(address) as client:
             with pytest.raises(ConfigError, match="no rollout server x is in the run; .*: fake"):
                 await client.drain("x", "test")
@@ -569,8 +560,7 @@ async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
         await trainer.until_held()
         server.buckets.clear()
         trainer.gate.set()
-        while controller._fleet.serving():
-            await asyncio.sleep(0.01)
+        await until(lambda: not controller._fleet.serving())
         await asyncio.sleep(1.5 * stall_s)
         server.buckets.set()
 
@@ -676,8 +666,7 @@ async def test_stop_ends_the_run_in_order(tmp_path):
     server = FakeServer(config.controller.address, delay_s=0.01)
 
     async def stop(controller, tasks):
-        while trainer.version.step < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 3)
         controller.stop("enough")
 
     summary = await play(config, server, trainer=trainer, during=stop)
@@ -745,8 +734,7 @@ async def test_the_first_evaluation_measures_version_0_however_late_it_loads(tmp
     server = FakeServer(config.controller.address, slow_environment="held")
 
     async def load_late(controller, tasks):
-        while trainer.version.step < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 2)
         server.loading.set()
 
     await play(config, server, trainer=trainer, during=load_late)

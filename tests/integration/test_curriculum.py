@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.settings.sections import CurriculumSection
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.tasks.environments import EnvironmentBook

@@ -23,12 +23,6 @@ from support.rigs.small_disks import small_disk
 STEPS = 6
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def held(config: Config, caplog, middle) -> dict:
     """The summary of a run in whose middle, at version 2, `middle` is called."""
     server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)

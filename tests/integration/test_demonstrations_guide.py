@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from support.fakes.page_reader import BLOCK, Reader
 from support.rigs.run_processes import PROGRAM, check_ledger, summary_of
 

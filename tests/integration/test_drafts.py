@@ -117,13 +117,6 @@ def gaps(rig: Rig, weights: Weights, reply: Generation) -> np.ndarray:
     return np.abs(expected[len(PROMPT) - 1 :] - reply.logprobs)
 
 
-async def test_drafts_of_vllm_are_verified_alike(tmp_path) -> None:
-    async with engine_rig(tmp_path, engine=FEW, drafts="ngram", draft_tokens=3) as rig:
-        await rig.publish(rig.old, 0)
-        await check_sampled(rig)
-        assert rig.engine.use().drafted_tokens > 0
-
-
 async def test_replies_are_distributed_as_the_model_says(rig) -> None:
     """How surprising tokens are, beside the mean and variance that the model expects of that."""
     await rig.publish(rig.old, 0)

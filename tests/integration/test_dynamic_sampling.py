@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -15,6 +14,7 @@ from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.waiting import until
 
 
 async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
@@ -129,8 +129,7 @@ async def test_a_slow_trainer_does_not_make_a_task_solved(tmp_path):
             records = read_records(config.run_dir / "journal")
             return sum(r["kind"] == "closed" and r["how"] == "filtered" for r in records)
 
-        while filtered() < 13:
-            await asyncio.sleep(0.02)
+        await until(lambda: filtered() >= 13)
         trainer.gate.set()
 
     summary = await play(config, server, trainer=trainer, during=until_many_are_filtered)

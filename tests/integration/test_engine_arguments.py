@@ -117,8 +117,8 @@ def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     config = config_with(model, {})
-    section = config.rollout_server.model_copy(update={"prompt_wait_steps": steps})
-    config = config.model_copy(update={"rollout_server": section})
+    section = config.debug.model_copy(update={"prompt_wait_steps": steps})
+    config = config.model_copy(update={"debug": section})
     settings = engine_config(config, seed=3).scheduler_config
     # The engine is eager here.
     assert settings.prefill_schedule_interval == interval
@@ -127,7 +127,7 @@ def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
 DRAFTS = [
     ({"drafts": "off"}, None),
     ({"drafts": "shared"}, ("custom_class", 4)),
-    ({"drafts": "ngram", "draft_tokens": 2}, ("ngram", 2)),
+    ({"drafts": "shared", "draft_tokens": 2}, ("custom_class", 2)),
     ({"drafts": "shared", "max_episodes": 256}, ("custom_class", 4)),
     # With so many replies under way drafts would not pay.
     ({"drafts": "shared", "max_episodes": 257}, None),
@@ -155,15 +155,10 @@ def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.gpu_worker import Worker
 
-    shared, ngram = (
-        draft_values(RolloutServerSection(max_episodes=64, drafts=kind), on_cpu=False)
-        for kind in ("shared", "ngram")
-    )
-    assert shared["speculative_config"] == ngram["speculative_config"]
+    shared = draft_values(RolloutServerSection(max_episodes=64, drafts="shared"), on_cpu=False)
     # vLLM plans ahead with it, and it needs no second model.
     assert shared["speculative_config"]["method"] == "ngram_gpu"
     assert issubclass(resolve_obj_by_qualname(shared["worker_cls"]), Worker)
-    assert "worker_cls" not in ngram
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])
@@ -173,8 +168,9 @@ def test_logits_have_the_type_that_the_learners_have(
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     config = config_with(model, {})
-    section = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
-    settings = engine_config(config.model_copy(update={"model": section}), seed=3)
+    section = config.model.model_copy(update={"dtype": "bfloat16"})
+    debug = config.debug.model_copy(update={"head_dtype": head})
+    settings = engine_config(config.model_copy(update={"model": section, "debug": debug}), seed=3)
     assert settings.model_config.head_dtype == dtype
 
 

@@ -13,6 +13,7 @@ from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.waiting import until
 
 
 def evaluation_leases(server: FakeServer, name: str = "held") -> list:
@@ -169,8 +170,7 @@ async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_
             await asyncio.sleep(0.01)
         found.append(first)
         trainer.gate.set()
-        while controller._evaluator.results[-1].step < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: controller._evaluator.results[-1].step >= 2)
         controller.stop("test")
 
     await play(config, FakeServer(address, judge=hold), trainer=trainer, during=look)
@@ -218,8 +218,7 @@ async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_versi
     seen = []
 
     async def look(controller, tasks):
-        while trainer.version.step < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 3)
         (measured,) = [server for server in servers if evaluation_leases(server)]
         seen.append((measured.version, evaluation_rows(config)))
         for server in servers:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.rigs.forked_programs import Forks
+from support.rigs.waiting import until
 
 TELL = """
 import json, os, sys
@@ -101,8 +102,7 @@ async def test_a_started_program_leads_a_session_and_is_awaited(forks, script, t
         program = forks.start([script(text)], out=out.fileno(), err=out.fileno())
         assert program.returncode is None
         waits = [asyncio.ensure_future(program.wait()) for _ in range(2)]
-        while not (tmp_path / "out").read_text().endswith("complaint\n"):
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "out").read_text().endswith("complaint\n"))
         os.killpg(program.pid, signal.SIGTERM)
         async with asyncio.timeout(60.0):
             assert await asyncio.gather(*waits) == [-signal.SIGTERM] * 2

@@ -14,26 +14,21 @@ from support.ranks.fp8_ranks import Quantised, quantised  # noqa: E402
 from support.ranks.loader_ranks import in_ranks  # noqa: E402
 
 SHAPES = ["llama_tied", "qwen2_with_bias", "qwen3_with_qk_norm"]
-Outcomes = dict[tuple[str, int], list[dict[str, Quantised]]]
+Outcomes = dict[int, list[dict[str, Quantised]]]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("models")
-    return {
-        (method, tp_size): quantised(folder, tp_size, method)
-        for method in ("fp8_per_channel", "fp8_per_tensor")
-        for tp_size in (1, 2)
-    }
+    return {tp_size: quantised(folder, tp_size) for tp_size in (1, 2)}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("method", ["fp8_per_channel", "fp8_per_tensor"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantising_by_the_plan_gives_the_loaders_bits_in_place(
-    outcomes: Outcomes, shape: str, method: str, tp_size: int
+    outcomes: Outcomes, shape: str, tp_size: int
 ) -> None:
-    for rank in outcomes[method, tp_size]:
+    for rank in outcomes[tp_size]:
         found = rank[shape]
         assert found.different == ()
         assert not found.moved
@@ -43,12 +38,11 @@ def test_quantising_by_the_plan_gives_the_loaders_bits_in_place(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("method", ["fp8_per_channel", "fp8_per_tensor"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_proof_accepts_the_loaders_bits_and_no_others(
-    outcomes: Outcomes, shape: str, method: str, tp_size: int
+    outcomes: Outcomes, shape: str, tp_size: int
 ) -> None:
-    for rank in outcomes[method, tp_size]:
+    for rank in outcomes[tp_size]:
         assert rank[shape].proof is None
         assert len(rank[shape].proofs_of_altered) == 16
         assert None not in rank[shape].proofs_of_altered

@@ -33,6 +33,7 @@ from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.liars import Liar, attacked, deliver, ended
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,7 @@ async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
             await trainer.until_held()
             server.gate.clear()
             trainer.gate.set()
-            while len({group_id for group_id, _ in server.unfinished}) < 2:
-                await asyncio.sleep(0.005)
+            await until(lambda: len({group_id for group_id, _ in server.unfinished}) >= 2)
             liar = Liar(channel)
             key = (await liar.join()).delivery_key
             for group_id in sorted({group_id for group_id, _ in server.unfinished})[:2]:

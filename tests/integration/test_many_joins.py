@@ -18,6 +18,7 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 from support.rigs.fuzz_calls import server_hello
 from support.rigs.live_run import LiveRun
+from support.rigs.waiting import until
 
 EARLIER, JOINS, AT_ONCE = 2400, 1200, 8
 MOMENTS = 5
@@ -77,8 +78,7 @@ def main(folder: Path) -> None:
                     *(come_and_go(channel, n, drains=n % 2 == 0) for n in here),
                 )
             # What belongs to the calls ends a moment later.
-            while len(asyncio.all_tasks()) > before_tasks or journal._pending:
-                await asyncio.sleep(0.005)
+            await until(lambda: not (len(asyncio.all_tasks()) > before_tasks or journal._pending))
             # The newest events are kept: the same ones each time that objects are counted.
             for number in range(MAX_EVENTS + 1):
                 events.add(f"event {number} of those that were there before")

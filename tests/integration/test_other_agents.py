@@ -24,7 +24,7 @@ import pytest_asyncio
 
 pytest.importorskip("vllm")
 
-from slipstream.client.serving import EpisodeHost  # noqa: E402
+from slipstream.client.episode_host import EpisodeHost  # noqa: E402
 from slipstream.environments.command import Command  # noqa: E402
 from slipstream.rollout_server.agents.limits import HttpCall  # noqa: E402
 from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402

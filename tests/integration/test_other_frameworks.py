@@ -1,8 +1,8 @@
 """Environments of verifiers, OpenEnv and Inspect as their makers ship them, each in its own Python.
 
 They are no dependencies: a test without its framework is skipped. `SLIPSTREAM_FRAMEWORKS` names a
-folder that these commands fill; WORKER stands for the requirements that docs/guides/environments.md
-names for another Python.
+folder that these commands fill; WORKER stands for the requirements for another Python in
+docs/guides/environment-runs.md.
 
     cd $SLIPSTREAM_FRAMEWORKS
     for name in verifiers openenv inspect; do python3 -m venv $name; done
@@ -46,6 +46,7 @@ from support.rigs.run_processes import (
     summary_of,
     write_config,
 )
+from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
 
@@ -425,8 +426,7 @@ async def test_a_container_of_openenv_ends_with_the_process_that_started_it() ->
                 assert line, "the worker ended"
             assert len(containers()) == 1
             worker.kill()
-            while containers():
-                await asyncio.sleep(0.2)
+            await until(lambda: not containers())
     finally:
         if worker.returncode is None:
             worker.kill()

@@ -17,6 +17,7 @@ from slipstream.learner.trainer.replay import recorded_steps
 from support.fakes.fake_server import FakeServer, coin, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.waiting import until
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
 
@@ -120,8 +121,7 @@ async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
 
     async def crash(controller, tasks):
         for step in (2, 5, 8):
-            while trainer.version.step < step:
-                await asyncio.sleep(0.001)
+            await until(lambda step=step: trainer.version.step >= step)
             folder = tmp_path / f"crash-{step}"
             ignored = shutil.ignore_patterns("*.partial")
             shutil.copytree(config.run_dir, folder / "r", ignore=ignored)

@@ -26,6 +26,7 @@ from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.waiting import until
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4
 
@@ -255,8 +256,7 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
     fleet = FakeServer(address, delay_s=0.01)
 
     async def replace(controller, tasks):
-        while first.version.step < 5:
-            await asyncio.sleep(0.005)
+        await until(lambda: first.version.step >= 5)
         first.gate.clear()
         leases = len(fleet.leases)
         second.version, second.digest = first.newest_checkpoint
@@ -264,8 +264,7 @@ async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
         # The network was cut: the first one lives on, and finds that the controller refuses it.
         first.place.cancel()
         tasks.append(asyncio.ensure_future(second.run()))
-        while second.version.step < 8:
-            await asyncio.sleep(0.005)
+        await until(lambda: second.version.step >= 8)
         assert [b[0].group_id for b in second.batches[: 5 - started]] == [
             b[0].group_id for b in first.batches[started:5]
         ]
@@ -284,12 +283,10 @@ async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(t
 
     async def submit_and_stop(controller, tasks):
         del tasks
-        while trainer.version.step < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 1)
         async with Client(config.controller.address) as client:
             await client.submit("m:F", name="submitted")
-        while trainer.version.step < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 3)
         controller.stop("enough for today")
 
     await play(
@@ -315,8 +312,7 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
 
         async def crash_and_stop(controller, tasks):
             del tasks
-            while trainer.version.step < 6:
-                await asyncio.sleep(0.01)
+            await until(lambda: trainer.version.step >= 6)
             left.extend([fleet.delivered.copy(), trainer.newest_checkpoint])
             copy_run(config, crashed)
             controller.stop("its disk is as a crash left it")
@@ -370,8 +366,7 @@ async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_them
 
         async def lose_data(controller, tasks):
             del controller, tasks
-            while trainer.version.step < 6:
-                await asyncio.sleep(0.01)
+            await until(lambda: trainer.version.step >= 6)
             async with redis.asyncio.Redis.from_url(url) as client:
                 mark = f"slipstream:{fleet.run_id}:mark"
                 counters = [key async for key in client.scan_iter(f"{mark}:*")]

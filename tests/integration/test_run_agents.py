@@ -106,7 +106,6 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
         base=SMALLEST,
         run__steps=8,
         environments=entries,
-        run__name="smallest",
         algorithm={"group_size": 4, "groups_per_step": 6, "learning_rate": 1e-4},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64},
     )

@@ -9,6 +9,7 @@ from slipstream.client import Client
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import until
 
 # The controller gives up a trainer that is silent for so long at the end.
 TIMEOUT_S, GRACE_S = 2.2, 0.3
@@ -44,8 +45,7 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
 
     async def look(controller, tasks):
         async with Client(config.controller.address) as client:
-            while not trainer.stop_reason:
-                await asyncio.sleep(0.02)
+            await until(lambda: trainer.stop_reason)
             # The controller looks for the end of its run twenty times a second.
             async with asyncio.timeout(30):
                 while exporting not in seen:
@@ -94,8 +94,7 @@ async def test_a_trainer_that_fails_while_it_exports_is_not_waited_for(tmp_path)
     trainer.export_s = 600.0
 
     async def fail(controller, tasks):
-        while not trainer.stop_reason:
-            await asyncio.sleep(0.02)
+        await until(lambda: trainer.stop_reason)
         controller._progress.fail("the disk is full")
 
     summary = await play(
@@ -116,8 +115,7 @@ async def test_a_trainer_that_dies_while_it_exports_may_come_again(tmp_path):
     second = FakeTrainer(address)
 
     async def die(controller, tasks):
-        while not first.stop_reason:
-            await asyncio.sleep(0.02)
+        await until(lambda: first.stop_reason)
         first.place.cancel()
         # The second trainer makes both versions again, and leaves with the same weights.
         await second.run()
@@ -194,8 +192,7 @@ async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_pa
     waits = []
 
     async def hold(controller, tasks):
-        while trainer.num_waits < 3:
-            await asyncio.sleep(0.02)
+        await until(lambda: trainer.num_waits >= 3)
         waits.append(trainer.num_waits)
         server.gate.set()
 

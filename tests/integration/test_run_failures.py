@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.rigs.waiting import until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -265,9 +266,7 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(
     config = write_slow_run(tmp_path, tiny_model)
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         if moment == "before the controller listens":
-            async with asyncio.timeout(30):
-                while not run.find(ROLLOUT_SERVER):
-                    await asyncio.sleep(0.02)
+            await until(lambda: run.find(ROLLOUT_SERVER), 30)
         else:
             async with connection(config, run):
                 assert "the trainer has" not in run.out

@@ -48,7 +48,7 @@ def test_the_quickstart_learns(tmp_path: Path, tiny_model: Path) -> None:
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path: Path, tiny_model: Path) -> None:
-    summary = run_quickstart(tmp_path, tiny_model, algorithm__shuffle_rewards=True)
+    summary = run_quickstart(tmp_path, tiny_model, debug__shuffle_rewards=True)
     assert abs(summary["reward_last"] - summary["reward_first"]) <= 0.25
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from slipstream.core.types import PolicyVersion
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import until
 
 STORAGE = {"weights__storage_url": "memory://weights"}
 
@@ -40,12 +40,10 @@ async def test_near_servers_train_on_while_a_far_one_fetches(tmp_path: Path) -> 
 
     async def during(controller: object, _: object) -> None:
         # The far server serves a first version, then its link stands still.
-        while far.version is None or not far.leases:
-            await asyncio.sleep(0.01)
+        await until(lambda: not (far.version is None or not far.leases))
         far.link.clear()
         far.gate.set()
-        while trainer.version.step < 12:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 12)
         said.extend(event.text for event in controller._run.events.kept())
 
     summary = await play(config, near, far, trainer=trainer, during=during)
@@ -88,13 +86,11 @@ async def test_a_far_server_that_was_away_takes_part_again(tmp_path: Path) -> No
     trainer.hold_at(8)
 
     async def during(*_: object) -> None:
-        while far.version is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: far.version is not None)
         far.link.clear()
         await trainer.until_held()
         far.link.set()
-        while far.version.step < 6:
-            await asyncio.sleep(0.01)
+        await until(lambda: far.version.step >= 6)
         trainer.gate.set()
 
     summary = await play(config, near, far, trainer=trainer, during=during)

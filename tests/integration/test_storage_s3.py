@@ -27,6 +27,7 @@ from support.rigs.stored_versions import (
     first_content,
     soon,
 )
+from support.rigs.waiting import until
 
 PLACE = os.getenv("SLIPSTREAM_S3", "")
 SECRET = "not-a-secret-of-anybody"
@@ -58,8 +59,7 @@ class Link:
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(16_384):
-            while not self.bytes_per_s:
-                await asyncio.sleep(0.05)
+            await until(lambda: self.bytes_per_s)
             await asyncio.sleep(len(data) / self.bytes_per_s)
             self.num_bytes += len(data)
             writer.write(data)

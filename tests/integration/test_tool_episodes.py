@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from slipstream.client import Environment  # noqa: E402
-from slipstream.client.serving import EpisodeHost  # noqa: E402
+from slipstream.client.episode_host import EpisodeHost  # noqa: E402
 from slipstream.core.types import (  # noqa: E402
     Branch,
     FailureKind,

@@ -46,15 +46,15 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
     assert not (tmp_path / "run").exists()
 
 
-async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path):
+async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     config = make_config(
         tmp_path,
         run__steps=3,
         tracking__trackers=["tensorboard", "wandb", "mlflow"],
-        tracking__wandb_mode="offline",
         tracking__project="p",
     )
     config = with_evaluations(config, {"name": "held", "num_episodes": 4})

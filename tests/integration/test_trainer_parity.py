@@ -10,7 +10,7 @@ import pytest
 import torch
 from slipstream.core.models.nested_decoders import TOWERS
 from slipstream.learner.trainer.batches.batch import token_lags
-from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.learner.trainer.batches.micro_batch import zigzag
 from support.fakes.parity_models import NUM_LAYERS, make_models
 from support.ranks import parity_ranks
 from support.ranks.parity_layouts import (

@@ -115,6 +115,7 @@ def start_trainer(
     sampling: dict[str, object] | None = None,
     environ: Mapping[str, str] = {},
     weights: dict[str, object] | None = None,
+    debug: dict[str, object] | None = None,
     **learner: object,
 ) -> list[Rank]:
     """The ranks of a trainer, forked from the pool or, without one, started as users do."""
@@ -134,6 +135,7 @@ def start_trainer(
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
             "weights": {"bucket_mib": 1, "join_deadline_s": 2.0, "bucket_deadline_s": 1.0}
             | (weights or {}),
+            "debug": debug or {},
         },
         source="test",
     )
@@ -390,13 +392,13 @@ def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
 ) -> None:
     digests, metrics = [], {}
     profiled = {"profile": {"start_step": 2}, "peak_tflops": 0.5}
-    for name, learner in (("plain", {}), ("profiled", profiled)):
+    for name, debug in (("plain", {}), ("profiled", profiled)):
         folder = tmp_path / name
         folder.mkdir()
         orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), stop_order()]
         with FakeController(orders) as controller:
             processes = start_trainer(
-                folder, model, controller.address, pool=rank_pool, export_final=False, **learner
+                folder, model, controller.address, pool=rank_pool, debug=debug, export_final=False
             )
             assert finish(processes, folder) == [0]
         digests.append([report.weight_digest for report in controller.steps])

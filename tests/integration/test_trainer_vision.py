@@ -17,7 +17,7 @@ import torch
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.layers.value_head import INITIAL_SCALE
+from slipstream.learner.trainer.roles.critic import INITIAL_SCALE
 from support.fakes.parity_models import rename_as_modules
 from support.fakes.published_qwen35 import MTP, write_as_published
 from support.ranks import vision_ranks

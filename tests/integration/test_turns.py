@@ -11,6 +11,7 @@ from slipstream.v1 import weights_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import until
 
 
 class TrainerBeside(FakeTrainer):
@@ -56,26 +57,6 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(
     assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
 
 
-@pytest.mark.parametrize("bound", [0, 1])
-async def test_auto_tries_both_ways_and_tells_what_it_chose(tmp_path: Path, bound: int) -> None:
-    config = config_of(tmp_path, "auto", algorithm__max_staleness=bound)
-    server = FakeServer(config.controller.address, "s", delay_s=0.01)
-    trainer = TrainerBeside(config, server)
-    told: list[str] = []
-
-    async def listen(controller, tasks) -> None:
-        while not any("from now on" in text for text in told):
-            told[:] = [event.text for event in controller._run.events.kept()]
-            await asyncio.sleep(0.01)
-
-    summary = await play(config, server, trainer=trainer, during=listen)
-    assert summary["steps"] == 12
-    # Windows of two steps: two at the same time, two in turn, and then what was chosen.
-    assert trainer.resting[:8] == [[False]] * 4 + [[True]] * 4
-    (chosen,) = [text for text in told if "from now on" in text]
-    assert trainer.resting[8:] == [["in turn from now on" in chosen]] * 4
-
-
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
 async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
     tmp_path: Path, turns: str
@@ -87,14 +68,12 @@ async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
 
     async def kill(controller, tasks) -> None:
         training = asyncio.ensure_future(first.run())
-        while not first.holds:
-            await asyncio.sleep(0.005)
+        await until(lambda: first.holds)
         assert server.is_resting
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)
         if turns == "pause":
-            while server.is_resting:
-                await asyncio.sleep(0.005)
+            await until(lambda: not server.is_resting)
         # The second one starts from the beginning, as a fake without a checkpoint does.
         second_run.set()
 
@@ -121,8 +100,7 @@ async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
     trainer.hold_at(3)
 
     async def kill(controller, tasks) -> None:
-        while not trainer.holds:
-            await asyncio.sleep(0.005)
+        await until(lambda: trainer.holds)
         assert first.is_resting
         first.killed = True
         tasks[0].cancel()

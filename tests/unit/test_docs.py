@@ -27,7 +27,7 @@ from pydantic import BaseModel
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.settings.config import Config
 
@@ -339,7 +339,7 @@ VERL = {
 
 
 async def test_the_reward_function_that_is_shown_judges(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "guides" / "environments.md"
+    page = ROOT / "docs" / "guides" / "questions.md"
     (text,) = (each for each in blocks(page, "python") if "def short_and_right" in each)
     (tmp_path / "my_judges.py").write_text(text)
     (tmp_path / "data.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}))

@@ -53,5 +53,5 @@ def test_what_cannot_be_drawn_is_refused(text: str) -> None:
 def test_every_diagram_of_the_pages_can_be_drawn() -> None:
     texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
     blocks = re.findall(r"^```mermaid\n(.*?)^```$", "".join(texts), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert blocks
     assert all("<svg" in sequence_svg(block) for block in blocks)

@@ -14,7 +14,7 @@ from typing import SupportsFloat, TypeVar
 
 from slipstream.client.agent import BRANCH_NAME, AgentOutcome
 from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
-from slipstream.client.loading import environment_failed
+from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.left_files import read_left
 from slipstream.core.models.vision.data_urls import data_of_url

@@ -78,7 +78,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Completion(argparse.Action):
+class _ShellCompletion(argparse.Action):
     """Prints a script with which a shell completes commands and options."""
 
     def __call__(
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
     parser.add_argument(
         *("--print-completion",),
-        action=_Completion,
+        action=_ShellCompletion,
         choices=("bash", "zsh", "tcsh"),
         help="print a script that completes commands in this shell",
     )

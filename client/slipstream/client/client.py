@@ -16,12 +16,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
+from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
 from slipstream.client.status import (
     EnvironmentStatus,
     Event,
@@ -48,6 +49,8 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 REFUSED = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -157,12 +160,9 @@ class Client:
         )
         # The controller refuses a value that is no limit.
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
-        with self._errors.raised():
-            response = await self._environments.SubmitEnvironment(
-                environment_pb2.SubmitEnvironmentRequest(spec=spec),
-                timeout=SUBMIT_TIMEOUT_S + reset_s,
-                metadata=self._metadata,
-            )
+        request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
+        submit = self._environments.SubmitEnvironment
+        response = await self._ask(submit, request, limit_s=SUBMIT_TIMEOUT_S + reset_s)
         status = environment_from_pb(response.status)
         if status.state == "suspended":
             raise EnvironmentFailed(
@@ -218,43 +218,25 @@ class Client:
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:
         """Returns all environments of the run."""
-        with self._errors.raised():
-            response = await self._environments.ListEnvironments(
-                environment_pb2.ListEnvironmentsRequest(),
-                timeout=CALL_TIMEOUT_S,
-                metadata=self._metadata,
-            )
+        request = environment_pb2.ListEnvironmentsRequest()
+        response = await self._ask(self._environments.ListEnvironments, request)
         return tuple(environment_from_pb(entry) for entry in response.environments)
 
     async def status(self) -> RunStatus:
         """Returns the state of the run at this moment."""
-        with self._errors.raised():
-            response = await self._status.GetStatus(
-                status_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
-            )
-        return run_from_pb(response)
+        return run_from_pb(await self._ask(self._status.GetStatus, status_pb2.GetStatusRequest()))
 
     async def stop(self, reason: str) -> None:
         """Asks the run to end in order, after the step that is under way."""
-        with self._errors.raised():
-            await self._status.StopRun(
-                status_pb2.StopRunRequest(reason=reason),
-                timeout=CALL_TIMEOUT_S,
-                metadata=self._metadata,
-            )
+        await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
     async def drain(self, server_id: str, reason: str) -> str:
         """Asks one rollout server to end or hand back its episodes, and to leave the run.
 
         Returns what the run lacks without this server, or "" if it lacks nothing.
         """
-        with self._errors.raised():
-            response = await self._status.DrainServer(
-                status_pb2.DrainServerRequest(server_id=server_id, reason=reason),
-                timeout=CALL_TIMEOUT_S,
-                metadata=self._metadata,
-            )
-        return str(response.warning)
+        request = status_pb2.DrainServerRequest(server_id=server_id, reason=reason)
+        return str((await self._ask(self._status.DrainServer, request)).warning)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""
@@ -275,6 +257,16 @@ class Client:
                 call.cancel()
             if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
                 raise self._errors.of_status(*lost)
+
+    async def _ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        *,
+        limit_s: float = CALL_TIMEOUT_S,
+    ) -> Response:
+        with self._errors.raised():
+            return await method(request, timeout=limit_s, metadata=self._metadata)
 
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit

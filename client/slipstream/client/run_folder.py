@@ -58,7 +58,6 @@ FIXED = {
     "lora.target_modules": "checkpoints hold adapters of these matrices",
     "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
     "checkpoint.load": "the run began with these weights",
-    "weights.wire_dtype": "recorded digests are of this element type",
 }
 # Setting -> reason why it may only grow.
 GROWING = {
@@ -282,45 +281,8 @@ def write_config(config: Config, folder: Path) -> Path:
 
 def check_resumable(before: Config, now: Config) -> None:
     """Raises ConfigError for the first setting with a change that is not allowed."""
-    for key, reason in FIXED.items():
-        old, new = _value(before, key), _value(now, key)
-        if old != new:
-            raise ConfigError(
-                f"{key} must stay {old} when a run goes on, got {new}: {reason}; "
-                "choose another run.name for a new run"
-            )
-    wanted = _stored_models(now)
-    for key, was_stored in _stored_models(before).items():
-        if was_stored != wanted[key]:
-            change, held = ("left out", "that") if was_stored else ("added", "no such")
-            raise ConfigError(
-                f"{key} cannot be {change} when a run goes on: its checkpoints hold {held} model; "
-                "choose another run.name for a new run"
-            )
-    if bool(before.sampling.max_images) != bool(now.sampling.max_images):
-        sizes = read_model_sizes(now.model.path)
-        if sees_images(before, sizes) != sees_images(now, sizes):
-            old, new = before.sampling.max_images, now.sampling.max_images
-            raise ConfigError(
-                f"sampling.max_images must stay {'above 0' if old else '0'} when a run goes on, "
-                f"got {new}: its checkpoints hold the model {'with' if old else 'without'} its "
-                "vision tower; choose another run.name for a new run"
-            )
-    was_asked, is_asked = _likely_tokens(before), _likely_tokens(now)
-    if was_asked != is_asked:
-        raise ConfigError(
-            f"reference.top_k must stay {was_asked} when a run goes on, got {is_asked}: "
-            "recorded replies carry this number of likely tokens; choose another run.name for a "
-            "new run"
-        )
-    adapters = _adapters(now)
-    for name, adapter in _adapters(before).items():
-        if adapters.get(name, adapter) != adapter:
-            raise ConfigError(
-                f"adapter of {name} must stay {adapter!r} when a run goes on, got "
-                f"{adapters[name]!r}: its leased groups are sampled with it; choose another "
-                "run.name for a new run"
-            )
+    for problem in _changes(before, now):
+        raise ConfigError(f"{problem}; choose another run.name for a new run")
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
         assert isinstance(old, int)
@@ -329,6 +291,36 @@ def check_resumable(before: Config, now: Config) -> None:
             raise ConfigError(
                 f"{key} must be at least {old} when a run goes on, got {new}: {reason}"
             )
+
+
+def _changes(before: Config, now: Config) -> Iterator[str]:
+    """Yields one line for each change that only a new run may have."""
+    on = "when a run goes on"
+    for key, reason in FIXED.items():
+        old, new = _value(before, key), _value(now, key)
+        if old != new:
+            yield f"{key} must stay {old} {on}, got {new}: {reason}"
+    wanted = _stored_models(now)
+    for key, was_stored in _stored_models(before).items():
+        if was_stored != wanted[key]:
+            change, held = ("left out", "that") if was_stored else ("added", "no such")
+            yield f"{key} cannot be {change} {on}: its checkpoints hold {held} model"
+    had, has = before.sampling.max_images, now.sampling.max_images
+    if bool(had) != bool(has):
+        sizes = read_model_sizes(now.model.path)
+        if sees_images(before, sizes) != sees_images(now, sizes):
+            tower = f"the model {'with' if had else 'without'} its vision tower"
+            stays = f"sampling.max_images must stay {'above 0' if had else '0'} {on}"
+            yield f"{stays}, got {has}: its checkpoints hold {tower}"
+    was_asked, is_asked = _top_k(before), _top_k(now)
+    if was_asked != is_asked:
+        reason = "recorded replies carry this number of likely tokens"
+        yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"
+    adapters = _adapters(now)
+    for name, adapter in _adapters(before).items():
+        if (new_one := adapters.get(name, adapter)) != adapter:
+            reason = "its leased groups are sampled with it"
+            yield f"adapter of {name} must stay {adapter!r} {on}, got {new_one!r}: {reason}"
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
@@ -344,7 +336,7 @@ def _adapters(config: Config) -> dict[str, str | None]:
     return trained | {section.name: section.adapter for section in config.evaluations}
 
 
-def _likely_tokens(config: Config) -> int | None:
+def _top_k(config: Config) -> int | None:
     """Returns the reference server's `top_k`, or None without a server."""
     reference = config.reference
     return reference.top_k if reference is not None and reference.server else None

@@ -118,8 +118,8 @@ class _NotConnected(Exception):
 
 async def _attach(address: str, token: str | None, record: int | None) -> None:
     import grpc.aio
-    from slipstream.client.serving import EpisodeHost, answer_commands, open_stream
-    from slipstream.client.witness import CallWitness
+    from slipstream.client.call_tracker import CallTracker
+    from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
     from slipstream.core.errors import ConfigError
     from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
     from slipstream.v1 import environment_pb2 as pb
@@ -143,7 +143,7 @@ async def _attach(address: str, token: str | None, record: int | None) -> None:
         try:
             attach = partial(stub.Attach, metadata=call_metadata(credentials))
             call = await open_stream(attach, hello)
-            host = EpisodeHost(witness=None if record is None else CallWitness(record))
+            host = EpisodeHost(tracker=None if record is None else CallTracker(record))
             await answer_commands(host, aiter(call), call.write)
         except grpc.aio.AioRpcError as error:
             raise _NotConnected(f"{address}: {error.details()}") from error
@@ -153,7 +153,7 @@ class _Check:
     """Plays the first step of an environment's first task; ends the process when it fails."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from slipstream.client.serving import EpisodeHost
+        from slipstream.client.episode_host import EpisodeHost
 
         self._options = options
         self._host = EpisodeHost()
@@ -233,7 +233,7 @@ class _Check:
         print(f"{WARNING}{what}", file=sys.stderr)
 
     def _abandon(self) -> NoReturn:
-        from slipstream.client.witness import running_place
+        from slipstream.client.call_tracker import running_place
 
         place = running_place(self._main_thread)
         innermost = sys._current_frames()[self._main_thread].f_code.co_filename

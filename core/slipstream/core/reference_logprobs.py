@@ -16,7 +16,7 @@ _LARGEST_LOGPROB, _LARGEST_SUM = 1e-3, 1.01
 
 @dataclass(frozen=True, eq=False)
 class ReferenceLogprobs:
-    """What the model says of each sampled token, and its most likely tokens there.
+    """The reference model's log-probabilities of sampled tokens, and its most likely tokens.
 
     `logprobs` is float32 [sampled tokens], `top_ids` uint32 and `top_logprobs` float32 [sampled
     tokens, top_k]; natural logarithms at temperature 1. A sampled first token of a sequence, which

@@ -51,7 +51,7 @@ class TrajectoryName(NamedTuple):
 
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
-        """Splits an id into its parts; None for text that is no id of a trajectory."""
+        """Splits an id into its parts, or None for text that is no id of a trajectory."""
         return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
 
 

@@ -26,7 +26,7 @@ INSTRUCTIONS = {
 }
 
 
-class Sum(NamedTuple):
+class Addition(NamedTuple):
     """One task."""
 
     left: int
@@ -55,7 +55,7 @@ class Sum(NamedTuple):
         return f"{self.left} {self.operation} {self.right}"
 
 
-class Arithmetic(Environment[Sum]):
+class Arithmetic(Environment[Addition]):
     """`left operation right` with operands of `min_digits` to `digits` digits.
 
     Reward 1 for the right integer, `format_credit` for a wrong one in the asked-for form, else 0.
@@ -102,13 +102,13 @@ class Arithmetic(Environment[Sum]):
         self._format = format
         self._format_credit = format_credit
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
-        self._task = Sum(0, "+", 0)
+        self._task = Addition(0, "+", 0)
 
-    def tasks(self) -> list[Sum] | Iterator[Sum]:
+    def tasks(self) -> list[Addition] | Iterator[Addition]:
         """Returns a list of `num_tasks` tasks, or a seeded iterator without end."""
         return self._draw() if self._tasks is None else self._tasks
 
-    def reset(self, task: Sum) -> list[Message]:
+    def reset(self, task: Addition) -> list[Message]:
         """Asks for the result of the task."""
         self._task = task
         return [Message("user", self._instruction.replace("{task}", str(task)))]
@@ -120,21 +120,21 @@ class Arithmetic(Environment[Sum]):
         reward = 1.0 if is_right else self._format_credit if answer is not None else 0.0
         return StepResult(reward, metrics={"right": is_right, "well_formed": answer is not None})
 
-    def _draw(self) -> Iterator[Sum]:
+    def _draw(self) -> Iterator[Addition]:
         generator = random.Random(self._seed)
         while True:
             operation = generator.choice(self._operations)
             left, right = self._operand(generator), self._operand(generator)
             if operation == "-":
                 left, right = max(left, right), min(left, right)
-            task = Sum(left, operation, right)
+            task = Addition(left, operation, right)
             if task.is_heldout == self._is_heldout:
                 yield task
 
-    def _draw_different(self, num_tasks: int) -> list[Sum]:
+    def _draw_different(self, num_tasks: int) -> list[Addition]:
         if num_tasks < 1:
             raise ValueError(f"num_tasks must be at least 1, got {num_tasks}")
-        found: dict[Sum, None] = {}
+        found: dict[Addition, None] = {}
         for task in itertools.islice(self._draw(), 20 * num_tasks + 2000):
             found[task] = None
             if len(found) == num_tasks:

@@ -19,14 +19,14 @@ from slipstream.environments.question_files import Cell, Row, message_of, read_r
 REPLY_ROLE = "assistant"
 
 
-class Turn(NamedTuple):
+class Reply(NamedTuple):
     """What the model reads, and the reply to it."""
 
     messages: tuple[Message, ...]
     reply: str
 
 
-Conversation = tuple[Turn, ...]
+Conversation = tuple[Reply, ...]
 
 
 class Demonstrations(Environment[Conversation]):
@@ -115,7 +115,7 @@ def _cell(row: Row, column: str, where: str) -> Cell:
 
 def _turns(messages: Sequence[Message], where: str) -> Conversation:
     """Returns the turns up to the last reply; what follows it is read by nobody."""
-    turns: list[Turn] = []
+    turns: list[Reply] = []
     read: list[Message] = []
     for message in messages:
         if message.role != REPLY_ROLE:
@@ -125,7 +125,7 @@ def _turns(messages: Sequence[Message], where: str) -> Conversation:
             raise ConfigError(f"{where}: a reply must follow a message, got two replies or none")
         if not message.text:
             raise ConfigError(f"{where}: a reply is empty")
-        turns.append(Turn(tuple(read), message.text))
+        turns.append(Reply(tuple(read), message.text))
         read = []
     if not turns:
         raise ConfigError(f"{where} has no message with role = {REPLY_ROLE!r}")

@@ -51,7 +51,7 @@ class Exam:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ExamColumns:
     """Names of columns. Without `function` the names that tests use and do not define count."""
 
     question: str
@@ -60,7 +60,7 @@ class Columns:
     function: str | None = None
 
 
-def read_exams(path: Path, columns: Columns) -> list[Exam]:
+def read_exams(path: Path, columns: ExamColumns) -> list[Exam]:
     """Returns the tasks of a .jsonl or .parquet file in its order."""
     found = [
         _read_exam(row, columns, f"{path}, row {number}")
@@ -71,7 +71,7 @@ def read_exams(path: Path, columns: Columns) -> list[Exam]:
     return found
 
 
-def _read_exam(row: Row, columns: Columns, where: str) -> Exam:
+def _read_exam(row: Row, columns: ExamColumns, where: str) -> Exam:
     question = _text(row, columns.question, where)
     setup = "" if columns.setup is None else _text(row, columns.setup, where, may_be_empty=True)
     function = None if columns.function is None else _text(row, columns.function, where)
@@ -166,7 +166,7 @@ class Functions(Environment[Exam]):
         self._instruction = instruction
         self._reward = reward
         self._limit_s = limit_s
-        columns = Columns(question, tests, setup, function)
+        columns = ExamColumns(question, tests, setup, function)
         self._exams = read_exams(Path(path), columns)
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
         self._sandbox = Sandbox(

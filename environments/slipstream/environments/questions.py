@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, SupportsFloat
 
 from slipstream.client.environment import Environment, Message, StepResult
-from slipstream.client.loading import environment_failed
+from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.hub_data import PREFIX, HubData

@@ -90,7 +90,7 @@ def _stated_size(descriptor: Descriptor) -> int:
 
 
 def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
-    """The bound that a field states; None when it states none."""
+    """The bound that a field states, or None when it states none."""
     # The generated stubs do not know the type of an extension.
     options: Any = field.GetOptions()
     if not options.HasExtension(bounds_pb2.bound):

@@ -98,7 +98,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def passed_over(folder: Path) -> list[Path]:
-    """What has the name of a newer checkpoint than the newest whole one, and is none; ascending."""
+    """Returns folders named as newer checkpoints than the newest whole one, ascending."""
     newest = max(complete_steps(folder), default=-1)
     return [path for step, path in sorted(_candidates(folder)) if step > newest]
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import zlib
 from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.routed_experts import RoutedExperts, unpack_experts
 from slipstream.core.types import (
     SAMPLED_ARRAYS,
@@ -31,14 +32,80 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.bounds import decode, max_message_bytes
-from slipstream.protocol.trajectory_checks import check_trajectory
 from slipstream.v1 import trajectory_pb2 as pb
+
+
+def _check_branches(trajectory: Trajectory) -> None:
+    name, runs = trajectory.trajectory_id, [branch.num_runs for branch in trajectory.branches]
+    for number in runs:
+        if number == 0 or number % 2:
+            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
+    if runs and sum(runs) != len(trajectory.run_lengths):
+        raise ProtocolError(
+            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
+        )
+    for branch in trajectory.branches:
+        if not math.isfinite(branch.share):
+            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+        if branch.reward is not None and not math.isfinite(branch.reward):
+            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
+    rewards = {branch.name: branch.reward for branch in trajectory.branches}
+    if any(branch.reward != rewards[branch.name] for branch in trajectory.branches):
+        raise ProtocolError(f"{name}: branches of one name must have one reward")
+
+
+def _check_images(trajectory: Trajectory) -> None:
+    name, offsets = trajectory.trajectory_id, [place.offset for place in trajectory.image_places]
+    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
+        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
+    if any(
+        now >= after for now, after in itertools.pairwise([*offsets, len(trajectory.token_ids)])
+    ):
+        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raises ProtocolError when the parts of a trajectory do not fit together."""
+    name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
+    if sum(trajectory.run_lengths) != len(trajectory.token_ids):
+        raise ProtocolError(
+            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, "
+            f"but {len(trajectory.token_ids)} tokens"
+        )
+    arrays = {field: getattr(trajectory, field) for field in SAMPLED_ARRAYS}
+    for field, array in arrays.items():
+        if array is not None and len(array) != sampled:
+            raise ProtocolError(
+                f"{name}: {len(array)} values of {field} for {sampled} sampled tokens"
+            )
+    if any(span.length == 0 for span in trajectory.version_spans):
+        raise ProtocolError(f"{name}: a version span is empty")
+    if sum(span.length for span in trajectory.version_spans) != sampled:
+        raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
+    if not math.isfinite(trajectory.reward):
+        raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
+    for field, array in arrays.items():
+        if array is not None and not np.logical_and.reduce(np.isfinite(array)):
+            raise ProtocolError(f"{name}: a value of {field} is not a finite number")
+    _check_branches(trajectory)
+    reference = trajectory.reference
+    if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
+        raise ProtocolError(f"{name}: {fault}")
+    _check_images(trajectory)
+
 
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 PROTOCOL_VERSION = 8
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+_OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
+# Fields that have the same name and value in both forms, and whether they hold several values.
+_PLAIN = {
+    field.name: field.is_repeated
+    for field in pb.Trajectory.DESCRIPTOR.fields
+    if field.message_type is None and field.enum_type is None and field.name not in _OTHER_FIELDS
+}
 # To look a member up by its value takes longer than to decode a small message.
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
@@ -97,17 +164,16 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     routed = experts_to_pb(trajectory.routed_experts)
     reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
-        **dict(zip(_PLAIN_FIELDS, _plain_values(trajectory), strict=True)),
+        **{name: getattr(trajectory, name) for name in _PLAIN},
+        **sampled,
         purpose=pb.EpisodePurpose.Name(trajectory.purpose.value),
         status=pb.EpisodeStatus.Name(trajectory.status.value),
         token_ids=token_ids,
-        run_lengths=trajectory.run_lengths,
-        **sampled,
+        metrics=trajectory.metrics,
         version_spans=[
             pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
         ],
-        metrics=trajectory.metrics,
         checksum=_checksum(
             token_ids,
             *sampled.values(),
@@ -116,21 +182,9 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
             *trajectory.images,
         ),
         routed_experts=routed,
-        branches=[
-            pb.Branch(
-                num_runs=branch.num_runs,
-                share=branch.share,
-                name=branch.name,
-                reward=branch.reward,
-            )
-            for branch in trajectory.branches
-        ],
+        branches=[pb.Branch(**vars(branch)) for branch in trajectory.branches],
         reference=reference,
-        images=trajectory.images,
-        image_places=[
-            pb.ImagePlace(offset=place.offset, image=place.image)
-            for place in trajectory.image_places
-        ],
+        image_places=[pb.ImagePlace(**place._asdict()) for place in trajectory.image_places],
     )
     if trajectory.failure is not None:
         kind = pb.FailureKind.Name(trajectory.failure.kind.value)
@@ -158,24 +212,25 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         )
     except ValueError as error:
         raise ProtocolError(f"group {message.group_id}: {error}") from error
-    sampled: dict[str, Any] = {
+    fields: dict[str, Any] = {
+        name: tuple(getattr(message, name)) if is_repeated else getattr(message, name)
+        for name, is_repeated in _PLAIN.items()
+    } | {
         name: unpack_logprobs(data)
         for name, is_required in SAMPLED_ARRAYS.items()
         if (data := getattr(message, name)) or is_required
     }
     trajectory = Trajectory(
-        **dict(zip(_PLAIN_FIELDS, _plain_values(message), strict=True)),
+        **fields,
         purpose=purpose,
         status=status,
         failure=failure,
+        metrics=dict(message.metrics),
         token_ids=unpack_tokens(message.token_ids),
-        run_lengths=tuple(message.run_lengths),
-        **sampled,
         version_spans=tuple(
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
         ),
-        metrics=dict(message.metrics),
         routed_experts=experts_from_pb(message),
         branches=tuple(
             Branch(
@@ -187,7 +242,6 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             for branch in message.branches
         ),
         reference=reference_from_pb(message),
-        images=tuple(message.images),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
     )
     check_trajectory(trajectory)
@@ -195,7 +249,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
 
 
 def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """Returns the wire form of a trajectory's experts; None without experts."""
+    """Returns the wire form of a trajectory's experts, or None without experts."""
     if routed is None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
@@ -222,7 +276,7 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
 
 
 def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
-    """Returns the wire form of a reference model's log-probabilities; None without any."""
+    """Returns the wire form of a reference model's log-probabilities, or None without any."""
     if reference is None:
         return None
     return pb.ReferenceLogprobs(

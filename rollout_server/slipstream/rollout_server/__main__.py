@@ -41,6 +41,10 @@ class _NotStarted(Exception):
     """vLLM's engine did not start; its cause says why."""
 
 
+# Output kept of each environment worker; older lines are removed.
+WORKER_LOG_BYTES = 16 << 20
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one server until it is told to stop; returns the exit code."""
     options = _parse(arguments)
@@ -147,7 +151,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         gateway = WorkerGateway(
             config.run_dir / LOGS,
             server=server_id,
-            log_bytes=settings.environment_log_mib << 20,
+            log_bytes=WORKER_LOG_BYTES,
             limits=_worker_limits(settings),
             takes_tools=settings.tool_parser is not None,
         )

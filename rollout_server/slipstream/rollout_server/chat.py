@@ -10,7 +10,7 @@ from slipstream.v1 import environment_pb2
 PLACEHOLDER = "slipstreamreplyplaceholder"
 
 
-class ToolCall(NamedTuple):
+class ParsedToolCall(NamedTuple):
     """A call of a tool that a parser has read in a reply; `arguments` is JSON if the model's is."""
 
     id: str
@@ -28,7 +28,7 @@ class ChatMessage(NamedTuple):
     role: str
     content: str
     tool_call_id: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ParsedToolCall, ...] = ()
     reasoning: str = ""
     parts: tuple[str | bytes, ...] = ()
 
@@ -83,7 +83,7 @@ class ParsedReply(NamedTuple):
 
     content: str
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ParsedToolCall, ...] = ()
 
     @property
     def message(self) -> ChatMessage:

@@ -96,6 +96,5 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 
 def wire_bytes(config: Config) -> int:
     """Returns the bytes of all weights on the wire, by the headers of the model's files."""
-    dtype = config.weights.wire_dtype or config.model.dtype
     elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
-    return (4 if dtype == "float32" else 2) * elements
+    return (4 if config.model.dtype == "float32" else 2) * elements

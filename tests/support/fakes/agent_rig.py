@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
 from support.rigs.started_engine import become_a_server
+from support.rigs.waiting import until
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 SAMPLING = Sampling(1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50)
@@ -159,8 +159,7 @@ class AgentRig:
 
     async def closed(self) -> None:
         """Returns when every client has read its answer."""
-        while self.recorder.num_open:
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.recorder.num_open)
 
     def began(self) -> list[str]:
         """Why each branch began."""

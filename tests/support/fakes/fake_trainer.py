@@ -23,6 +23,7 @@ from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
 from support.fakes.fake_server import LAYOUT, OPEN, bucket_digests
+from support.rigs.waiting import until
 
 Checkpoint = tuple[PolicyVersion, bytes]
 PROBE = weights_pb2.Probe(
@@ -163,8 +164,7 @@ class FakeTrainer:
 
     async def until_held(self) -> None:
         """Waits until every step before `gated_from` is trained."""
-        while self.version.step < self.gated_from:
-            await asyncio.sleep(0.005)
+        await until(lambda: self.version.step >= self.gated_from)
 
     async def _train(self, header: trainer_pb2.BatchHeader, batch: list[Trajectory]) -> None:
         if header.step >= self.gated_from:

@@ -15,8 +15,8 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from slipstream.client.loading import load_environment
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.environment_loader import load_environment
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 

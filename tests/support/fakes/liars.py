@@ -25,6 +25,7 @@ from slipstream.v1 import (
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import until
 
 STEPS = 6
 
@@ -79,9 +80,7 @@ async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
     trainer.hold_at(2)
 
     async def during(controller: Controller, tasks: list) -> None:
-        async with asyncio.timeout(60):
-            while trainer.version.step < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: trainer.version.step >= 2, 60)
         try:
             async with open_channel(config.controller.address, OPEN) as channel:
                 async with asyncio.timeout(60):

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.v1 import environment_pb2 as pb
 
 # Imports of an agent take a minute on a busy machine.

@@ -46,7 +46,9 @@ def run_rank(folder: Path, job: str) -> None:
     settings: dict[str, Any] = {
         "run": {"name": "r", "dir": str(folder), "steps": 1},
         "model": {"path": str(folder / job), "dtype": "bfloat16"},
-        "environments": [{"name": "replies", "reference": "workloads:LognormalReplies"}],
+        "environments": [
+            {"name": "replies", "reference": "benchmarks.common.workloads:LognormalReplies"}
+        ],
         "algorithm": {
             "group_size": 2,
             "groups_per_step": 1,

@@ -48,8 +48,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.core.settings.role_sections import ReferenceSection
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
-    from slipstream.learner.trainer.roles.reference import Reference
+    from slipstream.learner.trainer.roles.reference import PolicyWithoutAdapters, Reference
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
 

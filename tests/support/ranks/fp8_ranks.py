@@ -1,8 +1,4 @@
-"""Tensor-parallel ranks with vLLM models that quantise their linear layers to FP8, on a CPU.
-
-vLLM's CPU build has no kernel for a scale of a whole matrix: `matrix_kernel` computes what the
-kernel for GPUs does.
-"""
+"""Tensor-parallel ranks with vLLM models that quantise their linear layers to FP8, on a CPU."""
 
 from __future__ import annotations
 
@@ -38,37 +34,30 @@ class Quantised:
     proofs_of_altered: tuple[str | None, ...]
 
 
-def quantised(folder: Path, tp_size: int, method: str) -> list[dict[str, Quantised]]:
+def quantised(folder: Path, tp_size: int) -> list[dict[str, Quantised]]:
     """Outcomes by name of shape, one mapping for each rank."""
     shapes = {n: SHAPES[n] for n in ("llama_tied", "qwen2_with_bias", "qwen3_with_qk_norm")}
-    return in_ranks(tp_size, _all_shapes, folder, tp_size, method, shapes)
+    return in_ranks(tp_size, _all_shapes, folder, tp_size, shapes)
 
 
 def _all_shapes(
-    rank: int, folder: Path, tp_size: int, method: str, shapes: Mapping[str, Shape]
+    rank: int, folder: Path, tp_size: int, shapes: Mapping[str, Shape]
 ) -> dict[str, Quantised]:
-    use_matrix_kernel()
+    keep_matrices_transposed()
     return {
-        name: _one_shape(folder / name, replace(shape, quantization=method), rank, tp_size)
+        name: _one_shape(
+            folder / name, replace(shape, quantization="fp8_per_channel"), rank, tp_size
+        )
         for name, shape in shapes.items()
     }
 
 
-def use_matrix_kernel() -> None:
-    """Gives vLLM on a CPU `matrix_kernel`, and matrices as on a GPU, in this process."""
-    from vllm import _custom_ops
+def keep_matrices_transposed() -> None:
+    """Gives vLLM on a CPU the matrices of a GPU, in this process."""
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
-    _custom_ops.scaled_fp8_quant = matrix_kernel
     for kernel in (cpu.CPUFP8W8A8ScaledMMLinearKernel, cpu.CPUFp8PerTensorScaledMMLinearKernel):
         kernel.is_supported = lambda *_: (False, "it packs matrices")
-
-
-def matrix_kernel(plain: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what vLLM's kernel makes of `plain` with one scale: it multiplies by 1 / scale."""
-    # The loader's tensors are parameters of vLLM's own classes.
-    scaled = plain.data.as_subclass(torch.Tensor).to(torch.float32) * scale.reciprocal()
-    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
 
 
 def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised:

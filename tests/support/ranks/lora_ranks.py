@@ -112,7 +112,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.roles.policy_without_adapters import without_adapters
+    from slipstream.learner.trainer.roles.reference import without_adapters
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors, save_adapters, save_hf_folder
 

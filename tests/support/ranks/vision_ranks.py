@@ -122,7 +122,7 @@ def config_of(folder: Path, layout: str):
 
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.algorithms.loss import TokenLoss
-    from slipstream.learner.trainer.batches.images import PlacedImage
+    from slipstream.learner.trainer.batches.images import SequenceImage
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
     from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
     from slipstream.learner.trainer.model.shares import masked_outputs, rank_micro_batches
@@ -142,7 +142,7 @@ def run_rank(folder: Path, job: str) -> None:
         dataclasses.replace(
             TrainingSequence.of_tokens(tokens),
             images=tuple(
-                PlacedImage(offset, data, policy.vision.processor) for offset, data in images
+                SequenceImage(offset, data, policy.vision.processor) for offset, data in images
             ),
         )
         for tokens, images in conversations(folder / family)
@@ -184,7 +184,7 @@ def run_rank(folder: Path, job: str) -> None:
         "weights": weights_of(policy),
     }
     if config.lora.rank:
-        from slipstream.learner.trainer.roles.policy_without_adapters import without_adapters
+        from slipstream.learner.trainer.roles.reference import without_adapters
 
         save_adapters(policy, config, folder / f"{job}-adapters")
         with without_adapters(policy.chunks):

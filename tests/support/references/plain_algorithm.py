@@ -220,7 +220,7 @@ def _objective(
         case "cispo":
             return -_exp(log_ratio).detach().clamp(low, high) * advantage * policy
         case "sapo":
-            positive, negative = algorithm.sapo_tau_positive, algorithm.sapo_tau_negative
+            positive, negative = algorithm.sapo_tau
             tau = torch.where(advantage > 0, positive, negative)
             return -torch.sigmoid(tau * (_exp(log_ratio) - 1)) * 4 / tau * advantage
         case "gspo":

@@ -20,7 +20,7 @@ from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 from PIL import Image
 from slipstream.client.environment import Environment, StepResult
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.core.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.core.models.vision.pixels import FORMATS, decoded

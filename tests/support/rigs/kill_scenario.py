@@ -66,7 +66,7 @@ def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict
         "environments": [
             {
                 "name": "replies",
-                "reference": "workloads:LognormalReplies",
+                "reference": "benchmarks.common.workloads:LognormalReplies",
                 "args": {"median": 12, "sigma": 0.3, "longest": 24},
             }
         ],
@@ -76,7 +76,8 @@ def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict
             "max_staleness": 0,
             "learning_rate": 1e-3,
         },
-        "sampling": {"max_reply_tokens": 24, "max_episode_tokens": 48, "ignore_eos": True},
+        "sampling": {"max_reply_tokens": 24, "max_episode_tokens": 48},
+        "debug": {"ignore_eos": True},
         "controller": {"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
         "learner": {"export_final": False},
         "rollout_server": {"max_episodes": 16, "enforce_eager": True},

@@ -22,6 +22,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config
+from support.rigs.waiting import until
 
 Result = TypeVar("Result")
 LIMIT_S = 60.0
@@ -106,9 +107,7 @@ class LiveRun:
         self._peers = [asyncio.ensure_future(peer.run()) for peer in (self.server, self.trainer)]
         self._open = open_channel(self.address, OPEN)
         self.channel = await self._open.__aenter__()
-        async with asyncio.timeout(LIMIT_S):
-            while self.trainer.version.step < self.trainer.gated_from:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.trainer.version.step >= self.trainer.gated_from, LIMIT_S)
 
     async def _end(self) -> None:
         """Lets the run go on to its own end."""

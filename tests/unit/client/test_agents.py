@@ -16,8 +16,8 @@ from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes, AgentRun
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
-from slipstream.client.serving import EpisodeHost, answer_commands
-from slipstream.client.witness import CallWitness
+from slipstream.client.call_tracker import CallTracker
+from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.judged import JudgedByStart
 from slipstream.protocol.call_record import CallRecord
@@ -32,6 +32,7 @@ from support.fakes.scripted_server import (
     event,
     never,
 )
+from support.rigs.waiting import until
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -327,8 +328,7 @@ async def test_a_flood_of_calls_is_held_back() -> None:
         async def run(self, task, endpoint):
             async with chat(endpoint) as client:
                 calls = [asyncio.create_task(say(client, "x")) for _ in range(MAX_OPEN_CALLS)]
-                while len(play.calls) < MAX_OPEN_CALLS:
-                    await asyncio.sleep(0.005)
+                await until(lambda: len(play.calls) >= MAX_OPEN_CALLS)
                 with pytest.raises(openai.RateLimitError) as refused:
                     await say(client, "one more")
                 assert refused.value.response.headers["retry-after"] == "1"
@@ -356,8 +356,7 @@ async def test_the_server_is_told_of_a_client_that_hangs_up() -> None:
             async with chat(endpoint) as client:
                 with pytest.raises(openai.APITimeoutError):
                     await say(client.with_options(timeout=0.2), "x")
-            while not play.abandoned:
-                await asyncio.sleep(0.005)
+            await until(lambda: play.abandoned)
             return 1.0
 
     host = EpisodeHost(Impatient())
@@ -376,8 +375,7 @@ async def test_an_agent_that_returns_with_open_calls_ends_them() -> None:
                         await say(client, "x")
 
             lefts.append(asyncio.create_task(ask()))
-            while not play.calls:
-                await asyncio.sleep(0.005)
+            await until(lambda: play.calls)
             return 0.5
 
     lefts: list[asyncio.Task[None]] = []
@@ -552,7 +550,7 @@ async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits(
         seen["waiting"] = CallRecord.read(record).running
         yield as_json(chat_reply("x"))
 
-    host = EpisodeHost(Looks(), witness=CallWitness(record))
+    host = EpisodeHost(Looks(), tracker=CallTracker(record))
     assert (await Episode(host, look).run()).HasField("agent_result")
     assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
     assert CallRecord.read(record).running == ()
@@ -564,9 +562,7 @@ async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -
     url = gateway.open(CallExchange(on_waiting=lambda _: None)).anthropic_url
     port = int(url.split(":")[2].partition("/")[0])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    async with asyncio.timeout(LIMIT_S):
-        while not gateway._server.server_state.connections:
-            await asyncio.sleep(0.005)
+    await until(lambda: gateway._server.server_state.connections, LIMIT_S)
     (connection,) = gateway._server.server_state.connections
     accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -596,8 +592,7 @@ async def test_runs_that_do_not_end_are_named_and_bounded(
     for key in ("a", "b"):
         episode = opened()
         waiting = asyncio.create_task(episode.next())
-        while not episode.place():
-            await asyncio.sleep(0.005)
+        await until(episode.place)
         await episodes.end(episode, key)
         waiting.cancel()
         told = capsys.readouterr().err

@@ -23,6 +23,7 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 from support.fakes.fake_workers import Empty, Good
+from support.rigs.waiting import until
 
 LIMIT_S = 60.0
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -480,8 +481,7 @@ async def test_a_controller_that_does_not_listen_yet_is_waited_for(
     controller.streams = [serve, serve]
     async with asyncio.timeout(LIMIT_S), Client(address) as client:
         serving = asyncio.ensure_future(client.serve(Good()))
-        while "no controller answers" not in caplog.text:
-            await asyncio.sleep(0.01)
+        await until(lambda: "no controller answers" in caplog.text)
         async with listening(controller, address=address):
             await served.wait()
             with pytest.raises(ConfigError, match="no controller of this version"):

@@ -36,7 +36,6 @@ CHANGED = {
     "algorithm.epochs": 2,
     "sampling.temperature": 0.5,
     "checkpoint.load": "somewhere",
-    "weights.wire_dtype": "float32",
     "lora.rank": 16,
     "lora.alpha": 8.0,
     "lora.dropout": 0.1,

@@ -13,9 +13,9 @@ from slipstream.client.doctor.fit import Needs, check_fit
 from slipstream.client.doctor.gpus import check_build, check_gpus
 from slipstream.client.launch import placement
 from slipstream.client.launch.checks import Finding, Verdict
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
+from support.fakes.small_configs import small_config
 
 GIB = 1 << 30
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))
@@ -92,13 +92,7 @@ def test_settings_of_nccl_that_differ_from_ours_are_named(nvml: FakeNvml) -> Non
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
-    values: dict[str, Any] = {
-        "run": {"name": "examined", "steps": 1},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
-    }
-    return parse_config(values | sections, source="test")
+    return small_config(**sections)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +164,7 @@ def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.Monkey
 
 def test_drafts_that_no_server_makes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for max_episodes, told in ((256, False), (257, True)):
-        server = {"drafts": "ngram", "max_episodes": max_episodes}
+        server = {"drafts": "shared", "max_episodes": max_episodes}
         found = fits(config_of(rollout_server=server), monkeypatch, 2, 7.0)
         assert ("drafts" in found) is told
     assert found["drafts"].verdict is Verdict.ADVICE

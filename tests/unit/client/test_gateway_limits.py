@@ -12,6 +12,7 @@ import pytest
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, MAX_HEAD_BYTES, Gateway
 from slipstream.v1 import environment_pb2 as pb
+from support.rigs.waiting import until
 
 LIMIT_S = 60.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -107,13 +108,11 @@ async def test_a_whole_head_may_not_be_larger_than_the_limit() -> None:
 async def test_a_body_that_is_read_counts_as_a_call() -> None:
     async with opened() as rig:
         begun = [await rig.connected(rig.begun(2) + b"{") for _ in range(MAX_OPEN_CALLS)]
-        while rig.exchange.num_reading < MAX_OPEN_CALLS:
-            await asyncio.sleep(0.005)
+        await until(lambda: rig.exchange.num_reading >= MAX_OPEN_CALLS)
         reader, writer = await rig.connected(rig.begun(2) + b"{}")
         assert await status(reader) == 429
         begun[0][1].close()
-        while rig.exchange.num_reading == MAX_OPEN_CALLS:
-            await asyncio.sleep(0.005)
+        await until(lambda: rig.exchange.num_reading != MAX_OPEN_CALLS)
         writer.write(rig.begun(2) + b"{}")
         assert (await rig.exchange.next()).body == b"{}"
 
@@ -125,14 +124,12 @@ async def test_bodies_of_one_episode_are_counted_before_they_are_whole() -> None
         for _ in range(most):
             held.append(await rig.connected(rig.begun(MAX_BODY_BYTES)))
             assert await flooded(held[-1][1], b"z" * (MAX_BODY_BYTES - 1), 1)
-        while rig.exchange.num_waiting_bytes < most * (MAX_BODY_BYTES - 1):
-            await asyncio.sleep(0.005)
+        await until(lambda: rig.exchange.num_waiting_bytes >= most * (MAX_BODY_BYTES - 1))
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)
         assert await status(reader) == 429
         # One is whole: it counts until the server has it.
         held[0][1].write(b"z")
-        while rig.exchange.num_reading == most:
-            await asyncio.sleep(0.005)
+        await until(lambda: rig.exchange.num_reading != most)
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)
         assert await status(reader) == 429
         assert len((await rig.exchange.next()).body) == MAX_BODY_BYTES

@@ -124,7 +124,7 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
     ("words", "says"),
     [
         (["run", "a.toml", "--epochs", "3"], "--epochs 3; a setting is section.key=value; see"),
-        (["status", "--steps"], "--steps; see"),
+        (["status", "--limit"], "--limit; see"),
     ],
 )
 def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(

@@ -4,24 +4,19 @@ import dataclasses
 
 import pytest
 from pydantic import JsonValue
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.rewards import has_variance, is_counted, overlong_penalty, shaped_rewards
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.types import Branch, Status, Trajectory
 from support.fakes.fake_trajectories import make_trajectory
+from support.fakes.small_configs import small_config
 
 PENALTY: JsonValue = {"penalty": 0.5, "cache_tokens": 4}
 
 
 def config(**algorithm: JsonValue) -> Config:
-    table: dict[str, JsonValue] = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3} | algorithm,
-        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
-    }
-    return parse_config(table, source="test.toml")
+    lengths = {"max_reply_tokens": 10, "max_episode_tokens": 64}
+    return small_config(algorithm={"group_size": 4, **algorithm}, sampling=lengths)
 
 
 def shaped(trajectory: Trajectory, settings: Config) -> dict[str, float]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from slipstream.environments.arithmetic import Arithmetic, Sum, find_answer
+from slipstream.environments.arithmetic import Addition, Arithmetic, find_answer
 from slipstream.environments.echo import Echo, Others, split_pairs
 from slipstream.environments.guess import GuessNumber
 
@@ -71,15 +71,15 @@ def test_echo_refuses_arguments_that_cannot_work(
 
 def test_arithmetic_never_shows_a_held_out_task_in_training_whatever_the_seed() -> None:
     arguments = {"digits": 2, "min_digits": 1, "operations": ["+", "-", "*"]}
-    train: set[Sum] = set()
-    heldout: set[Sum] = set()
+    train: set[Addition] = set()
+    heldout: set[Addition] = set()
     for seed in range(3):
         train |= set(itertools.islice(Arithmetic(seed=seed, **arguments).tasks(), 3000))
         held = Arithmetic(seed=seed, split="heldout", **arguments).tasks()
         heldout |= set(itertools.islice(held, 1000))
     assert len(heldout) > 500
     assert not train & heldout
-    assert not train & {Sum(t.right, t.operation, t.left) for t in heldout}
+    assert not train & {Addition(t.right, t.operation, t.left) for t in heldout}
 
 
 def test_arithmetic_draws_the_asked_for_sizes_the_same_way_every_time() -> None:
@@ -119,7 +119,7 @@ def test_an_answer_line_must_be_the_last(reply: str, answer: int | None) -> None
 
 def test_arithmetic_rewards_the_right_answer_and_a_little_the_right_form() -> None:
     environment = Arithmetic(format_credit=0.2)
-    (message,) = environment.reset(Sum(7, "*", 8))
+    (message,) = environment.reset(Addition(7, "*", 8))
     assert message.content == "What is 7 * 8? Reply with the number only."
     assert environment.step("56").reward == 1.0
     wrong = environment.step("57")

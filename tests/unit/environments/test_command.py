@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError
 from slipstream.environments.command import Command
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.scripted_server import Episode, answers, never
+from support.rigs.waiting import until
 
 LIMIT_S = 120.0
 
@@ -144,9 +145,7 @@ async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> Non
     episode = Episode(host, never, task_index=1)
     await episode.reset()
     waiting = asyncio.create_task(episode.next())
-    async with asyncio.timeout(LIMIT_S):
-        while not pids.exists() or len(pids.read_text().splitlines()) < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: not (not pids.exists() or len(pids.read_text().splitlines()) < 2), LIMIT_S)
     await episode.close()
     assert (await waiting).failure.message == "the episode was closed"
     assert await gone(pids)
@@ -155,9 +154,9 @@ async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> Non
 
 async def gone(pids: Path) -> bool:
     """Whether all processes of a file have ended; a killed one may take a moment."""
-    async with asyncio.timeout(LIMIT_S):
-        while any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()):
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()), LIMIT_S
+    )
     return True
 
 

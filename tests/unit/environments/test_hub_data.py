@@ -180,7 +180,7 @@ def test_files_that_only_datasets_can_read_are_named(
 
 
 def test_the_data_set_on_the_page_is_read(ask: Callable, hub: Hub) -> None:
-    page = Path(__file__).parents[3] / "docs" / "guides" / "frameworks.md"
+    page = Path(__file__).parents[3] / "docs" / "guides" / "questions.md"
     (shown,) = [text for text in FENCE.findall(page.read_text()) if "hf:" in text]
     table = tomllib.loads(shown)
     (trained,), (evaluated,) = table["environments"], table["evaluations"]

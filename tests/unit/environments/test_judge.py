@@ -20,6 +20,7 @@ from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.environments.judge import Judge, JudgeError
 from slipstream.environments.judged import Judged
 from support.fakes.small_configs import config_of
+from support.rigs.waiting import until
 
 pytest.importorskip("openai")
 
@@ -279,9 +280,7 @@ async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) ->
     endpoint.hold.clear()
     one = judge(endpoint, max_open=3)
     calls = [asyncio.create_task(one.score({"reply": str(number)})) for number in range(12)]
-    async with asyncio.timeout(60):
-        while endpoint.open < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: endpoint.open >= 3, 60)
     endpoint.hold.set()
     assert await asyncio.gather(*calls) == [5] * 12
     assert endpoint.most_open == 3

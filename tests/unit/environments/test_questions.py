@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.questions import MathJudge, MathVerdict, Questions, is_heldout
 from support.fakes.fake_workers import worker_process
+from support.rigs.waiting import until
 
 REFERENCE = "slipstream.environments.questions:Questions"
 SUMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(100)]
@@ -353,8 +354,7 @@ async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no
     pytest.importorskip("math_verify")
     judge = MathJudge(timeout_s=20.0)
     first = asyncio.create_task(judge.compare("1", "1"))
-    while judge._process is None:
-        await asyncio.sleep(0)
+    await until(lambda: judge._process is not None)
     first.cancel()
     await asyncio.wait([first])
     assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)

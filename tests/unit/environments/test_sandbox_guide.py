@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 
 pytestmark = [
     pytest.mark.process,

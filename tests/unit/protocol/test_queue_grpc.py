@@ -16,6 +16,7 @@ from slipstream.protocol.access.security import Credentials, create_server, open
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
+from support.rigs.waiting import until
 
 LIMIT_S = 20.0
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -78,9 +79,7 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
     ):
         for number in range(10):
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
-        async with asyncio.timeout(LIMIT_S):
-            while sender.queued_bytes:
-                await asyncio.sleep(0.01)
+        await until(lambda: not sender.queued_bytes, LIMIT_S)
     assert set(taken) == {str(number) for number in range(10)}
 
 

@@ -19,6 +19,7 @@ from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_connection import RedisConnection
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -101,16 +102,13 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
         consumer = group.create_task(consume(receiver))
         for _ in range(5):
             seen = len(arrived)
-            while len(arrived) < seen + 20:
-                await asyncio.sleep(0.005)
+            await until(lambda seen=seen: len(arrived) >= seen + 20)
             await asyncio.sleep(generator.random() * 0.05)
             await kill(server)
             await server.start()
         finished.set()
         await asyncio.wait(producers)
-        async with asyncio.timeout(LIMIT_S):
-            while not answered <= arrived or sender.queued_bytes:
-                await asyncio.sleep(0.01)
+        await until(lambda: not (not answered <= arrived or sender.queued_bytes), LIMIT_S)
         consumer.cancel()
     async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
         await becomes_empty(client)
@@ -325,7 +323,7 @@ async def test_a_missing_right_ends_a_sender_with_user_and_command(
     (cause,) = causes(caught.value)
     assert cause == (
         f"redis at {server.address}: user other lacks the right to {lacks} on the keys of run run; "
-        "`slipstream doctor` names all that are missing"
+        "docs/security.md has the lines that give all rights"
     )
 
 

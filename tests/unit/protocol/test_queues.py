@@ -19,6 +19,7 @@ from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.v1 import trajectory_pb2_grpc
 from support.fakes.memory_queue import MemoryQueue
+from support.rigs.waiting import until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LIMIT_S = 20.0
@@ -122,12 +123,6 @@ async def get(receiver: TrajectoryReceiver, count: int) -> list[int]:
     return numbers
 
 
-async def becomes(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not what():
-            await asyncio.sleep(0.005)
-
-
 async def test_trajectories_of_a_sender_arrive_in_order(make_place: MakePlace) -> None:
     place = make_place(100_000)
     async with place.receiver() as receiver, place.sender() as sender:
@@ -205,7 +200,7 @@ async def test_queued_bytes_return_to_zero_when_all_is_acknowledged(make_place: 
         await put(sender, *range(20))
         await get(receiver, 20)
         await receiver.acknowledge(map(name, range(20)))
-        await becomes(lambda: sender.queued_bytes == 0)
+        await until(lambda: sender.queued_bytes == 0)
 
 
 async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
@@ -217,7 +212,7 @@ async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
             await put(sender, *range(40))
             assert await get(first, 30) == list(range(30))
             await first.acknowledge(map(name, range(10)))
-            await becomes(lambda: sender.queued_bytes == 3_000)
+            await until(lambda: sender.queued_bytes == 3_000)
         async with place.receiver() as second:
             assert await get(second, 30) == list(range(10, 40))
 
@@ -233,7 +228,7 @@ async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_
             seen += await get(receiver, 1)
         assert set(seen) == {1, 2}
         await receiver.acknowledge([name(1), name(2)])
-        await becomes(lambda: sender.queued_bytes == 0)
+        await until(lambda: sender.queued_bytes == 0)
 
 
 async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
@@ -244,12 +239,12 @@ async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
         await put(sender, 1)
         await get(receiver, 1)
         await receiver.acknowledge([name(1)])
-        await becomes(lambda: sender.queued_bytes == 0)
+        await until(lambda: sender.queued_bytes == 0)
         await put(sender, 1, 2)
         while await get(receiver, 1) != [2]:
             await receiver.acknowledge([name(1)])
         await receiver.acknowledge([name(2)])
-        await becomes(lambda: sender.queued_bytes == 0)
+        await until(lambda: sender.queued_bytes == 0)
 
 
 async def test_acknowledging_unknown_ids_does_nothing(make_place: MakePlace) -> None:
@@ -260,7 +255,7 @@ async def test_acknowledging_unknown_ids_does_nothing(make_place: MakePlace) -> 
         assert await get(receiver, 1) == [1]
         await receiver.acknowledge([name(98), name(1), name(1)])
         await receiver.acknowledge([name(1)])
-        await becomes(lambda: sender.queued_bytes == 0)
+        await until(lambda: sender.queued_bytes == 0)
 
 
 async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
@@ -310,4 +305,4 @@ async def test_a_trajectory_that_is_put_twice_while_there_is_no_room_leaves_no_b
             await receiver.acknowledge([name(1)])
         assert await get(receiver, 1) == [2]
         await receiver.acknowledge([name(2)])
-        await becomes(lambda: sender.queued_bytes == 0)
+        await until(lambda: sender.queued_bytes == 0)

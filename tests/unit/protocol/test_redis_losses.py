@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
-from slipstream.client.doctor.redis_examination import examine
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
-from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_rights import DEFAULT_USER, ROLES
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -252,8 +252,7 @@ async def test_the_next_receiver_delivers_what_is_left_under_a_new_mark(
             names = [(await second.get()).trajectory_id for _ in range(left + 1)]
             assert names == [*(name(number) for number in range(3))][3 - left :] + [name(9)]
             await second.acknowledge(names)
-            while sender.queued_bytes:
-                await asyncio.sleep(0.01)
+            await until(lambda: not sender.queued_bytes)
     async with RedisReceiver(server.url(), "run") as third:
         assert third.mark == second.mark
 
@@ -332,14 +331,11 @@ async def test_a_server_that_drops_transactions_when_it_loads_is_refused(tmp_pat
         with pytest.raises(QueueError) as caught:
             async with RedisReceiver(url("controller"), "run"):
                 pass
-        with pytest.raises(QueueError) as examined:
-            await examine(url("controller"), CONTROLLER, limit_s=LIMIT_S)
     assert str(caught.value).endswith(
         " (redis) loses transactions at a restart, since its default user may not set: put "
         "`user default off resetpass ~* &* +@all` into its access list, which lets nobody in as "
         "that user, or use redis from 8.6.3 on or valkey from 9.1.2 on"
     )
-    assert str(examined.value) == str(caught.value)
 
 
 @needs_redis_server
@@ -355,9 +351,6 @@ async def test_a_server_that_may_not_be_asked_about_its_default_user_is_refused(
 @needs_redis_server
 async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_path: Path) -> None:
     async with redis_server(tmp_path, DEFAULT_USER) as url:
-        for role in ROLES.values():
-            found = await examine(url(role.user), role, limit_s=LIMIT_S)
-            assert (found.missing, found.excessive) == ((), ())
         async with (
             RedisReceiver(url("controller"), "run") as first,
             RedisSender(url("rollout"), "run", 10_000) as sender,

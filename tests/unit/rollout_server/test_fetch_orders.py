@@ -19,6 +19,7 @@ from support.rigs.stored_versions import (
     digests_of,
     first_content,
 )
+from support.rigs.waiting import until
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -81,8 +82,7 @@ class Rig:
         self.orders.completed(fleet_pb2.ControllerMessage(probe_verdict=verdict))
 
     async def until_reported(self, number: int) -> None:
-        while len(self.reports) < number:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.reports) >= number)
 
     def completed(self, publish_id: str) -> fleet_pb2.ReceiveWeights:
         order = weights_pb2.PublishOrder(publish_id=publish_id)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.types import FailureKind, PolicyVersion, Status, VersionSpan
 from slipstream.environments.demonstrations import Demonstrations
 from slipstream.v1 import environment_pb2, fleet_pb2

@@ -25,6 +25,7 @@ from slipstream.rollout_server.reference_server import (
 from slipstream.rollout_server.session import SessionWaits
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
+from support.rigs.waiting import until
 
 
 @pytest.fixture
@@ -106,8 +107,7 @@ async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
         ask(section(endpoint, max_open=2), *[scored([1, number], [0, 1]) for number in range(6)])
     )
     async with asyncio.timeout(60):
-        while endpoint.open < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: endpoint.open >= 2)
         endpoint.hold.set()
         await asking
     assert (len(endpoint.asked), endpoint.most_open) == (6, 2)
@@ -210,9 +210,7 @@ async def test_a_cancelled_episode_does_not_wait_for_the_reference(
     async with start_server(with_server(config, section(endpoint))) as server:
         connection = await server.join()
         connection.lease("g1", members=[0])
-        async with asyncio.timeout(60):
-            while not endpoint.open:
-                await asyncio.sleep(0.005)
+        await until(lambda: endpoint.open, 60)
         connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
         (cancelled,) = await server.fleet.wait_trajectories(1)
         endpoint.hold.set()

@@ -12,6 +12,7 @@ from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
 from support.fakes.fake_fleet import FakeFleet
+from support.rigs.waiting import until
 
 
 def draining_within(config, limit_s: float):
@@ -137,7 +138,7 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> Non
     assert [step.truncated for step in steps] == [True]
 
 
-async def test_an_environment_gets_one_reply_where_the_settings_say_nothing(server) -> None:
+async def test_an_environment_goes_on_where_the_settings_do_not_end_it(server) -> None:
     server.fleet.client.turns = 100
     connection = await server.join()
     sampling = fleet_pb2.SamplingSettings(
@@ -145,7 +146,8 @@ async def test_an_environment_gets_one_reply_where_the_settings_say_nothing(serv
     )
     connection.lease("g1", members=[0], sampling=sampling)
     (trajectory,) = await server.fleet.wait_trajectories(1)
-    assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 1)
+    # Here its context is full.
+    assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 5)
 
 
 async def test_an_episode_ends_where_its_context_is_full(server) -> None:
@@ -574,8 +576,7 @@ async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once
     server.engine.others_came.clear()
     order = weights_pb2.PublishOrder(publish_id="p")
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-    while server.engine.prepared != "p":
-        await asyncio.sleep(0)
+    await until(lambda: server.engine.prepared == "p")
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
     assert report.message == "the publish was abandoned"
@@ -593,8 +594,7 @@ async def test_an_abort_overtakes_the_publish_that_it_is_about(server) -> None:
     # The second one waits for the first.
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p2", reason="test"))
     connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
-    while server.engine.prepared != "p1":
-        await asyncio.sleep(0)
+    await until(lambda: server.engine.prepared == "p1")
     await connection.wait_for("heartbeat")
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="test"))
     await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
@@ -606,8 +606,7 @@ async def test_a_server_that_loses_its_controller_waits_for_no_member(server) ->
     server.engine.others_came.clear()
     order = weights_pb2.PublishOrder(publish_id="p")
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
-    while server.engine.prepared != "p":
-        await asyncio.sleep(0)
+    await until(lambda: server.engine.prepared == "p")
     connection.hang_up()
     await server.fleet.joined()
 

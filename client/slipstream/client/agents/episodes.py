@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from slipstream.client.agent import AgentEnvironment, Endpoint
 from slipstream.client.agents.exchange import CallExchange
 from slipstream.client.answers import agent_result
-from slipstream.client.loading import environment_failed
-from slipstream.client.witness import awaited_place, running_place
+from slipstream.client.call_tracker import awaited_place, running_place
+from slipstream.client.environment_loader import environment_failed
 from slipstream.v1 import environment_pb2 as pb
 
 if TYPE_CHECKING:
@@ -240,14 +240,14 @@ class AgentRun:
                 outcome = _Outcome(error=error)
             with contextlib.suppress(RuntimeError):
                 # The loop is closed when the whole process ends.
-                self._loop.call_soon_threadsafe(self._deliver, outcome)
+                self._loop.call_soon_threadsafe(deliver, outcome)
+
+        def deliver(outcome: _Outcome) -> None:
+            if not self._from_thread.done():
+                self._from_thread.set_result(outcome)
 
         self._thread = threading.Thread(target=work, name="agent", daemon=True)
         self._thread.start()
-
-    def _deliver(self, outcome: _Outcome) -> None:
-        if not self._from_thread.done():
-            self._from_thread.set_result(outcome)
 
 
 def _interrupt(thread: threading.Thread) -> None:

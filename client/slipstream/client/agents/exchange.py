@@ -25,7 +25,7 @@ class TooManyCalls(Exception):
 
 
 @dataclass(eq=False)
-class OpenCall:
+class PendingCall:
     """One call, from its request to the last part of its reply."""
 
     number: int
@@ -47,19 +47,15 @@ class CallExchange:
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
         """`on_waiting` is told when the agent begins and ends to wait for replies."""
         self._on_waiting = on_waiting
-        self._calls: dict[int, OpenCall] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         # Requests whose bodies are read, and the bytes of these so far.
         self.num_reading = self._read_bytes = 0
         # Messages that the server has not taken yet.
         self._outbox: list[pb.AgentCall] = []
         self._changed = asyncio.Event()
-        self._has_ended = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the episode takes no more calls."""
-        return self._has_ended
+        # Whether the episode takes no more calls.
+        self.has_ended = False
 
     @property
     def num_waiting_bytes(self) -> int:
@@ -90,23 +86,23 @@ class CallExchange:
             self.num_reading -= 1
             self._read_bytes -= num_bytes
 
-    def open(self, request: pb.AgentCall) -> OpenCall:
+    def open(self, request: pb.AgentCall) -> PendingCall:
         """Hands a request that was read to the server, and numbers it."""
-        assert not self._has_ended
+        assert not self.has_ended
         self._num_calls += 1
         request.call = self._num_calls
-        call = self._calls[request.call] = OpenCall(request.call)
+        call = self._calls[request.call] = PendingCall(request.call)
         self._send(request)
         if len(self._calls) == 1:
             self._on_waiting(True)
         return call
 
-    def close(self, call: OpenCall) -> None:
+    def close(self, call: PendingCall) -> None:
         """Forgets a call; the server is told unless it has sent the last part of the reply."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return
-        if not self._has_ended:
+        if not self.has_ended:
             waiting = [message for message in self._outbox if message.call != call.number]
             if len(waiting) < len(self._outbox):
                 self._outbox = waiting
@@ -116,10 +112,10 @@ class CallExchange:
 
     async def next(self) -> pb.AgentCall | None:
         """Returns the next message for the server, or None after `end`."""
-        while not self._outbox and not self._has_ended:
+        while not self._outbox and not self.has_ended:
             self._changed.clear()
             await self._changed.wait()
-        return None if self._has_ended else self._outbox.pop(0)
+        return None if self.has_ended else self._outbox.pop(0)
 
     async def part(self, part: pb.ReplyPart) -> None:
         """Hands a part of a reply to its client; returns when the client has taken it.
@@ -138,7 +134,7 @@ class CallExchange:
 
     def end(self) -> None:
         """Ends all calls, and `next`."""
-        self._has_ended = True
+        self.has_ended = True
         self._outbox.clear()
         self._changed.set()
         for call in self._calls.values():
@@ -154,7 +150,7 @@ class CallExchange:
             self._on_waiting(False)
 
 
-def _drop_parts(call: OpenCall) -> None:
+def _drop_parts(call: PendingCall) -> None:
     while not call.parts.empty():
         waiting = call.parts.get_nowait()
         if waiting is not None and not waiting[1].done():

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import h11
 import uvicorn
 from slipstream.client.agent import BRANCH_NAME, Endpoint
-from slipstream.client.agents.exchange import CallExchange, OpenCall, TooManyCalls
+from slipstream.client.agents.exchange import CallExchange, PendingCall, TooManyCalls
 from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
@@ -199,7 +199,8 @@ class Gateway:
         except _Refusal as refusal:
             await _refuse(send, refusal)
         except TooManyCalls:
-            await _refuse(send, _flood())
+            what = "the episode has too many open calls; wait for one of them"
+            await _refuse(send, _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what))
         except _HungUp:
             return
         else:
@@ -230,7 +231,11 @@ class Gateway:
         request = pb.AgentCall(
             method=scope["method"],
             path=f"{where}/{rest}?{query}" if query else f"{where}/{rest}",
-            headers=_headers(scope),
+            headers=[
+                pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
+                for name, value in head
+                if name in PASSED_HEADERS
+            ],
             branch=branch,
         )
         try:
@@ -244,7 +249,7 @@ class _HungUp(Exception):
     """The client closed its connection."""
 
 
-async def _relay(exchange: CallExchange, call: OpenCall, receive: Receive, send: Send) -> None:
+async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, send: Send) -> None:
     """Passes the parts of a reply on as they come; a client that hangs up ends its call."""
 
     async def watch() -> None:
@@ -300,14 +305,6 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
     raise _Refusal(413, "request_too_large", "request_too_large", what)
 
 
-def _headers(scope: Scope) -> list[pb.HttpHeader]:
-    return [
-        pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
-        for name, value in scope["headers"]
-        if name in PASSED_HEADERS
-    ]
-
-
 def _shows(scope: Scope, secret: str) -> bool:
     """Whether a request carries `secret`, as clients of either API send it."""
     shown = (
@@ -330,11 +327,6 @@ def _start(part: pb.ReplyPart) -> dict[str, Any]:
 def _over() -> _Refusal:
     what = "this is no endpoint of an open episode, or its api_key is missing"
     return _Refusal(401, "authentication_error", "invalid_api_key", what)
-
-
-def _flood() -> _Refusal:
-    what = "the episode has too many open calls; wait for one of them"
-    return _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what)
 
 
 async def _refuse(send: Send, refusal: _Refusal) -> None:

@@ -165,7 +165,7 @@ class UnknownRun(LookupError):
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRows:
     """Complete lines of a JSON-lines file, read from a given byte on.
 
     `end` is the byte after the last line. `is_all`: the file had no more bytes to read.
@@ -201,7 +201,7 @@ class RunFolders:
             lines.append(line | suspended | _table(folder / SUMMARY))
         return lines
 
-    def metrics(self, name: str, begin: int) -> Part:
+    def metrics(self, name: str, begin: int) -> FileRows:
         """Returns rows of metrics.jsonl from byte `begin` on; raises UnknownRun."""
         return _lines(self._of(name) / METRICS, begin)
 
@@ -265,7 +265,7 @@ def _written_s(folder: Path) -> float:
         return 0.0
 
 
-def _lines(path: Path, begin: int) -> Part:
+def _lines(path: Path, begin: int) -> FileRows:
     """Reads the rows from byte `begin` on, up to the last complete line.
 
     Damaged lines are left out, so that the page shows the others.
@@ -276,14 +276,14 @@ def _lines(path: Path, begin: int) -> Part:
             data = file.read(MOST_BYTES)
             is_all = len(data) < MOST_BYTES
     except OSError:
-        return Part([], begin, is_all=True)
+        return FileRows([], begin, is_all=True)
     complete = data[: data.rfind(b"\n") + 1]
     rows = []
     for line in complete.splitlines():
         row = _parsed(line)
         if isinstance(row, dict):
             rows.append(row)
-    return Part(rows, begin + len(complete), is_all)
+    return FileRows(rows, begin + len(complete), is_all)
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ async def examine(config: Config | None) -> list[Finding]:
         if config.queue.kind == "redis" and config.queue.redis_url is not None:
             if importlib.util.find_spec("redis") is None:
                 return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]
-            from slipstream.client.doctor.redis_examination import check_queue
+            from slipstream.client.doctor.queue import check_queue
 
             findings += await check_queue(config)
     return findings

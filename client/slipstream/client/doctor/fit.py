@@ -109,7 +109,7 @@ def needs_of(config: Config) -> Needs | None:
         rank_bytes += number / split * (weight_bytes + (0 if config.lora.rank else trained))
     if config.weights.delta == "gpu" and not config.lora.publishes_adapters:
         # A rank that sends keeps what it sent; payloads take at most an eighth of that.
-        wire_bytes = 4 if (config.weights.wire_dtype or config.model.dtype) == "float32" else 2
+        wire_bytes = 2 if is_half else 4
         sent = (parameters - experts + experts / parallel.ep) / parallel.pp
         rank_bytes += sent * wire_bytes * 1.125
     return Needs(

@@ -35,7 +35,9 @@ def check_machine(*, run_dir: Path, has_gpu: bool) -> Iterator[Finding]:
     """Checks this machine; `run_dir` is the folder for runs, which need not exist."""
     yield _python()
     yield _processors(has_gpu=has_gpu)
-    yield _memory()
+    free, seen = free_memory()
+    remedy = f"free {MIN_MEMORY_GIB} GiB: engine and trainer share them"
+    yield problem("memory", seen, remedy) if free < MIN_MEMORY_GIB else ok("memory", seen)
     yield _shared_memory(Path("/dev/shm"), has_gpu=has_gpu)
     yield _disk(run_dir)
     yield _open_files()
@@ -81,13 +83,6 @@ def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:
         free, limit = granted
         return free, f"{free:.1f} of the {limit:.1f} GiB that this container may use are free"
     return free, f"{free:.1f} of {total:.1f} GiB are free"
-
-
-def _memory() -> Finding:
-    free, seen = free_memory()
-    if free < MIN_MEMORY_GIB:
-        return problem("memory", seen, f"free {MIN_MEMORY_GIB} GiB: engine and trainer share them")
-    return ok("memory", seen)
 
 
 def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
@@ -223,7 +218,9 @@ def _check_role(role: Role) -> Finding:
             continue
         name, version = found
         seen.append(f"{name} {version}")
-        if not any(_fits(version, known) for known in tested):
+        # A version fits if it begins with the numbers of a tested one.
+        plain = f"{version.partition('+')[0]}."
+        if not any(plain.startswith(f"{known}.") for known in tested):
             untested.append(f"{name} {' or '.join(tested)}")
     if missing:
         return advice(
@@ -236,9 +233,3 @@ def _check_role(role: Role) -> Finding:
             role.name, ", ".join(seen), f"install what was tested: {', '.join(untested)}"
         )
     return ok(role.name, ", ".join(seen))
-
-
-def _fits(version: str, known: str) -> bool:
-    plain = version.partition("+")[0].split(".")
-    wanted = known.split(".")
-    return plain[: len(wanted)] == wanted

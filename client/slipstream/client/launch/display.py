@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from pathlib import Path
 from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
@@ -72,7 +71,10 @@ class Display:
             self.told_failure = event.text.removeprefix(FAILED)
             self.fail(self.told_failure)
         elif event.metrics:
-            self._step(event)
+            is_due = time.monotonic() >= self._step_at_s + self._step_every_s
+            if is_due or event.step == self._config.run.steps:
+                self._step_at_s = time.monotonic()
+                self._line(step_line(event, self._config.run.steps))
         else:
             self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
 
@@ -107,25 +109,16 @@ class Display:
         if summary is None:
             return
         if summary["steps"]:
-            self._table(summary, folder)
+            rows = table_rows(summary)
+            width = max(len(name) for name, _ in rows)
+            lines = [f"  {name:<{width}}  {plain(value)}\n" for name, value in rows]
+            files = [name for name in FILES if (folder / name).exists()]
+            self._write("\n" + "".join(lines) + f"\n  {folder}/: {', '.join(files)}\n")
         self.is_stopped = summary["state"] == "stopped"
         if summary["state"] != "finished":
             ended = f"{summary['state']} at version {summary['steps']} of {self._config.run.steps}"
             first = "mend the cause, then " if summary["state"] == "failed" else ""
             self._write(f"\n  {ended}{self.resuming(first)}\n")
-
-    def _step(self, event: status_pb2.Event) -> None:
-        is_due = time.monotonic() >= self._step_at_s + self._step_every_s
-        if is_due or event.step == self._config.run.steps:
-            self._step_at_s = time.monotonic()
-            self._line(step_line(event, self._config.run.steps))
-
-    def _table(self, summary: dict[str, object], folder: Path) -> None:
-        rows = table_rows(summary)
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {plain(value)}\n" for name, value in rows]
-        files = [name for name in FILES if (folder / name).exists()]
-        self._write("\n" + "".join(lines) + f"\n  {folder}/: {', '.join(files)}\n")
 
     def _line(self, text: str) -> None:
         self.spoke_s = time.monotonic()

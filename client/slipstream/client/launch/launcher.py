@@ -20,7 +20,13 @@ from slipstream.client.launch.checks import (
     Stage,
     require,
 )
-from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
+from slipstream.client.launch.children import (
+    Child,
+    first_failed,
+    show_lines,
+    start_child,
+    stop_signal,
+)
 from slipstream.client.launch.dry_run import show_dry_run
 from slipstream.client.launch.placement import Placement, fit_here, place_here
 from slipstream.client.launch.run_processes import GRACE_S, ROLLOUT_SERVER, RunProcesses
@@ -214,11 +220,7 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     with hold_folder(folder, refusal=refusal):
         log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
-        child = await start_child("set-aside", SET_ASIDE, arguments, log_path=log)
-        try:
-            await child.process.wait()
-        finally:
-            await child.stop(GRACE_S)
+        child = await _run_program("set-aside", SET_ASIDE, arguments, log)
     said = log.read_text().strip().removeprefix("slipstream: ")
     if child.process.returncode == 2:
         raise ConfigError(said)
@@ -242,15 +244,23 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log = log_path(folder, "export")
     say(f"version {chosen} is checked, loaded and written; the log is {log}")
-    child = await start_child("export", EXPORT, arguments, log_path=log, environ=environ)
-    try:
-        await child.process.wait()
-    finally:
-        await child.stop(GRACE_S)
+    child = await _run_program("export", EXPORT, arguments, log, environ)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
     say(f"version {chosen} lies in {written}")
     return 0
+
+
+async def _run_program(
+    name: str, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str] = {}
+) -> Child:
+    """Runs a program to its end, or to that of this command."""
+    child = await start_child(name, module, arguments, log_path=log, environ=environ)
+    try:
+        await child.process.wait()
+    finally:
+        await child.stop(GRACE_S)
+    return child
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:

@@ -104,8 +104,11 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
         _check_servers(for_servers, servers, per_server)
     if not ids:
         return Placement()
-    if servers:
-        _check_adapters(config)
+    if servers and config.lora.publishes_adapters and config.model.dtype == "float32":
+        raise ConfigError(
+            'model.dtype must be "bfloat16" or "float16" where rollout servers on GPUs add the '
+            'adapters (vLLM adds no others), or lora.publish "merged", got "float32"'
+        )
     shares = len(ids) == 1 and ranks <= 1 and per_server == 1
     if for_learner is None:
         others = for_servers or ()
@@ -147,14 +150,6 @@ def fit_here(
     config = share_memory(config, placement)
     transport = check_transport(config, placement) if ranks and servers else ""
     return config, placement, transport
-
-
-def _check_adapters(config: Config) -> None:
-    if config.lora.publishes_adapters and config.model.dtype == "float32":
-        raise ConfigError(
-            'model.dtype must be "bfloat16" or "float16" where rollout servers on GPUs add the '
-            'adapters (vLLM adds no others), or lora.publish "merged", got "float32"'
-        )
 
 
 def uses_gpus() -> bool:
@@ -272,16 +267,13 @@ def _listed(
 
 
 def _check_learner(devices: Sequence[str], ranks: int) -> None:
+    rule = ""
     if len(devices) != ranks:
-        raise ConfigError(
-            f"learner.devices must name a GPU for each of the {ranks} trainer ranks that start "
-            f"here, got {', '.join(devices) or 'none'}"
-        )
-    if len(set(devices)) < ranks:
-        raise ConfigError(
-            f"learner.devices must name each GPU once: NCCL joins no two ranks on one, "
-            f"got {', '.join(devices) or 'none'}"
-        )
+        rule = f"a GPU for each of the {ranks} trainer ranks that start here"
+    elif len(set(devices)) < ranks:
+        rule = "each GPU once: NCCL joins no two ranks on one"
+    if rule:
+        raise ConfigError(f"learner.devices must name {rule}, got {', '.join(devices) or 'none'}")
 
 
 def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> None:

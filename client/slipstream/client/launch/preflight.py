@@ -32,7 +32,7 @@ from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.exit_codes import WARNING
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
@@ -48,6 +48,7 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
+from slipstream.protocol.queue.redis_rights import ROLLOUT_SERVER
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 TAIL_BYTES = 65536
@@ -205,7 +206,10 @@ async def check_queue_user(queue: QueueSection) -> None:
     """Raises ConfigError when the queue refuses the rollout server; one that is away may come."""
     from slipstream.protocol.queue.redis_connection import RedisConnection
 
-    await RedisConnection(redis_url_of(queue, "rollout_server"), "").check_user()
+    connection = RedisConnection(redis_url_of(queue, "rollout_server"), "probe")
+    async with contextlib.aclosing(connection.client):
+        with contextlib.suppress(QueueError):
+            await connection.probe(ROLLOUT_SERVER.probe)
 
 
 async def check_megatron(config: Config) -> str | None:

@@ -45,6 +45,7 @@ EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
+MAX_SERVER_RESTARTS = 5
 MAX_CONTROLLER_RESTARTS = 5
 # Seconds before a controller is started again; servers and trainer wait for it.
 CONTROLLER_PAUSE_S = 0.1
@@ -274,17 +275,12 @@ class RunProcesses:
             is_ending = self._ended_controller or self._failure or self._signalled
             if code == 0 or is_ending or self._display.is_over or self._display.told_failure:
                 return controller
-            if time.monotonic() - started_s > FORGIVEN_S:
-                policy.forgive()
-            pause_s = policy.pause_after(code)
-            if pause_s is None:
+            if not await self._may_restart(policy, controller, started_s):
                 return controller
-            self._display.warn(f"{controller.describe_end()}; start {policy.restarts + 1}")
-            await asyncio.sleep(pause_s)
             self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
 
     async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
-        policy = RestartPolicy(self._config.rollout_server.max_restarts)
+        policy = RestartPolicy(MAX_SERVER_RESTARTS)
         address = self._config.controller.address
         # Where both take the whole GPU in turn, the learner must have loaded and given it back.
         while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():
@@ -299,14 +295,20 @@ class RunProcesses:
             child.signal(signal.SIGKILL)
             if self._over or self._display.is_over or child.process.returncode == 0:
                 return
-            if time.monotonic() - started_s > FORGIVEN_S:
-                policy.forgive()
-            pause_s = policy.pause_after(child.process.returncode)
-            if pause_s is None:
+            if not await self._may_restart(policy, child, started_s):
                 await self._stop_run(child.describe_end(), failed=True)
                 return
-            self._display.warn(f"{child.describe_end()}; start {policy.restarts + 1}")
-            await asyncio.sleep(pause_s)
+
+    async def _may_restart(self, policy: RestartPolicy, ended: Child, started_s: float) -> bool:
+        """Waits before the next start of a process; returns False if there is to be none."""
+        if time.monotonic() - started_s > FORGIVEN_S:
+            policy.forgive()
+        pause_s = policy.pause_after(ended.process.returncode)
+        if pause_s is None:
+            return False
+        self._display.warn(f"{ended.describe_end()}; start {policy.restarts + 1}")
+        await asyncio.sleep(pause_s)
+        return True
 
     async def _watch_trainers(self) -> None:
         if self._trainers is None:

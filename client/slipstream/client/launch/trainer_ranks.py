@@ -23,6 +23,8 @@ from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_
 from slipstream.protocol.access.security import Credentials
 
 TRAINER = "slipstream.learner.trainer"
+# Restarts of the ranks between two milestones.
+MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TrainerRanks:
     failed = await ranks.keep(arguments)  # None: all ended in order
     await ranks.stop(grace_s)
 
-    The ranks may die `learner.max_restarts` times between two milestones. Ranks that train the same
+    The ranks may die `MAX_RESTARTS` times between two milestones. Ranks that train the same
     steps again after each death reach no milestone, however long they run.
     """
 
@@ -86,7 +88,7 @@ class TrainerRanks:
 
         Returns the rank that died when its exit code is final or there were too many restarts.
         """
-        policy = RestartPolicy(self._config.learner.max_restarts, first_pause_s=first_pause_s)
+        policy = RestartPolicy(MAX_RESTARTS, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
         while True:
             failed = await self._first_failure()
@@ -136,12 +138,16 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
     """Returns the variables of each trainer rank: torchrun's, and the secret of the rendezvous."""
     learner = config.learner
     host, port = address_parts(learner.master)
+    # Random where one node has all ranks, equal on all nodes otherwise.
+    secret = secrets.token_hex(16)
+    if num_ranks < learner.world_size:
+        secret = rendezvous_secret(Credentials.load(config.security).token, config.run.name)
     shared = {
         "WORLD_SIZE": str(learner.world_size),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port or free_port(host)),
-        RENDEZVOUS_VARIABLE: _rendezvous(config, is_alone=num_ranks == learner.world_size),
+        RENDEZVOUS_VARIABLE: secret,
     }
     if learner.threads:
         shared["OMP_NUM_THREADS"] = str(learner.threads)
@@ -149,10 +155,3 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
         {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
         for local_rank in range(num_ranks)
     ]
-
-
-def _rendezvous(config: Config, *, is_alone: bool) -> str:
-    """Returns the rendezvous secret: equal on all nodes, or random where one node has all ranks."""
-    if is_alone:
-        return secrets.token_hex(16)
-    return rendezvous_secret(Credentials.load(config.security).token, config.run.name)

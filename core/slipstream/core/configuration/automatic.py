@@ -6,6 +6,7 @@ always wins. The run's folder keeps what was chosen, and a run that goes on take
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
@@ -15,11 +16,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.run_folder import CONFIG
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
@@ -54,7 +56,20 @@ def completed(table: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         # The check of the model will say it.
         sizes = ModelSizes.of({})
     recorded = {} if tables.run.resume == "never" else _recorded(tables.run_dir / CONFIG)
-    chosen = chosen_settings(tables, sizes, recorded)
+    if recorded:
+        kept = _filled(whole, tables, chosen_settings(tables, sizes, recorded))
+        # What is stated now may not go with what was chosen for other values.
+        with contextlib.suppress(ValidationError):
+            Config.model_validate(kept)
+            return kept
+    return _filled(whole, tables, chosen_settings(tables, sizes, {}))
+
+
+def _filled(
+    table: Mapping[str, Any], tables: Tables, chosen: Mapping[str, JsonValue]
+) -> dict[str, Any]:
+    """Returns `table` with the chosen settings in it, and their names."""
+    whole = copy.deepcopy(dict(table))
     for key, value in chosen.items():
         *parents, last = key.split(".")
         reduce(lambda place, name: place.setdefault(name, {}), parents, whole)[last] = value
@@ -82,9 +97,9 @@ def chosen_settings(
     episodes = 512 if is_large else 128
     per_mini_batch = max(1, episodes // size // algorithm.mini_batches)
     groups = choice("algorithm.groups_per_step", per_mini_batch * algorithm.mini_batches)
-    rate = 1e-3 if parameters < SMALL else 1e-6 if is_large else 1e-5
     # Adapters learn best at some ten times the rate of all parameters.
-    choice("algorithm.learning_rate", min(10 * rate, 3e-3) if tables.lora.rank else rate)
+    rates = (1e-6, 1e-5) if is_large else (1e-5, 1e-4) if parameters >= SMALL else (1e-3, 3e-3)
+    choice("algorithm.learning_rate", rates[tables.lora.rank > 0])
     falling = 0 if algorithm.decay == "none" else algorithm.decay_steps or 1
     fixed = tables.critic.warmup_steps if tables.critic is not None else 0
     rising = min(10, steps // 30, steps - fixed - falling) if parameters >= SMALL else 0
@@ -108,6 +123,10 @@ def chosen_settings(
             choice(f"{place}.parallel.sequence_parallel", section.parallel.tp > 1)
     choice("learner.use_distributed_optimizer", _has_replicas(tables))
     choice("learner.threads", 4 if is_large else 1)
+    # Engines that take the whole GPU in turn need the learner's memory.
+    sleeps = tables.controller.turns == "sleep"
+    choice("learner.offload.gradients", sleeps)
+    choice("learner.offload.optimizer", sleeps)
 
     # The rollout servers.
     server = tables.rollout_server
@@ -124,7 +143,12 @@ def chosen_settings(
     ahead = (algorithm.max_staleness + 1) * groups * size * trajectory
     choice("queue.max_bytes", max(256 * MIB, ahead))
 
-    # Weights.
+    _choose_weights(choice, parameters, model_bytes)
+    return choice.made
+
+
+def _choose_weights(choice: _Choice, parameters: int, model_bytes: float) -> None:
+    """Chooses sizes and limits of a publish, and the silence that a rank may keep."""
     power = round(math.log2(max(1.0, model_bytes / 32 / MIB)))
     bucket = choice("weights.bucket_mib", 1 << min(9, max(6, power)))
     bucket_s = min(60.0, min(bucket, model_bytes / MIB) * 10 / 64)
@@ -132,11 +156,10 @@ def chosen_settings(
     join_s = choice("weights.join_deadline_s", round(min(120.0, 20 + model_bytes / 1e7), 1))
     silence_s = 1800.0 if parameters >= 1e8 else 600.0
     choice("learner.timeout_s", max(silence_s, 2 * (join_s + bucket_s)))
-    return choice.made
 
 
 def describe_choices(tables: Tables) -> str:
-    """Returns one line with the values that a run chose by itself; "" if it chose none."""
+    """Returns one line with the values that a run chose by itself, or "" if it chose none."""
     return ", ".join(f"{key} {_shown(_value(tables, key))}" for key in tables.automatic)
 
 
@@ -198,7 +221,7 @@ def _name(table: dict[str, Any]) -> None:
 
 
 def _recorded(path: Path) -> dict[str, JsonValue]:
-    """Returns what the run of this file chose; {} without a whole one, which others report."""
+    """Returns what the run of this file chose, or {} without a whole one, which others report."""
     try:
         table = tomllib.loads(path.read_text())
         return {

@@ -7,9 +7,9 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
@@ -187,7 +187,7 @@ def largest_trajectory_bytes(config: Config) -> int:
 
 
 def vocabulary_size(config: Config) -> int:
-    """Returns the number of the model's token ids; 0 if its folder or config.json lacks it."""
+    """Returns the number of the model's token ids, or 0 if its folder or config.json lacks it."""
     if not (config.model.path / "config.json").is_file():
         return 0
     return read_model_sizes(config.model.path).vocab
@@ -322,7 +322,11 @@ def _describe(error: ErrorDetails) -> str:
         known = _known_keys(error["loc"][:-1])
         # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
-        near = near_names(str(error["loc"][-1]), known, cutoff=cutoff)
+        name = str(error["loc"][-1])
+        near = near_names(name, known, cutoff=cutoff)
+        elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == name]
+        if len(elsewhere) == 1:
+            near = elsewhere
         hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
@@ -351,26 +355,33 @@ def _shown(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
+def _paths(table: type[BaseModel], place: str = "") -> Iterator[str]:
+    """Yields the dotted names of all settings below a table but those of lists."""
+    for name, field in table.model_fields.items():
+        inner = next(filter(_is_table, _alternatives(field.annotation)), None)
+        if inner is None:
+            yield f"{place}{name}"
+        elif typing.get_origin(field.annotation) is not tuple:
+            yield from _paths(inner, f"{place}{name}.")
+
+
+def _is_table(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     table = _table_at(location)
     return [] if table is None else list(table.model_fields)
 
 
 def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Returns the type of the table at a place of the settings; None for another value."""
+    """Returns the type of the table at a place of the settings, or None for another value."""
     model: type[BaseModel] = Config
     for part in location:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
-        found = next(
-            (
-                a
-                for a in _alternatives(annotation)
-                if isinstance(a, type) and issubclass(a, BaseModel)
-            ),
-            None,
-        )
+        found = next(filter(_is_table, _alternatives(annotation)), None)
         if found is None:
             return None
         model = found

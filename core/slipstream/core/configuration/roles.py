@@ -38,7 +38,7 @@ def reference_is_policy(config: Config) -> bool:
 
 
 def reference_config(config: Config) -> Config | None:
-    """Returns the settings for loading the reference model; None without one of its own."""
+    """Returns the settings for loading the reference model, or None without one of its own."""
     if not config.algorithms.measures_divergence or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
@@ -52,7 +52,7 @@ def reference_config(config: Config) -> Config | None:
 
 
 def critic_config(config: Config) -> Config | None:
-    """Returns the settings for loading and training the critic; None without one."""
+    """Returns the settings for loading and training the critic, or None without one."""
     section = config.critic
     if section is None:
         return None

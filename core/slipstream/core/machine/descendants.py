@@ -108,7 +108,7 @@ def kernel_oom_kills() -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """Returns the children of all threads of `pid`; [] for a process that is gone."""
+    """Returns the children of all threads of `pid`, or [] for a process that is gone."""
     found: list[int] = []
     tasks = _PROC / str(pid) / "task"
     with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def _all_children() -> dict[int, list[int]]:
 
 
 def _start_of(pid: int) -> int | None:
-    """Returns the start time of `pid`; None when it is gone or a zombie."""
+    """Returns the start time of `pid`, or None when it is gone or a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:

@@ -44,7 +44,7 @@ class Nvml:
             pynvml.nvmlShutdown()
 
     def ask(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - each has its own type
-        """Returns the answer of the library's function `name`; None when it fails."""
+        """Returns the answer of the library's function `name`, or None when it fails."""
         with contextlib.suppress(pynvml.NVMLError):
             return getattr(pynvml, name)(*arguments)
         return None
@@ -83,7 +83,7 @@ def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, .
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    """Returns the GPU with this number, UUID or first part of a UUID; None if there is none."""
+    """Returns the GPU with this number, UUID or first part of a UUID, or None if there is none."""
     for gpu in gpus:
         if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return gpu

@@ -55,7 +55,7 @@ class Limits:
     processes_setting: str = ""
 
     def exceeded(self, found: Sequence[Descendant]) -> str:
-        """Describes the limit that the processes `found` exceed; "" if they exceed none."""
+        """Describes the limit that the processes `found` exceed, or "" if they exceed none."""
         if self.processes and len(found) > self.processes:
             return (
                 f"it had {len(found)} processes, more than {self.processes_setting} = "

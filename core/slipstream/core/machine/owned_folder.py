@@ -79,7 +79,7 @@ def _found() -> Iterator[Path]:
 
 
 def _lock(folder: int) -> bool:
-    """Returns whether nobody else holds the lock; False where there are no locks."""
+    """Returns whether nobody else holds the lock, or False where there are no locks."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -118,7 +118,7 @@ class Nested:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What vLLM needs to be told of a family."""
+    """Settings of vLLM that a family needs."""
 
     # Module of ours below `rollout_server.vllm` that has its class; "" if vLLM's own is taken.
     module: str = ""

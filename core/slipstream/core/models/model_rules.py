@@ -208,12 +208,7 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
     """Yields one line for each setting that vLLM cannot do on a CPU; it reads config.json."""
     server, dtype = config.rollout_server, config.model.dtype
     sizes = read_model_sizes(config.model.path)
-    if server.quantization == "fp8_per_tensor":
-        yield (
-            f"rollout_server.quantization = {server.quantization!r} needs a GPU; a CPU can compute "
-            "with 'fp8_per_channel'"
-        )
-    elif sizes.experts and server.quantization != "off":
+    if sizes.experts and server.quantization != "off":
         yield (
             "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
             f"no kernel there that quantises experts, got {server.quantization!r}"
@@ -230,7 +225,7 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
             "a CPU: vLLM keeps no states of their prefixes there, got true"
         )
-    # With adapters, on whatever matrices, vLLM (0.32.0) computes experts by that kernel.
+    # With any adapter, vLLM 0.32.0 computes experts by that kernel.
     if sizes.experts and config.lora.publishes_adapters:
         yield (
             "lora.publish must be merged for a mixture of experts on a CPU: vLLM's kernel for "

@@ -18,7 +18,7 @@ from slipstream.core.models.rope_fields import rope_table
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder; 0 if config.json lacks the field."""
+    """Sizes of a decoder. A size is 0 if config.json lacks its field."""
 
     architecture: str
     vocab: int

@@ -277,7 +277,7 @@ def further_blocks(tower: Collection[str], held: Collection[str]) -> list[str]:
 
 
 def _block(name: str) -> str:
-    """Returns the part of a name up to the number of its block; "" if it is in none."""
+    """Returns the part of a name up to the number of its block, or "" if it is in none."""
     found = _BLOCK.match(name)
     return found[0] if found else ""
 

@@ -37,7 +37,7 @@ _UNKNOWN = Family()
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
-    """Returns the model's class by the table of a config.json; "" if it has none."""
+    """Returns the model's class by the table of a config.json, or "" if it has none."""
     return str((values.get("architectures") or [""])[0])
 
 

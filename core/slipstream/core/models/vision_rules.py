@@ -9,7 +9,7 @@ from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import LearnerSection
 
-# vLLM norms the features of Mistral 3's tower with no other.
+# vLLM hard-codes this epsilon in the norm of Mistral 3's projector.
 PROJECTOR_EPS = 1e-5
 
 

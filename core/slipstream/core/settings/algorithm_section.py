@@ -20,6 +20,7 @@ WeightKind: TypeAlias = Literal["none", "token", "sequence"]
 
 TOP_K_ESTIMATORS: tuple[KlEstimator, ...] = ("forward_top_k", "reverse_top_k")
 
+Temperature = Annotated[float, Field(gt=0)]
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 
 # Settings that only these losses read; with other losses they must keep their defaults.
@@ -27,8 +28,7 @@ READ_BY: dict[str, tuple[LossKind, ...]] = {
     "clip_low": ("ppo", "gspo", "cispo"),
     "clip_high": ("ppo", "gspo", "cispo"),
     "dual_clip": ("ppo",),
-    "sapo_tau_positive": ("sapo",),
-    "sapo_tau_negative": ("sapo",),
+    "sapo_tau": ("sapo",),
     "ratio": ("ppo", "gspo", "cispo", "sapo"),
 }
 
@@ -64,6 +64,12 @@ class CorrectionSection(Section):
     # Sequences whose geometric mean of the ratios is outside the band leave the loss. None: all
     # stay.
     sequence_band: Band | None = None
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes a weight or masks a token."""
+        has_bands = self.token_band is not None or self.sequence_band is not None
+        return self.weight != "none" or has_bands
 
     @model_validator(mode="after")
     def _ordered(self) -> CorrectionSection:
@@ -168,10 +174,8 @@ class AlgorithmSection(Section):
     clip_high: float = Field(0.2, gt=0)
     # Bound of the loss of tokens with negative advantage, in advantages. None: no bound.
     dual_clip: float | None = Field(None, gt=1)
-    # Temperature of SAPO's gate where the advantage is positive.
-    sapo_tau_positive: float = Field(1.0, gt=0)
-    # Temperature of SAPO's gate where the advantage is not positive.
-    sapo_tau_negative: float = Field(1.05, gt=0)
+    # Temperatures of SAPO's gate where the advantage is positive, and where it is not.
+    sapo_tau: tuple[Temperature, Temperature] = (1.0, 1.05)
     # Factor of the entropy in the objective; 0: no entropy term.
     entropy_coefficient: float = Field(0.0, ge=0)
     # A table of its own, below.
@@ -188,8 +192,6 @@ class AlgorithmSection(Section):
     # token,
     # and the policy sends the token to the same experts; off: the policy's routers choose.
     router_replay: Literal["off", "rollout"] = "off"
-    # Control experiment: permute the rewards of a batch at random, so that nothing can be learnt.
-    shuffle_rewards: bool = False
 
     @model_validator(mode="after")
     def _has_meaning(self) -> AlgorithmSection:
@@ -249,11 +251,14 @@ class AlgorithmSection(Section):
             )
 
     @property
+    def corrects(self) -> bool:
+        """Whether the loss knows that another policy sampled a token of lag 0."""
+        return self.ratio == "behavior" or self.correction.acts
+
+    @property
     def staleness_warning(self) -> str | None:
-        """Warning about tokens of older versions without a correction; None if there is none."""
-        correction = self.correction
-        masks = correction.token_band is not None or correction.sequence_band is not None
-        if self.max_staleness == 0 or correction.weight != "none" or masks:
+        """Warning about tokens of older versions without a correction, or None if there is none."""
+        if self.max_staleness == 0 or self.correction.acts:
             return None
         start = f"algorithm.max_staleness is {self.max_staleness} without a correction: "
         if self.ratio == "proximal":

@@ -88,7 +88,7 @@ OWNED = {
     "max_num_queued_reqs": _TURNED_AWAY,
     "max_num_queued_tokens": _TURNED_AWAY,
     "scheduler_cls": "the rollout server sets its own",
-    "prefill_schedule_interval": "set rollout_server.prompt_wait_steps",
+    "prefill_schedule_interval": "set debug.prompt_wait_steps",
     "enable_return_routed_experts": "set algorithm.router_replay",
     "aux_output_config": "set algorithm.router_replay",
     "disable_log_stats": "generated tokens are counted there",

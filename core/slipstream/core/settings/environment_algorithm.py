@@ -8,66 +8,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 from slipstream.core.settings.algorithm_section import (
     READ_BY,
-    AdvantageKind,
     AlgorithmSection,
-    CorrectionSection,
     DynamicSamplingSection,
-    KlSection,
-    LossKind,
-    OverlongSection,
 )
 from slipstream.core.settings.section import Section
 
+# The settings of the run's algorithm that concern one token, episode or group at a time.
+OWN = (
+    *("advantage", "loss", "ratio", "clip_low", "clip_high", "dual_clip"),
+    *("sapo_tau", "entropy_coefficient"),
+    *("correction", "kl", "overlong", "dynamic_sampling"),
+)
 
-class EnvironmentAlgorithmSection(Section):
-    """The algorithm for the episodes of one environment.
 
-    What is left out is the run's, in the table `algorithm`. A table here replaces the run's whole
-    table. Settings of a step as a whole are refused.
-    """
-
+class _LossWeight(Section):
     # Factor of all losses of the environment's tokens. Means still divide by the tokens of all
     # environments, so that 0.5 halves the environment's gradient and changes no other's.
     loss_weight: float = Field(1.0, gt=0)
-    # Like algorithm.advantage; `gae` in all environments or in none. Advantages that are scaled
-    # over a batch are scaled over the environments that have the same kind.
-    advantage: AdvantageKind | None = None
-    # Like algorithm.loss. Settings of the run that this loss does not read have no effect.
-    loss: LossKind | None = None
-    # Like algorithm.ratio.
-    ratio: Literal["proximal", "behavior"] | None = None
-    # Like algorithm.clip_low.
-    clip_low: float | None = Field(None, gt=0, le=1)
-    # Like algorithm.clip_high.
-    clip_high: float | None = Field(None, gt=0)
-    # Like algorithm.dual_clip.
-    dual_clip: float | None = Field(None, gt=1)
-    # Like algorithm.sapo_tau_positive.
-    sapo_tau_positive: float | None = Field(None, gt=0)
-    # Like algorithm.sapo_tau_negative.
-    sapo_tau_negative: float | None = Field(None, gt=0)
-    # Like algorithm.entropy_coefficient.
-    entropy_coefficient: float | None = Field(None, ge=0)
-    # A table like algorithm.correction.
-    correction: CorrectionSection | None = None
-    # A table like algorithm.kl.
-    kl: KlSection | None = None
-    # A table like algorithm.overlong.
-    overlong: OverlongSection | None = None
-    # A table like algorithm.dynamic_sampling, without `max_filtered_batches`.
-    dynamic_sampling: DynamicSamplingSection | None = None
+
+
+def _own_fields() -> dict[str, Any]:
+    """Returns type and default of each setting in `OWN`, with None for what is left out."""
+    fields = AlgorithmSection.model_fields
+    return {
+        name: (Annotated[(fields[name].annotation, Field(), *fields[name].metadata)] | None, None)
+        for name in OWN
+    }
+
+
+_Settings = create_model("_Settings", __base__=_LossWeight, **_own_fields())
+
+
+class EnvironmentAlgorithmSection(_Settings):
+    """The algorithm for the episodes of one environment.
+
+    What is left out is the run's, in the table `algorithm`. A table here replaces the run's whole
+    table. Settings of a step as a whole are refused. `advantage` is `gae` in all environments or in
+    none, and is scaled over the environments that have the same kind.
+    """
+
+    if TYPE_CHECKING:
+        loss_weight: float
+        dynamic_sampling: DynamicSamplingSection | None
 
     @model_validator(mode="before")
     @classmethod
     def _no_setting_of_a_step(cls, table: object) -> object:
         if isinstance(table, dict):
             for name in table:
-                if name in AlgorithmSection.model_fields and name not in cls.model_fields:
+                if name in AlgorithmSection.model_fields and name not in OWN:
                     raise ValueError(
                         f"{name} concerns whole steps, which hold episodes of all environments: "
                         f"set algorithm.{name} for the run"

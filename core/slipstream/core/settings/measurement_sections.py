@@ -15,15 +15,33 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 
 
-class EvaluationSection(Section):
-    """One environment that is only evaluated, never trained on."""
+class PlayedSection(Section):
+    """An environment: what is played in the episodes, and by which processes."""
 
     # Unique in the run.
     name: Annotated[str, Field(min_length=1, max_length=100)]
-    # "package.module:Class", like the reference of an environment.
+    # "package.module:Class"; the controller's working directory is searched first.
     reference: Reference
     # Keyword arguments of the class.
     args: dict[str, JsonValue] = {}
+    # Limit of one reset or step of the environment.
+    timeout_s: Seconds = 60.0
+    # Worker processes beside each rollout server.
+    num_workers: Positive = 1
+    # Passed by name to the chat template for this environment, before those of
+    # rollout_server.chat_template_kwargs.
+    chat_template_kwargs: TemplateValues = {}
+    # Interpreter of the workers, such as that of an environment of `python -m venv` with other
+    # versions of packages. None: the rollout server's own.
+    python: Path | None = None
+    # The one of lora.adapters that samples its episodes and learns from them. None: the run has no
+    # lora.adapters.
+    adapter: str | None = None
+
+
+class EvaluationSection(PlayedSection):
+    """One environment that is only evaluated, never trained on."""
+
     # Episodes of one round: all samples of all its tasks. Every round takes the same tasks with the
     # same seeds, each task once. If there are fewer tasks, a round has fewer episodes, and the run
     # logs a warning.
@@ -44,16 +62,6 @@ class EvaluationSection(Section):
     top_p: float | None = Field(None, gt=0, le=1)
     # Most sampled tokens of one reply. None: sampling.max_reply_tokens.
     max_reply_tokens: Positive | None = None
-    # Limit of one reset or step of the environment.
-    timeout_s: Seconds = 60.0
-    # Worker processes beside each rollout server.
-    num_workers: Positive = 1
-    # Passed by name to the chat template, like those of an environment.
-    chat_template_kwargs: TemplateValues = {}
-    # Interpreter of the workers, like the python of an environment.
-    python: Path | None = None
-    # The one of lora.adapters that is measured. None: the run has no lora.adapters.
-    adapter: str | None = None
 
     @model_validator(mode="after")
     def _samples(self) -> EvaluationSection:
@@ -86,13 +94,6 @@ class TrackingSection(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # The project of Weights & Biases, the experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
-    # Name of the run in the trackers; None: run.name.
-    name: str | None = None
-    # offline: write into the run's folder, for `wandb sync`.
-    wandb_mode: Literal["online", "offline"] = "online"
-    # Server or database of MLflow; None: the variable MLFLOW_TRACKING_URI, or a file in the run's
-    # folder if that is not set.
-    mlflow_uri: str | None = None
 
 
 class ProfileSection(Section):
@@ -108,3 +109,32 @@ class ProfileSection(Section):
     with_stack: bool = False
     # Also record the memory that each operation allocates.
     memory: bool = False
+
+
+class DebugSection(Section):
+    """Settings for tests, measurements and strange devices: no run needs one of them."""
+
+    # Record a window of steps.
+    profile: ProfileSection = ProfileSection()
+    # Control experiment: permute the rewards of a batch at random, so that nothing can be learnt.
+    shuffle_rewards: bool = False
+    # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take. If
+    # they need more, the backward pass computes them a second time, in chunks.
+    kept_logits_share: float = Field(0.08, ge=0, le=1)
+    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; None: the known value for
+    # A100, H100, H200 and B200.
+    peak_tflops: float | None = Field(None, gt=0)
+    # Steps for which new prompts may wait for each other, so that most steps only continue replies
+    # and are one CUDA graph. They wait until there is one for every 32 replies under way. 0: no
+    # prompt waits. None: 32 on GPUs with CUDA graphs, 0 elsewhere.
+    prompt_wait_steps: int | None = Field(None, ge=0)
+    # Largest gap of a probe, in nats: the typical error of a logit, estimated from
+    # log-probabilities. None: 1e-3 with model.dtype float32, 0.16 with bfloat16, where rounding
+    # alone gives 0.06, 0.02 with float16; 0.5 with engines in FP8.
+    probe_tolerance: float | None = Field(None, gt=0)
+    # Continue after the end-of-text token, up to the limits: for benchmarks.
+    ignore_eos: bool = False
+    # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
+    # logits
+    # in half precision differently, so that their log-probabilities differ more.
+    head_dtype: Literal["float32", "model"] = "float32"

@@ -48,9 +48,6 @@ class SamplingSection(Section):
     # with all its characters. Special tokens count as their text. It makes servers detokenize all
     # replies: use stop_token_ids instead where you can.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    # Continue after the end-of-text token, up to the limits: for benchmarks.
-    ignore_eos: bool = False
-
     # Most images of an episode. 0: an episode with an image fails. More need a model with vision.
     max_images: int = Field(0, ge=0, le=64)
     # Most bytes of an image, encoded. A lease reserves `max_images` of them in the queue.
@@ -64,11 +61,11 @@ class SamplingSection(Section):
     def to_pb(self) -> fleet_pb2.SamplingSettings:
         """Returns the wire form: each of its fields is the setting of the same name.
 
-        The adapter is left out: each environment has its own.
+        The adapter is left out, since each environment has its own, and what `debug` has.
         """
         values: dict[str, Any] = {
             name: getattr(self, name)
             for name in fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
-            if name != "adapter"
+            if name not in ("adapter", "ignore_eos")
         }
         return fleet_pb2.SamplingSettings(**values)

@@ -6,19 +6,58 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
-from slipstream.core.settings.curriculum_section import CurriculumSection
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
-from slipstream.core.settings.measurement_sections import ProfileSection
+from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.section import (
     Address,
     ElementType,
     Positive,
-    Reference,
-    Seconds,
     Section,
     Silence,
 )
 from slipstream.core.template_values import TemplateValues
+
+# The newest groups of a task whose rewards the journal's reader keeps.
+MAX_WINDOW = 16
+
+
+class CurriculumSection(Section):
+    """The choice of an environment's next task by the mean rewards of the task's newest groups.
+
+    Tasks are drawn in proportion to 4 p (1 - p), where p is the mean success of the task's newest
+    groups; a task without a result counts as 1. Success runs from 0 at `failed_reward` to 1 at
+    `solved_reward` of the environment's algorithm.dynamic_sampling.
+
+    Without this table each task comes once, in a seeded order, and then again. The controller
+    journals each reward that the choice reads, so a run that goes on chooses as it would have.
+    """
+
+    # Number of newest groups of a task that count.
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 2
+    # A group whose mean reward is this or less has failed: its success is 0.
+    failed_reward: float = 0.0
+    # Smallest value in place of 4 p (1 - p).
+    floor: float = Field(0.05, ge=0.01, le=1)
+
+
+class CheckpointSection(Section):
+    """Checkpoints, from which a run continues after a crash, and starting weights."""
+
+    # Write a checkpoint after every n-th step, and one when the run ends; 0: none at all.
+    every_steps: int = Field(50, ge=0)
+    # Keep the newest n checkpoints; older ones are removed when a newer one is complete.
+    keep_last: Positive = 2
+    # Also keep every checkpoint whose version is a multiple of n; 0: keep no others.
+    keep_every: int = Field(0, ge=0)
+    # Copy to main memory and write during training; if false, training waits for the write.
+    asynchronous: bool = True
+    # Start from these weights: a folder of Megatron's distributed checkpoint files (torch_dist) in
+    # any layout, from a run's checkpoint or a conversion. `model.path` still gives shape and
+    # tokenizer. None: start from the weights of `model.path`.
+    load: Path | None = None
+    # Keep the recorded batches that a checkpoint covers: `slipstream replay` needs all of them.
+    keep_batches: bool = True
+
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -52,37 +91,14 @@ class ModelSection(Section):
     # more bits of precision than bfloat16 and ends at 65504: the start refuses models that come
     # near it.
     dtype: ElementType = "bfloat16"
-    # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
-    # logits
-    # in half precision differently, so that their log-probabilities differ more.
-    head_dtype: Literal["float32", "model"] = "float32"
 
 
-class EnvironmentSection(Section):
+class EnvironmentSection(PlayedSection):
     """One environment whose episodes are trained on."""
 
-    # Unique in the run.
-    name: Annotated[str, Field(min_length=1, max_length=100)]
-    # "package.module:Class"; the controller's working directory is searched first.
-    reference: Reference
-    # Keyword arguments of the class.
-    args: dict[str, JsonValue] = {}
     # Share of the trained groups, relative to the other environments' weights; within twice that
     # share of the leases where many groups fail or are filtered.
     weight: float = Field(1.0, gt=0)
-    # Limit of one reset or step of the environment.
-    timeout_s: Seconds = 60.0
-    # Worker processes beside each rollout server.
-    num_workers: Positive = 1
-    # Passed by name to the chat template for this environment, before those of
-    # rollout_server.chat_template_kwargs.
-    chat_template_kwargs: TemplateValues = {}
-    # Interpreter of the workers, such as that of an environment of `python -m venv` with other
-    # versions of packages. None: the rollout server's own.
-    python: Path | None = None
-    # The one of lora.adapters that samples its episodes and learns from them. None: the run has no
-    # lora.adapters.
-    adapter: str | None = None
     # A table of its own, below.
     curriculum: CurriculumSection | None = None
     # A table of its own, below.
@@ -127,9 +143,8 @@ class ControllerSection(Section):
     sample_every_steps: Positive = 10
     # Use of a GPU that learner and rollout servers share. off: both compute at the same time;
     # pause: engines rest while the learner trains; sleep: they also give their memory back, and
-    # the learner its own (learner.offload) while they generate; auto: off or pause, whichever
-    # trains more tokens per second in the first steps.
-    turns: Literal["off", "pause", "sleep", "auto"] = "off"
+    # the learner its own (learner.offload) while they generate.
+    turns: Literal["off", "pause", "sleep"] = "off"
 
 
 class ParallelSection(Section):
@@ -191,9 +206,6 @@ class LearnerSection(Section):
     # `learner.transformer` says, none unless it does; auto: as many as the memory of the GPUs
     # needs, measured in the first training pass, for long sequences. On a CPU none.
     recompute: Literal["off", "auto"] = "off"
-    # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take. If
-    # they need more, the backward pass computes them a second time, in chunks.
-    kept_logits_share: float = Field(0.08, ge=0, le=1)
     # CPU threads of each rank; 0: all.
     threads: int = Field(1, ge=0)
     # Decoupled weight decay; norms and biases have none.
@@ -221,21 +233,14 @@ class LearnerSection(Section):
     optimizer: dict[str, JsonValue] = {}
     # See `ddp`.
     transformer: dict[str, JsonValue] = {}
-    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; None: the known value for
-    # A100, H100, H200 and B200.
-    peak_tflops: float | None = Field(None, gt=0)
-    # A table of its own, below.
-    profile: ProfileSection = ProfileSection()
     # Write the trained model as a Hugging Face folder when the run ends, unless it has failed.
     export_final: bool = True
-    # Restarts of all ranks after one has died, by the command that started them.
-    max_restarts: int = Field(3, ge=0)
     # Silence of a rank after which the trainer stops: the limit of one collective, and of a disk
     # that moves no byte of a checkpoint.
     timeout_s: Silence = 600.0
 
 
-Quantization = Literal["off", "fp8_per_channel", "fp8_per_tensor"]
+Quantization = Literal["off", "fp8_per_channel"]
 # Most episodes of an engine that drafts: with more under way drafts do not pay.
 MOST_DRAFTED_EPISODES = 256
 
@@ -265,14 +270,10 @@ class RolloutServerSection(Section):
     # Use neither torch.compile nor CUDA graphs. None: false on GPUs, and true on CPUs, where the
     # engine then starts sooner. False on CPUs needs a C++ compiler.
     enforce_eager: bool | None = None
-    # Steps for which new prompts may wait for each other, so that most steps only continue replies
-    # and are one CUDA graph. They wait until there is one for every 32 replies under way. 0: no
-    # prompt waits. None: 32 on GPUs with CUDA graphs, 0 elsewhere.
-    prompt_wait_steps: int | None = Field(None, ge=0)
     # Draft replies and sample several tokens of a reply in one step; replies are distributed as
-    # without drafts. shared: from what members of the group, earlier replies and the prompt say;
-    # ngram: vLLM's own, from prompt and reply alone. Engines for more than 256 episodes make none.
-    drafts: Literal["off", "ngram", "shared"] = "off"
+    # without drafts. shared: from what members of the group, earlier replies and the prompt say.
+    # Engines for more than 256 episodes make none.
+    drafts: Literal["off", "shared"] = "off"
     # Longest draft, in tokens. With many replies under way drafts are shorter.
     draft_tokens: int = Field(4, ge=1, le=16)
     # Cache prefixes. A cached prefix never serves a request of a newer version.
@@ -295,29 +296,30 @@ class RolloutServerSection(Section):
     # trainer: new weights come from the trainer's ranks, over weights.transport. storage: the
     # server fetches them from weights.storage_url while it serves, for a server behind a slow link.
     weights_from: Literal["trainer", "storage"] = "trainer"
-    # Precision of the engine's linear layers, under vLLM's names. fp8_per_channel: weights in
-    # float8 with a scale for each row, made of the weights that arrive; fp8_per_tensor: a scale for
-    # each matrix. Needs a GPU of compute capability 8.9; CPUs compute fp8_per_channel, slowly.
+    # Precision of the engine's linear layers, under vLLM's name. fp8_per_channel: weights in
+    # float8 with a scale for each row, made of the weights that arrive. Needs a GPU of compute
+    # capability 8.9; CPUs compute it slowly.
     quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}
-    # Restarts of a server by `slipstream run`; only one if the engine did not start.
-    max_restarts: int = Field(5, ge=0)
     # Time for running episodes to end when the server is told to leave (SIGTERM, `slipstream
     # drain`); after it they are handed back and run elsewhere. 0: at once.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of the engine's start.
     start_timeout_s: Silence = 600.0
-    # Output kept of each environment worker, in two files of half this size; older lines are
-    # removed.
-    environment_log_mib: Positive = 16
     # Memory of an environment worker with all processes that it has started; a worker that takes
     # more is ended. None: half of the machine's or the container's memory.
     environment_memory_gib: float | None = Field(None, gt=0)
     # Most processes of an environment worker and all that it has started; a worker with more is
     # ended.
     environment_processes: Positive = 1000
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether engines sample with other probabilities than the learner's, for FP8."""
+        cache = str(self.engine.get("kv_cache_dtype", "auto")).lower()
+        return self.quantization != "off" or cache.startswith("fp8")
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Whether the engine compiles nothing, on a CPU or on GPUs."""

@@ -10,9 +10,129 @@ from typing import Any
 
 from slipstream.core.reservation import smallest_queue
 from slipstream.core.settings.lora_section import NOT_EXCHANGED
-from slipstream.core.settings.parallel_rules import replay_problems
+from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
+from slipstream.core.settings.role_sections import in_place_of, renamed
 from slipstream.core.settings.tables import Tables
 from slipstream.v1 import bounds_pb2, trajectory_pb2
+
+
+def precision_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting that does not go with the model's type or engines in FP8."""
+    server, model, lora = config.rollout_server, config.model, config.lora
+    weights = config.weights
+    if config.learner.rounding == "stochastic":
+        if model.dtype != "bfloat16":
+            yield (
+                "learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', "
+                f"got {model.dtype!r}"
+            )
+        if config.learner.optimizer.get("use_precision_aware_optimizer"):
+            yield (
+                "learner.rounding = 'stochastic' excludes "
+                "learner.optimizer.use_precision_aware_optimizer, which makes weights itself"
+            )
+    if server.computes_in_fp8 and not all(each.corrects for each in config.algorithms.distinct):
+        yield (
+            "engines in FP8 sample with other probabilities than the learner's: "
+            "algorithm.correction.weight must be token or sequence, or a band be set, got 'none'"
+        )
+    if server.quantization == "off":
+        return
+    start = f"rollout_server.quantization = {server.quantization!r} needs "
+    if model.dtype != "bfloat16":
+        yield f"{start}model.dtype = 'bfloat16', got {model.dtype!r}"
+    if lora.publishes_adapters:
+        yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
+    if weights.delta != "off" and server.tensor_parallel_size > 1:
+        yield (
+            f"{start}weights.delta = 'off' or rollout_server.tensor_parallel_size = 1: scales are "
+            f"taken of whole rows, got {weights.delta!r} and {server.tensor_parallel_size}"
+        )
+
+
+def length_problems(config: Tables) -> Iterator[str]:
+    """Checks that prompts and replies fit into an episode."""
+    sampling = config.sampling
+    if sampling.total_tokens < sampling.max_episode_tokens:
+        yield (
+            f"sampling.max_total_tokens must be 0 or at least max_episode_tokens, "
+            f"got {sampling.max_total_tokens} and {sampling.max_episode_tokens}"
+        )
+    if (sampling.max_prompt_tokens or 0) >= sampling.max_episode_tokens:
+        yield (
+            f"sampling.max_prompt_tokens must be below max_episode_tokens, "
+            f"got {sampling.max_prompt_tokens} and {sampling.max_episode_tokens}"
+        )
+    for evaluation in config.evaluations:
+        if (evaluation.max_reply_tokens or 1) >= sampling.max_episode_tokens:
+            yield (
+                f"sampling.max_episode_tokens must leave room for a prompt beside "
+                f"max_reply_tokens of evaluation {evaluation.name}, "
+                f"got {sampling.max_episode_tokens} and {evaluation.max_reply_tokens}"
+            )
+
+
+def profile_problems(config: Tables) -> Iterator[str]:
+    """Checks that the profile lies within the run and its ranks."""
+    profile, learner, run = config.debug.profile, config.learner, config.run
+    if profile.start_step is not None and profile.start_step > run.steps:
+        yield (
+            f"debug.profile.start_step must be at most run.steps, "
+            f"got {profile.start_step} and {run.steps}"
+        )
+    if max(profile.ranks, default=0) >= learner.world_size:
+        yield (
+            f"debug.profile.ranks must be below learner.world_size, "
+            f"got {max(profile.ranks)} and {learner.world_size}"
+        )
+
+
+def role_problems(config: Tables) -> Iterator[str]:
+    """Yields what is impossible in the layouts of roles, which are completed by the learner's."""
+    learner, sampling = config.learner, config.sampling
+    for name, role in config.roles.items():
+        own = in_place_of(learner, role)
+        for problem in (*world_problems(own), *table_problems(own)):
+            yield renamed(problem, name, role)
+        room = own.micro_batch_tokens * own.parallel.cp
+        if sampling.max_episode_tokens > room:
+            yield (
+                f"an episode must fit one micro batch of the {name}: sampling.max_episode_tokens "
+                f"must be at most learner.micro_batch_tokens * {name}.parallel.cp = {room}, "
+                f"got {sampling.max_episode_tokens}"
+            )
+
+
+def turn_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting that `controller.turns` excludes."""
+    turns, learner = config.controller.turns, config.learner
+    if turns == "sleep" and not learner.offload.gives_memory_back:
+        yield (
+            'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
+            "the learner gives its memory back to the engines"
+        )
+    if turns == "sleep" and config.weights.stage_on_server is True:
+        yield (
+            'weights.stage_on_server must be "auto" or false with controller.turns = "sleep", got '
+            "true: engines keep the memory in which weights arrive"
+        )
+    if turns != "off" and config.rollout_server.weights_from == "storage":
+        yield (
+            'controller.turns must be "off" with rollout_server.weights_from = "storage", got '
+            f"{turns!r}: such a server loads weights while the learner trains"
+        )
+
+
+def storage_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting that excludes storage."""
+    if config.rollout_server.weights_from == "storage" and config.weights.storage_url is None:
+        yield 'rollout_server.weights_from = "storage" needs weights.storage_url'
+    if config.weights.storage_url is not None and config.lora.publishes_adapters:
+        yield (
+            'lora.publish must be "merged" with weights.storage_url: versions in storage are '
+            'whole models, got "adapters"'
+        )
+
 
 # The generated stubs do not know the type of an extension.
 _OPTIONS: Any = trajectory_pb2.Trajectory.DESCRIPTOR.GetOptions()
@@ -83,17 +203,6 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
         yield (
             f"queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "
             f"{num_bytes} bytes, {needed} bytes, got {config.queue.max_bytes}"
-        )
-
-
-def interval_problems(config: Tables) -> Iterator[str]:
-    """Checks that versions are published often enough."""
-    max_staleness = config.algorithm.max_staleness
-    if config.weights.publish_every_steps > max_staleness + 1:
-        yield (
-            f"weights.publish_every_steps must be at most algorithm.max_staleness + 1: later "
-            f"steps would find no server that may start a group for them, got "
-            f"{config.weights.publish_every_steps} and {max_staleness}"
         )
 
 
@@ -185,3 +294,17 @@ def lora_problems(config: Tables) -> Iterator[str]:
             yield f"lora.adapters must be empty with {name}, got {names}"
     if rank and config.checkpoint.load is not None:
         yield f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
+
+
+TABLE_RULES = (
+    size_problems,
+    precision_problems,
+    storage_problems,
+    turn_problems,
+    length_problems,
+    profile_problems,
+    algorithm_problems,
+    replay_table_problems,
+    role_problems,
+    lora_problems,
+)

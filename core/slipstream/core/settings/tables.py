@@ -7,16 +7,19 @@ from pathlib import Path
 
 from slipstream.core.reference_logprobs import reference_bytes_per_token
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.settings.checkpoint_section import CheckpointSection
-from slipstream.core.settings.engine_precision import computes_in_fp8
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.lora_section import LoraSection
-from slipstream.core.settings.measurement_sections import EvaluationSection, TrackingSection
+from slipstream.core.settings.measurement_sections import (
+    DebugSection,
+    EvaluationSection,
+    TrackingSection,
+)
 from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
 from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.settings.section import ElementType, Section
 from slipstream.core.settings.sections import (
+    CheckpointSection,
     ControllerSection,
     EnvironmentSection,
     LearnerSection,
@@ -59,6 +62,7 @@ class Tables(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
     tracking: TrackingSection = TrackingSection()
+    debug: DebugSection = DebugSection()
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
 
@@ -70,15 +74,11 @@ class Tables(Section):
     @property
     def probe_tolerance(self) -> float:
         """Largest gap, in nats, of a probe that passes."""
-        if self.weights.probe_tolerance is not None:
-            return self.weights.probe_tolerance
-        if computes_in_fp8(self.rollout_server):
+        if self.debug.probe_tolerance is not None:
+            return self.debug.probe_tolerance
+        if self.rollout_server.computes_in_fp8:
             return 0.5
-        return max(
-            PROBE_TOLERANCES[dtype]
-            for dtype in (self.model.dtype, self.weights.wire_dtype)
-            if dtype
-        )
+        return PROBE_TOLERANCES[self.model.dtype]
 
     @property
     def staging(self) -> StageSetting:

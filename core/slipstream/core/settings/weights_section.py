@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
-from slipstream.core.settings.section import ElementType, Host, Positive, Section, Silence
+from slipstream.core.settings.section import Host, Positive, Section, Silence
 
 DeltaSetting = Literal["off", "gpu", "host"]
 StageSetting = Literal["auto"] | bool
@@ -35,8 +35,6 @@ class WeightsSection(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     # Address of trainer rank 0's machine that the transport of weights uses.
     host: Host = "127.0.0.1"
-    # Element type on the wire; None: model.dtype.
-    wire_dtype: ElementType | None = None
     # Size at which a bucket is closed; the size of the largest tensor, if that is more.
     bucket_mib: Positive = 64
     # Engines receive new weights beside those that serve, and requests wait for the copies alone.
@@ -52,9 +50,6 @@ class WeightsSection(Section):
     # for servers with rollout_server.weights_from = "storage". A server may have its own name for
     # it. None: no server takes weights from storage.
     storage_url: StorageUrl | None = None
-    # Most versions from one whole version to the next; the versions between are what changed. The
-    # trainer keeps the weights that it wrote last, and those that it writes, in main memory.
-    storage_whole_every: Positive = 20
     # Limit of writing a version to storage, and of fetching a version from there.
     storage_deadline_s: Silence = 600.0
     # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
@@ -62,12 +57,6 @@ class WeightsSection(Section):
     bucket_deadline_s: float = Field(2.0, ge=0.1)
     # Limit of preparing, of joining the communicator and of loading the received weights.
     join_deadline_s: Silence = 20.0
-    # Publish after every n-th step.
-    publish_every_steps: Positive = 1
     # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first
     # publish always has a probe.
     verify_every: Positive = 10
-    # Largest gap of a probe, in nats: the typical error of a logit, estimated from
-    # log-probabilities. None: 1e-3 in float32, 0.16 if model.dtype or wire_dtype is bfloat16,
-    # where rounding alone gives 0.06, 0.02 with float16; 0.5 with engines in FP8.
-    probe_tolerance: float | None = Field(None, gt=0)

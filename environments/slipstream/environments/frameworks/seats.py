@@ -27,7 +27,7 @@ class NoRoom(Exception):
     """A limit of the run leaves no room for another reply."""
 
 
-class Seat(Protocol):
+class Player(Protocol):
     """One player of one game."""
 
     async def move(self, text: str, game: TextArenaGame) -> str:
@@ -113,7 +113,7 @@ REPLY_RETRIES = 2
 MAX_REPLY_BYTES = 4 << 20
 
 # Makes the seat of a player in the game of a seed.
-Opponent: TypeAlias = Callable[[int, int], Seat]
+Opponent: TypeAlias = Callable[[int, int], Player]
 
 
 def make_opponent(name: str, args: Mapping[str, Any], *, is_whole: bool) -> Opponent | None:
@@ -148,7 +148,7 @@ class _Api:
     model: str
     is_whole: bool
 
-    def __call__(self, player: int, seed: int) -> Seat:
+    def __call__(self, player: int, seed: int) -> Player:
         """Makes the seat of a player."""
         return ModelSeat(self.client, self.model, is_whole=self.is_whole)
 

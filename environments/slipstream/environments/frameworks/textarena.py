@@ -20,7 +20,7 @@ from slipstream.environments.frameworks.seats import (
     SELF,
     ModelSeat,
     NoRoom,
-    Seat,
+    Player,
     make_opponent,
 )
 from slipstream.environments.frameworks.splits import Seeds, Split
@@ -126,7 +126,7 @@ class TextArena(AgentEnvironment[Match]):
             self._id, self._kwargs, self._num_players, seed=task.seed, is_whole=self._is_whole
         )
 
-    def _seat(self, player: int, task: Match, endpoint: Endpoint) -> Seat:
+    def _seat(self, player: int, task: Match, endpoint: Endpoint) -> Player:
         if self._opponent is not None and player != task.player:
             return self._opponent(player, task.seed)
         own = endpoint.branch(_branch(player))

@@ -337,7 +337,6 @@ class Controller:
 
     def _stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> None:
         if self._results.stepped(trained, report):
-            self._turns.stepped(report.metrics.get("trained_tokens", 0.0))
             self._evaluator.step_done(report.version.step)
 
     async def _until_over(self) -> None:

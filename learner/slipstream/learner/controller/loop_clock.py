@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Collection
 from typing import Any, TypeVar
 
+Result = TypeVar("Result")
+
 
 class Stopwatch:
     """Adds up the seconds in which it runs."""
@@ -31,9 +33,6 @@ class Stopwatch:
         """Seconds until `now_s` in which the stopwatch ran."""
         since_s = self._running_since_s
         return self._total_s + (0.0 if since_s is None else now_s - since_s)
-
-
-Result = TypeVar("Result")
 
 
 class LoopClock:
@@ -68,7 +67,7 @@ class LoopClock:
         return self.at(time.monotonic())
 
     async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """Returns the result of `coming`; TimeoutError after `limit_s` seconds of this clock."""
+        """Returns the result of `coming`. Raises TimeoutError after `limit_s` by this clock."""
         future = asyncio.ensure_future(coming)
         try:
             await self.wait([future], limit_s)

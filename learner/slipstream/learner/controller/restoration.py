@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -16,7 +16,6 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import (
     FORMAT,
     REMEDY,
-    BusySeconds,
     RunHistory,
     read_history,
 )
@@ -59,7 +58,10 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     _check_end(journal, history, folder)
     journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
     journal.sync()
-    run.progress.begin(history.run_id, _bytes_of(key), history.version)
+    try:
+        run.progress.begin(history.run_id, bytes.fromhex(key), history.version)
+    except ValueError:
+        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
     return history
 
 
@@ -80,13 +82,6 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
     if newer:
         log = folder / JOURNAL_LOG
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
-
-
-def _bytes_of(key: str) -> bytes:
-    try:
-        return bytes.fromhex(key)
-    except ValueError:
-        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
 
 
 def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
@@ -117,21 +112,12 @@ def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | Non
 
     After a crash a controller cannot ask the engines for these counts.
     """
-    generated = ledger.generated_by_server() if lost is None else ledger.generated_by(lost)
+    counted = ledger.counted(lost)
     others: dict[str, JsonValue] = {} if lost is None else {"departed": True}
-    judged: list[JsonValue] = [
-        [name, epoch, tokens]
-        for name, epoch, _ in generated
-        if (tokens := ledger.judged_by(name, epoch))
-    ]
+    judged: list[JsonValue] = [[*key, tokens] for key, _, tokens in counted if tokens]
     if judged:
         others["judged"] = judged
-    journal.append("servers", generated=[list(entry) for entry in generated], **others)
-
-
-def journal_busy(journal: Journal, busy: BusySeconds) -> None:
-    """Journals how busy engines and trainer were since this start, for the summary of the run."""
-    journal.append("busy", **asdict(busy))
+    journal.append("servers", generated=[[*key, tokens] for key, tokens, _ in counted], **others)
 
 
 def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 
 from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
@@ -12,7 +13,6 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.restoration import (
-    journal_busy,
     journal_evaluation,
     journal_servers,
 )
@@ -70,7 +70,7 @@ class Results:
                 **self._scheduler.gauges(),
             },
         )
-        journal_busy(books.journal, self._recorder.facts.busy.of_this_start())
+        books.journal.append("busy", **asdict(self._recorder.facts.busy.of_this_start()))
         overflows, scale = int(row.get("gradient_overflows", 0)), row.get("loss_scale")
         if overflows:
             self._run.events.add(

@@ -34,6 +34,10 @@ from slipstream.v1 import environment_pb2
 WATCH_S = 0.25
 # Longest time between two looks of a healthy event loop; a longer time is a stall of the loop.
 LATE_S = 2 * WATCH_S
+# Time between two looks at the folder of checkpoints.
+LOOK_S = 2.0
+# Seconds of serving within which a server must end a cancelled lease.
+CANCEL_LIMIT_S = 60.0
 
 
 class RunWatch:
@@ -130,9 +134,6 @@ class RunWatch:
         )
 
 
-LOOK_S = 2.0
-
-
 class CheckpointWatch:
     """Warns when a resume could not use the newest reported checkpoint, once for each change.
 
@@ -201,10 +202,6 @@ def _missing(folder: Path, step: int) -> str:
     if not lack or max(complete_steps(folder), default=0) > step:
         return ""
     return f"{path} was removed or damaged under the live run ({lack})"
-
-
-# Seconds of serving within which a server must end a cancelled lease.
-CANCEL_LIMIT_S = 60.0
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Writes a folder with MXFP4 experts, as gpt-oss is published, anew in bfloat16.
+"""Rewrites a folder with MXFP4 experts, as gpt-oss is published, in bfloat16.
 
 Run it once before training: `python -m slipstream.learner.trainer.dequantize SOURCE TARGET`. The
 new folder takes four times the disk of the old one; learner and rollout servers load it.
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def dequantize(source: Path, target: Path) -> None:
-    """Writes `target`; an existing one is replaced. ConfigError for a folder of another kind."""
+    """Writes or replaces `target`. Raises ConfigError for a folder of another kind."""
     values = read_model_table(source)
     method = values.get("quantization_config", {}).get("quant_method")
     if method != "mxfp4":

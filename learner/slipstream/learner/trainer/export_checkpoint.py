@@ -26,7 +26,6 @@ _OF_RANKS = {
     "use_distributed_optimizer",
     "ddp",
     "optimizer",
-    "profile",
 }
 # Parts of names of Megatron's model settings that depend on the layout.
 _OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "context_parallel", "token_dispatcher")
@@ -110,6 +109,7 @@ def on_one_rank(config: Config, path: Path) -> Config:
             del settings[name]
     # These were the run's starting weights; the checkpoint replaces them.
     table["checkpoint"].pop("load", None)
+    table.pop("debug", None)
     return parse_config(table, source=str(path))
 
 

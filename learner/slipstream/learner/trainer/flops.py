@@ -17,7 +17,7 @@ OTHER_VERSIONS = "NVL"
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ArithmeticSizes:
     """The sizes that decide the arithmetic of one token.
 
     `matrix_parameters` counts the parameters by which a token is multiplied: only chosen experts,
@@ -34,7 +34,7 @@ class ModelSizes:
         return self.matrix_parameters / max(1, self.attention_width)
 
 
-def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
+def model_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
     """Returns the sizes of a decoder with gated MLPs, dense or with experts, or of a Nemotron-H.
 
     `config` is the model's config.json; KeyError names a missing field. Layers with attention
@@ -51,10 +51,10 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
         matrices += num_dense * 3 * hidden * _number(config, "intermediate_size")
     if num_sparse:
         matrices += num_sparse * _active_experts(config, hidden)
-    return ModelSizes(matrices, layers * width)
+    return ArithmeticSizes(matrices, layers * width)
 
 
-def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
+def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
     """Returns the sizes of layers of several forms; the scans of Mamba layers are not counted."""
     family = family_of(config)
     assert family.tensors is not None and family.cached_layers is not None
@@ -62,7 +62,7 @@ def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ModelSizes:
     matrices = (shape for name, shape in shapes.items() if not name.endswith("embeddings.weight"))
     usual = family.usual(config)
     width = _number(usual, "num_attention_heads") * _number(usual, "head_dim")
-    return ModelSizes(
+    return ArithmeticSizes(
         sum(math.prod(shape) for shape in matrices if len(shape) == 2),
         family.cached_layers(config) * width,
     )
@@ -87,7 +87,7 @@ def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:
 
 
 def training_flops(
-    sizes: ModelSizes, lengths: Iterable[int], *, saved: tuple[int, int] = (0, 0)
+    sizes: ArithmeticSizes, lengths: Iterable[int], *, saved: tuple[int, int] = (0, 0)
 ) -> float:
     """Returns floating-point operations of one forward and backward pass over these lengths.
 

@@ -193,7 +193,7 @@ def _load(
     )
     vision = _vision(chunks, whole_config, config.model.path)
     sharing = _sharing(chunks, config) if vision is None else None
-    logits_dtype = torch.float32 if config.model.head_dtype == "float32" else None
+    logits_dtype = torch.float32 if config.debug.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(
@@ -229,7 +229,7 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
 
 def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
-    """Returns what lets `chunks` take images; None for a model without a vision tower."""
+    """Returns the hooks that let `chunks` take images; None without a vision tower."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     from slipstream.learner.trainer.families.vision import Vision
@@ -254,7 +254,6 @@ def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
     """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
-    learner = config.learner
     memory = torch.cuda.get_device_properties(ranks.device).total_memory
-    share = learner.kept_logits_share * (learner.gpu_memory_fraction or 1.0)
+    share = config.debug.kept_logits_share * (config.learner.gpu_memory_fraction or 1.0)
     return int(share * memory) // dtype.itemsize

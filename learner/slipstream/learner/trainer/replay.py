@@ -1,4 +1,4 @@
-"""Trains a run again from its journal alone.
+"""Trains a run again from its journal.
 
 Torchrun starts the ranks: `python -m slipstream.learner.trainer.replay --config FILE`. The replay
 is a plain loop over the recorded batches, without a controller or rollout servers. On CPU every

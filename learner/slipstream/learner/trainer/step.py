@@ -6,54 +6,54 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
-    ModelEstimates,
     training_sequences,
     weighted,
 )
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.data_checks import (
-    check_advantages,
+from slipstream.learner.trainer.batches.batch import (
+    Batch,
     check_data,
     check_references,
     untrainable,
 )
 from slipstream.learner.trainer.batches.images import check_pixels
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.prefix_tree import Saved
+from slipstream.learner.trainer.batches.prefix_tree import SavedWork
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.layers.router_replay import check_experts, routing_metrics
-from slipstream.learner.trainer.learning_rate import learning_rate
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.model.shares import Forward, masked_outputs, rank_micro_batches
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
-from slipstream.learner.trainer.stages import StageTimes
 from torch import Tensor
 
+# Stages that are reported for every step, even if they took no time.
+ALWAYS = ("waiting", "forward", "export", "publish", "checkpoint")
 # Metrics that each adapter has too, where there are several.
 BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
 
 
 @dataclass(frozen=True)
-class StepResult:
+class TrainedStep:
     """The result of a step; the same on every rank, except for the times."""
 
     metrics: dict[str, float]
     wall_s: float
     # What common beginnings saved, over all replicas.
-    saved: Saved = Saved()
+    saved: SavedWork = SavedWork()
 
 
 @dataclass
@@ -101,25 +101,25 @@ class TrainingStep:
         """The policy that is trained."""
         return self._policy
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch) -> TrainedStep:
         """Trains the batch; collective, and every rank passes the same batch.
 
-        StalenessError for a token that is too old. UntrainableBatch on all ranks, for images that
-        cannot be read, for experts of another model, or for a loss or gradient that is not finite
-        although the weights are. It is raised before the faulty mini-batch changes a weight;
-        `num_updates` says if an earlier mini-batch changed weights. RunFailed when the weights are
-        at fault.
+        Raises StalenessError for a token that is too old. Raises UntrainableBatch, on all ranks,
+        for images that cannot be read, for experts of another model, or for a loss or gradient that
+        is not finite although the weights are. This happens before the faulty mini-batch changes a
+        weight; `num_updates` says if an earlier mini-batch changed weights. Raises RunFailed when
+        the weights are at fault.
         """
         self.num_updates = 0
         if self._policy.sharing is not None:
-            self._policy.sharing.saved = Saved()
+            self._policy.sharing.saved = SavedWork()
         try:
             return self._run(batch)
         except UntrainableBatch as fault:
             self._check_weights(fault)
             raise
 
-    def _run(self, batch: Batch) -> StepResult:
+    def _run(self, batch: Batch) -> TrainedStep:
         started = time.monotonic()
         batch.check(self._config.algorithm.max_staleness)
         check_data(
@@ -151,12 +151,12 @@ class TrainingStep:
             policy = self._policy
             metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
         self._roles.follow(self._policy, batch.step + 1)
-        saved = Saved() if self._policy.sharing is None else self._policy.sharing.saved
+        saved = SavedWork() if self._policy.sharing is None else self._policy.sharing.saved
         metrics["shared_tokens"] = float(saved.tokens)
         moved = self._policy.rounding.changed_share(self._policy.ranks)
         if moved is not None:
             metrics["weights_moved"] = moved
-        return StepResult(metrics, time.monotonic() - started, saved)
+        return TrainedStep(metrics, time.monotonic() - started, saved)
 
     def _train_part(self, batch: Batch) -> tuple[_Totals, dict[str, float]]:
         """Trains the active adapter, or all of the policy; returns the critic's metrics too.
@@ -167,8 +167,11 @@ class TrainingStep:
         if self._policy.adapters.are_several:
             number = min(number, len(set(batch.group_ids)))
         mini_batches = batch.mini_batches(number)
-        sequences = training_sequences(batch, self._config, self._estimates(batch))
-        check_advantages(batch, sequences)
+        estimates = None
+        if self._roles != NO_ROLES:
+            with self.stages.measure("estimates"):
+                estimates = self._roles.estimates(batch)
+        sequences = training_sequences(batch, self._config, estimates)
         environments = [batch.trajectories[owner].environment for owner in batch.owners]
         sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
@@ -186,13 +189,9 @@ class TrainingStep:
         sequences: Sequence[TrainingSequence],
         mini_batches: Sequence[Sequence[int]],
     ) -> _Totals:
+        policy, max_tokens = self._policy, self._max_tokens
         shares = [
-            rank_micro_batches(
-                self._policy,
-                sequences,
-                members,
-                max_tokens=self._max_tokens,
-            )
+            rank_micro_batches(policy, sequences, members, max_tokens=max_tokens)
             for members in mini_batches
         ]
         old_logprobs: list[list[Tensor]] = [[] for _ in shares]
@@ -228,17 +227,10 @@ class TrainingStep:
     def _temperature(self) -> float:
         return self._config.sampling.temperature
 
-    def _estimates(self, batch: Batch) -> list[ModelEstimates] | None:
-        """The estimates of the other models for `batch`; None without such models."""
-        if self._roles == NO_ROLES:
-            return None
-        with self.stages.measure("estimates"):
-            return self._roles.estimates(batch)
-
     def _add_gradients(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], place: Sequence[int]
     ) -> list[TokenLoss]:
-        """Makes the gradients of `share` anew, and returns this rank's losses."""
+        """Computes the gradients of `share` from zero, and returns this rank's losses."""
         algorithm, *others = self._config.algorithms.distinct
         ranks = self._policy.ranks
 
@@ -289,7 +281,7 @@ class TrainingStep:
         *,
         total: float,
     ) -> RunFailed:
-        """Names the trajectories of a mini-batch whose loss is not finite; collective."""
+        """Returns the error that names what made the loss of a mini-batch infinite; collective."""
         cause = f"the loss is {total}; the weights were not changed"
         chosen = [sequences[index] for index in members]
 
@@ -340,3 +332,55 @@ class TrainingStep:
             found["gradient_overflows"] = float(totals.overflows)
             found["loss_scale"] = totals.loss_scale
         return found
+
+
+# Shares of the way down after the share x of the decay's steps.
+_FALLEN: dict[DecayKind, Callable[[float], float]] = {
+    "none": lambda _: 0.0,
+    "linear": lambda x: x,
+    "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
+    "sqrt": math.sqrt,
+}
+
+
+class StageTimes:
+    """Seconds of each stage on this rank since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(ALWAYS, 0.0)
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block, which on a GPU ends when the GPU's work is done."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - started
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each stage by the names `STAGE_s`, and starts again at 0."""
+        taken = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(ALWAYS, 0.0)
+        return taken
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Returns the learning rate of `step`, a function of the settings alone: a resume changes none.
+
+    It is 0 in the first `critic.warmup_steps` steps, in which only the critic is trained. Then it
+    rises linearly over `algorithm.warmup_steps`. It falls in the last `algorithm.decay_steps` of
+    the run's steps, and would reach its end, `algorithm.decay_to`, in the step after the last one.
+    """
+    algorithm = config.algorithm
+    first = config.critic.warmup_steps if config.critic is not None else 0
+    place, num_steps = step - first, config.run.steps - first
+    if place < 0:
+        return 0.0
+    rise = min(1.0, (place + 1) / max(1, algorithm.warmup_steps))
+    falling = algorithm.decay_steps or max(1, num_steps - algorithm.warmup_steps)
+    x = min(1.0, max(0.0, (place - (num_steps - falling)) / falling))
+    fallen = (1 - algorithm.decay_to) * _FALLEN[algorithm.decay](x)
+    return algorithm.learning_rate * rise * (1 - fallen)

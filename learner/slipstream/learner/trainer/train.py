@@ -40,7 +40,7 @@ from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.roles import open_roles
-from slipstream.learner.trainer.step import StepResult, TrainingStep
+from slipstream.learner.trainer.step import TrainedStep, TrainingStep
 from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
@@ -65,14 +65,14 @@ class StepCost:
         self._ranks = ranks
         self._sizes = model_sizes(read_model_table(config.model.path))
         self._epochs = config.algorithm.epochs
-        self._peak_tflops = config.learner.peak_tflops
+        self._peak_tflops = config.debug.peak_tflops
         if self._peak_tflops is None and ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
             self._peak_tflops = peak_tflops(name)
             if self._peak_tflops is None:
-                logger.warning("no mfu: the peak of %s is not known, set learner.peak_tflops", name)
+                logger.warning("no mfu: the peak of %s is not known, set debug.peak_tflops", name)
 
-    def metrics(self, batch: Batch, result: StepResult) -> dict[str, float]:
+    def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
         """Returns the known metrics of the step that trained `batch`; collective."""
         sizes = batch.lengths()
         flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
@@ -178,7 +178,7 @@ class Trainer:
         self._stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(
-            config.learner.profile, config.run_dir / "profile", rank=policy.ranks.rank
+            config.debug.profile, config.run_dir / "profile", rank=policy.ranks.rank
         )
         models = [*stored_policy(policy), *roles.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, models)

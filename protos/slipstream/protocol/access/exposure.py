@@ -52,7 +52,7 @@ def check_private(config: Config) -> None:
 
 
 def describe_exposure(config: Config) -> str:
-    """Lists addresses that other machines reach without TLS and token; "" if there are none."""
+    """Lists addresses that other machines reach without TLS and token, or "" if there are none."""
     ports = {"learner.master": str(address_parts(config.learner.master)[1] or "any")}
     found = [
         f"{what} {host} (port {ports.get(what, 'any')})"
@@ -85,7 +85,7 @@ def local_address(host: str, port: int = 1) -> str:
 
 
 def interface_to(host: str) -> str | None:
-    """Returns the network interface from which `host` is reached; None if it is not known."""
+    """Returns the network interface from which `host` is reached, or None if it is not known."""
     try:
         address = ipaddress.ip_address(local_address(host))
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def _unprotected(config: Config) -> dict[str, str]:
 
 
 def _resolved(host: str) -> IpAddress | None:
-    """Returns the first address of a name, on which its owner listens; None if it is unknown."""
+    """Returns the first address of a name, on which its owner listens, or None if it is unknown."""
     try:
         (*_, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -62,7 +62,7 @@ class RedisConnection:
         sender: str = "",
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
-        """`sender`: the name of a sender of its own in the counters; empty for the receiver.
+        """Names a sender in the counters by `sender`, which is empty for the receiver.
 
         A server that is lost has `reconnect_timeout_s` to come back.
         """
@@ -101,7 +101,7 @@ class RedisConnection:
 
     @property
     def own_key(self) -> str:
-        """Bytes that this sender ever added; belongs to the mark."""
+        """Key that counts the bytes this sender has added under the current mark."""
         return f"{self.mark_key}:{self.mark}:{self._sender}:added"
 
     @property
@@ -146,16 +146,14 @@ class RedisConnection:
                 return result
             await asyncio.sleep(backoff.take_s())
 
-    async def check_user(self) -> None:
-        """Raises ConfigError when the server refuses the user; closes the connection."""
+    async def probe(self, command: Sequence[str]) -> None:
+        """Runs a command; raises ConfigError if the server refuses the user, else QueueError."""
         try:
-            await self.once(self.client.ping)
+            await self.once(lambda: self.client.execute_command(*command))  # type: ignore[no-untyped-call]
+        except TimeoutError:
+            raise self.away(CALL_TIMEOUT_S, "no answer to a first command") from None
         except (RedisError, OSError) as error:
-            refusal = self.failure(error)
-            if isinstance(refusal, ConfigError):
-                raise refusal from None
-        finally:
-            await self.client.aclose()
+            raise self.failure(error) from error
 
     @property
     def counted_keys(self) -> tuple[str, ...]:
@@ -235,7 +233,7 @@ class RedisConnection:
             )
             return ConfigError(
                 f"redis at {self.name}: user {self.user} {lacks}; "
-                "`slipstream doctor` names all that are missing"
+                "docs/security.md has the lines that give all rights"
             )
         if isinstance(error, REFUSALS):
             return ConfigError(f"redis at {self.name}: user {self.user}: {error}")

@@ -61,7 +61,7 @@ class Counters:
         )
 
     def loss_since(self, earlier: Counters) -> str:
-        """Returns the sign that data were lost since `earlier` was read; "" without a loss."""
+        """Returns the sign that data were lost since `earlier` was read, or "" without a loss."""
         if self.used_bytes < 0:
             return f"it counts {self.used_bytes} bytes that wait"
         for name, before, now in (

@@ -14,7 +14,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
 from slipstream.core.tool_schemas import NEED_PARSER
-from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, OpenCall, Refusal
+from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, Refusal, ServedCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.agents.replies import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from slipstream.rollout_server.agents.sampling_rule import (
@@ -51,7 +51,7 @@ class Answering:
         self,
         plain: Application,
         with_tools: Application,
-        current: ContextVar[tuple[Recorder, OpenCall] | None],
+        current: ContextVar[tuple[Recorder, ServedCall] | None],
         *,
         model: str,
         has_tools: bool,
@@ -111,7 +111,7 @@ class Answering:
             yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
 
     async def _reply(
-        self, recorder: Recorder, opened: OpenCall, body: bytes, told: str
+        self, recorder: Recorder, opened: ServedCall, body: bytes, told: str
     ) -> AsyncGenerator[HttpPart, None]:
         context = copy_context()
         context.run(self._current.set, (recorder, opened))

@@ -27,7 +27,7 @@ _SYSTEM = ("system", "developer")
 
 
 @dataclass(eq=False)
-class Branch:
+class ConversationBranch:
     """One token sequence: context and sampled tokens in turns, as in a trajectory."""
 
     name: str
@@ -50,18 +50,18 @@ class Branch:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class AgentTurn:
     """A finished reply: the branch that it belongs to, and the tokens up to its end."""
 
-    branch: Branch
+    branch: ConversationBranch
     end: int
 
 
 @dataclass(eq=False)
-class Call:
+class AgentCall:
     """An open call: the prompt for the engine, and where its tokens will be recorded."""
 
-    branch: Branch
+    branch: ConversationBranch
     # The tokens that the model reads; the last of them are the call's own.
     prompt: list[int]
     context: list[int]
@@ -76,7 +76,7 @@ class _Node:
     """The state of a conversation after its first messages."""
 
     children: dict[MessageKey, _Node] = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[AgentTurn] = field(default_factory=list)
     # Whether a reply to these messages could not be read as its client saw it.
     is_unread: bool = False
 
@@ -85,7 +85,7 @@ class _Node:
 class Found:
     """A turn that a request continues, and the number of its messages up to there."""
 
-    turn: Turn
+    turn: AgentTurn
     num_messages: int
 
 
@@ -93,7 +93,7 @@ class Conversations:
     """All branches of one episode."""
 
     def __init__(self) -> None:
-        self.branches: list[Branch] = []
+        self.branches: list[ConversationBranch] = []
         self.num_turns = 0
         # Tokens of all branches.
         self.num_tokens = 0
@@ -112,7 +112,7 @@ class Conversations:
         messages: Sequence[MessageKey],
         name: str,
         *,
-        previous: Turn | None = None,
+        previous: AgentTurn | None = None,
     ) -> Found | None:
         """Returns the longest conversation that `messages` continue, under the same settings.
 
@@ -158,10 +158,10 @@ class Conversations:
     def begin(
         self,
         name: str,
-        turn: Turn | None,
+        turn: AgentTurn | None,
         context: list[int],
         images: Sequence[PlacedImage] = (),
-    ) -> Call:
+    ) -> AgentCall:
         """Opens a call that reads `context` behind `turn`, or from the start where that is None.
 
         `images` have their places in `context`.
@@ -172,12 +172,12 @@ class Conversations:
         if turn is not None and _can_append(turn, name):
             turn.branch.is_taken = True
             prompt = turn.branch.token_ids + context
-            return Call(turn.branch, prompt, context, is_append=True, images=seen)
+            return AgentCall(turn.branch, prompt, context, is_append=True, images=seen)
         if turn is not None:
             context = turn.branch.token_ids[: turn.end] + context
-        return Call(Branch(name), context, context, is_append=False, images=seen)
+        return AgentCall(ConversationBranch(name), context, context, is_append=False, images=seen)
 
-    def finish(self, call: Call, generation: Generation | None) -> Turn | None:
+    def finish(self, call: AgentCall, generation: Generation | None) -> AgentTurn | None:
         """Records what a call sampled; None if it sampled nothing. Its branch is free again."""
         assert not call.is_over, "a call ends once"
         call.is_over = True
@@ -199,11 +199,11 @@ class Conversations:
             branch.expert_ids.append(generation.expert_ids)
         self.num_turns += 1
         self.num_tokens += len(call.context) + len(tokens)
-        return Turn(branch, len(branch.token_ids))
+        return AgentTurn(branch, len(branch.token_ids))
 
     def remember(
         self,
-        turn: Turn,
+        turn: AgentTurn,
         settings: str,
         messages: Sequence[MessageKey],
         reply: Sequence[Sequence[MessageKey]],
@@ -225,6 +225,6 @@ class Conversations:
         node.is_unread = True
 
 
-def _can_append(turn: Turn, name: str) -> bool:
+def _can_append(turn: AgentTurn, name: str) -> bool:
     branch = turn.branch
     return not branch.is_taken and branch.name == name and turn.end == len(branch.token_ids)

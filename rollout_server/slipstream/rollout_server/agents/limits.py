@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.rollout_server.agents.conversations import Call, Found, Turn
+from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Found
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.engine_interface import Sampling
 
@@ -45,7 +45,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Room:
+class ReplyRoom:
     """What a call may use: `new_tokens` of its reply. `reserved_tokens` count until it ends."""
 
     new_tokens: int
@@ -68,7 +68,7 @@ WAIT = None
 
 def room(
     sampling: Sampling, use: Use, *, prompt: int, context: int, is_new: bool
-) -> Room | Refusal | None:
+) -> ReplyRoom | Refusal | None:
     """Returns the room of a call, the error if there is none, or WAIT.
 
     Its branch has `prompt` tokens with the call's own, `context` of them are not counted in `use`.
@@ -93,7 +93,7 @@ def room(
     # A reply is not cut short because of calls that may need less than they reserve.
     if use.reserved_tokens and new_tokens < most:
         return WAIT
-    return Room(new_tokens, context + new_tokens)
+    return ReplyRoom(new_tokens, context + new_tokens)
 
 
 def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
@@ -123,7 +123,7 @@ class HttpPart:
 
 
 @dataclass(eq=False)
-class OpenCall:
+class ServedCall:
     """The state of a call that asks for a reply.
 
     begun: `call` and `room` are set -> sampled: `turn` is set -> answered. A call without a turn
@@ -141,14 +141,14 @@ class OpenCall:
     # The turn that its messages continue, if any.
     found: Found | None = None
     # The turn that the request names as the previous one; None: it names none.
-    previous: Turn | None = None
+    previous: AgentTurn | None = None
     # The input of a request whose response is stored; None: it is not.
     stored_items: list[Any] | None = None
-    call: Call | None = None
-    room: Room | None = None
+    call: AgentCall | None = None
+    room: ReplyRoom | None = None
     # Samples the reply, also when the client has stopped to read.
     sampling: asyncio.Task[None] | None = None
-    turn: Turn | None = None
+    turn: AgentTurn | None = None
     refusal: Refusal | None = None
     # What the client was sent; it is read when a later call may continue this one.
     status: int = 0

@@ -17,8 +17,20 @@ from typing import Any, TypeAlias
 
 from pydantic import JsonValue
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
-from slipstream.rollout_server.agents.conversations import Branch, Conversations, Found, Turn
-from slipstream.rollout_server.agents.limits import HttpCall, OpenCall, Refusal, Room, Use, room
+from slipstream.rollout_server.agents.conversations import (
+    AgentTurn,
+    ConversationBranch,
+    Conversations,
+    Found,
+)
+from slipstream.rollout_server.agents.limits import (
+    HttpCall,
+    Refusal,
+    ReplyRoom,
+    ServedCall,
+    Use,
+    room,
+)
 from slipstream.rollout_server.agents.messages import MessageKey, reply_keys
 from slipstream.rollout_server.agents.replies import reply_of, response_id_of
 from slipstream.rollout_server.agents.sampling_rule import StoredResponses
@@ -80,14 +92,14 @@ class Recorder:
         # Whether a call was refused for a limit.
         self.was_refused = False
         # Whether the last reply of a branch was cut off at a limit of the run.
-        self._is_cut: dict[Branch, bool] = {}
+        self._is_cut: dict[ConversationBranch, bool] = {}
         self._engine = engine
         self._key = key
         self._as_messages = as_messages
         self._sampled = sampled
-        self._open: dict[int, OpenCall] = {}
+        self._open: dict[int, ServedCall] = {}
         # Calls whose replies the conversations do not know yet.
-        self._unread: list[OpenCall] = []
+        self._unread: list[ServedCall] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cancelled = False
         self._changed = asyncio.Event()
@@ -105,13 +117,13 @@ class Recorder:
         """Calls that are not closed."""
         return len(self._open)
 
-    def open(self, http: HttpCall, path: str, *, is_stream: bool) -> OpenCall:
+    def open(self, http: HttpCall, path: str, *, is_stream: bool) -> ServedCall:
         """Opens a call for a reply."""
-        opened = OpenCall(http, f"{self._key}.{http.number}", path, is_stream)
+        opened = ServedCall(http, f"{self._key}.{http.number}", path, is_stream)
         self._open[http.number] = opened
         return opened
 
-    def close(self, opened: OpenCall) -> None:
+    def close(self, opened: ServedCall) -> None:
         """Ends a call; a sample that nobody reads any more is ended."""
         opened.is_answered = True
         del self._open[opened.http.number]
@@ -137,12 +149,12 @@ class Recorder:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def expand(self, body: dict[str, Any]) -> Turn | None:
+    def expand(self, body: dict[str, Any]) -> AgentTurn | None:
         """Writes the whole input into a request to continue a response; see `StoredResponses`."""
         self._read_replies()
         return self._responses.expand(body)
 
-    def find(self, opened: OpenCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
+    def find(self, opened: ServedCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
         """Returns the turn that a request continues, if any; see `Conversations.find`."""
         self._read_replies()
         opened.settings, opened.keys = settings, keys
@@ -152,8 +164,8 @@ class Recorder:
 
     async def begin(
         self,
-        opened: OpenCall,
-        turn: Turn | None,
+        opened: ServedCall,
+        turn: AgentTurn | None,
         context: list[int],
         images: Sequence[PlacedImage] = (),
     ) -> list[int]:
@@ -183,7 +195,7 @@ class Recorder:
                 context=len(call.context),
                 is_new=not call.is_append,
             )
-            if isinstance(found, Room):
+            if isinstance(found, ReplyRoom):
                 opened.room = found
                 return call.prompt
             if isinstance(found, Refusal):
@@ -195,7 +207,7 @@ class Recorder:
             await self._changed.wait()
 
     def sample(
-        self, opened: OpenCall, max_tokens: int, options: TextOptions
+        self, opened: ServedCall, max_tokens: int, options: TextOptions
     ) -> AsyncGenerator[TextPart, None]:
         """Samples the reply to a call that has begun, and returns its parts.
 
@@ -210,7 +222,7 @@ class Recorder:
         return _read(parts)
 
     async def _sample(
-        self, opened: OpenCall, max_tokens: int, options: TextOptions, parts: _Parts
+        self, opened: ServedCall, max_tokens: int, options: TextOptions, parts: _Parts
     ) -> None:
         call = opened.call
         assert call is not None
@@ -257,12 +269,12 @@ class Recorder:
         if any(len(image.data) > largest for image in images):
             raise LimitReached(f"an image may have {largest} bytes (sampling.max_image_bytes)")
 
-    def _release(self, opened: OpenCall) -> None:
+    def _release(self, opened: ServedCall) -> None:
         if opened.call is not None and not opened.call.is_over:
             self.conversations.finish(opened.call, None)
         self._changed.set()
 
-    def _hang_up(self, opened: OpenCall) -> None:
+    def _hang_up(self, opened: ServedCall) -> None:
         opened.hung_up.set()
         self._changed.set()
         if opened.sampling is not None and not opened.sampling.done():
@@ -312,7 +324,7 @@ class Recorder:
                 self.conversations.note_unread(opened.settings, opened.keys)
         self._unread = waiting
 
-    def _read_reply(self, opened: OpenCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
+    def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
         """Returns the reply to a call, and the keys of its messages; None if it has none.
 
         A call of a tool that the model wrote wrongly, or that was cut off, cannot be sent back as

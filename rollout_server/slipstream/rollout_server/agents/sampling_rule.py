@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.rollout_server.agents.conversations import Turn
+from slipstream.rollout_server.agents.conversations import AgentTurn
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING_HEADER = "x-slipstream-sampling"
@@ -154,7 +154,7 @@ class _Stored:
     """The items up to and with those of a response, and its turn."""
 
     items: list[Any]
-    turn: Turn
+    turn: AgentTurn
 
 
 class StoredResponses:
@@ -167,11 +167,11 @@ class StoredResponses:
     def __init__(self) -> None:
         self._known: dict[str, _Stored] = {}
 
-    def keep(self, response_id: str, asked: list[Any], output: list[Any], turn: Turn) -> None:
+    def keep(self, response_id: str, asked: list[Any], output: list[Any], turn: AgentTurn) -> None:
         """Stores the response to a request with the items `asked`."""
         self._known[response_id] = _Stored([*asked, *output], turn)
 
-    def expand(self, body: dict[str, Any]) -> Turn | None:
+    def expand(self, body: dict[str, Any]) -> AgentTurn | None:
         """Writes the whole input into `body`; returns the turn that it continues, if it names one.
 
         RefusedRequest for a response that is not stored.

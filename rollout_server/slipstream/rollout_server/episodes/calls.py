@@ -22,7 +22,7 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """An environment's answer to a reply; `messages` follow unless the episode is `done`.
 
     `tools` are those from now on, see `TemplateInputs`; None: the same as before. `given_reply` is
@@ -42,7 +42,7 @@ class Opening:
     """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit.
 
     An agent has no messages: it makes calls. `tools`: see `TemplateInputs`. `given_reply`: see
-    `Verdict`.
+    `Judgement`.
     """
 
     messages: list[ChatMessage]
@@ -71,7 +71,7 @@ class EnvironmentSession(Protocol):
 
     async def step(
         self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
-    ) -> Verdict:
+    ) -> Judgement:
         """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
 
         `parsed` None: no parser has read it.
@@ -140,7 +140,7 @@ class StreamSession:
 
     async def step(
         self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
-    ) -> Verdict:
+    ) -> Judgement:
         """See `EnvironmentSession`."""
         command = environment_pb2.StepCommand(
             episode_key=self._key,
@@ -152,7 +152,7 @@ class StreamSession:
         self._was_judged = True
         verdict = answer.verdict
         _check_numbers(verdict.reward, {"metric": verdict.metrics})
-        return Verdict(
+        return Judgement(
             reward=verdict.reward,
             done=verdict.done,
             messages=tuple(_messages(verdict.messages)),

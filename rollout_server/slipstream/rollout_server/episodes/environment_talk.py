@@ -19,8 +19,8 @@ from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, Temp
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.calls import (
     EnvironmentSession,
+    Judgement,
     Opening,
-    Verdict,
     check_tools,
 )
 from slipstream.rollout_server.episodes.recording import Recording
@@ -168,7 +168,7 @@ class EnvironmentTalk:
         tokens, reply = self._recording.conversation, self._recording.last_reply
         return self._reader.read(tokens[: len(tokens) - len(reply)], reply, inputs)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, verdict: Judgement) -> None:
         recording = self._recording
         recording.reward += verdict.reward
         if not math.isfinite(recording.reward):

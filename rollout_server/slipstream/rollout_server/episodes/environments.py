@@ -33,7 +33,7 @@ Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
 
 @dataclass(order=True)
-class Turn:
+class LoneTurn:
     """One episode that waits for a worker; those with more attempts behind them go first.
 
     In this order the culprit among suspects is set aside after the fewest ends of a worker.
@@ -277,7 +277,7 @@ class LoneWorkers:
         """Runs at most `count` workers at one time, their logs numbered from `first` on."""
         self._make = make
         self._indices = range(first, first + count)
-        self._turns: asyncio.PriorityQueue[Turn] = asyncio.PriorityQueue()
+        self._turns: asyncio.PriorityQueue[LoneTurn] = asyncio.PriorityQueue()
         self._numbers = itertools.count()
 
     async def run(self) -> None:
@@ -286,10 +286,10 @@ class LoneWorkers:
             for index in self._indices:
                 group.create_task(self._keep(index))
 
-    async def turn(self, attempt: int) -> tuple[EnvironmentWorker, Turn]:
+    async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
         """Waits for a worker without other episodes; EnvironmentFailed when it cannot load."""
         worker = asyncio.get_running_loop().create_future()
-        turn = Turn((-attempt, next(self._numbers)), worker)
+        turn = LoneTurn((-attempt, next(self._numbers)), worker)
         self._turns.put_nowait(turn)
         try:
             return await worker, turn
@@ -317,7 +317,9 @@ class LoneWorkers:
                     first.worker.set_exception(running.result())
                 running.cancel()
 
-    async def _serve(self, worker: EnvironmentWorker, loaded: asyncio.Event, first: Turn) -> None:
+    async def _serve(
+        self, worker: EnvironmentWorker, loaded: asyncio.Event, first: LoneTurn
+    ) -> None:
         """Gives the worker to one episode after another, as long as each leaves it usable."""
         await loaded.wait()
         turn = first

@@ -19,8 +19,7 @@ from slipstream.core.types import (
     LogprobArray,
     VersionSpan,
 )
-from slipstream.rollout_server.agents.conversations import Branch as TalkBranch
-from slipstream.rollout_server.agents.conversations import Conversations
+from slipstream.rollout_server.agents.conversations import ConversationBranch, Conversations
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.rollout_server.reference_server import ScoredSequence
 
@@ -220,7 +219,7 @@ class Recording:
 
 
 def _whole(
-    branch: TalkBranch, branches: Sequence[TalkBranch]
+    branch: ConversationBranch, branches: Sequence[ConversationBranch]
 ) -> list[npt.NDArray[np.unsignedinteger]]:
     """Returns the experts of all tokens of a branch; those that were never computed have none.
 

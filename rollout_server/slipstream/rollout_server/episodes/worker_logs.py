@@ -72,7 +72,7 @@ class BoundedLog:
         full.close()
         note = (
             f"slipstream: the lines before these are in {before.name}, older ones were removed: "
-            f"rollout_server.environment_log_mib = {self._max_bytes / (1 << 20):g}\n"
+            f"{self._max_bytes} bytes are kept\n"
         )
         self._size = 0
         self._size = self._note_bytes = self._file.write(note.encode())

@@ -18,7 +18,7 @@ from slipstream.core.settings.sections import RolloutServerSection
 # Number of running replies for each waiting prompt above which prompts wait. At most a 32nd of an
 # engine's places is empty because of the wait, half of that on average.
 REPLIES_PER_PROMPT = 32
-# Largest number of steps that prompts wait on GPUs if `rollout_server.prompt_wait_steps` is unset.
+# Largest number of steps that prompts wait on GPUs if `debug.prompt_wait_steps` is unset.
 MOST_STEPS = 32
 
 
@@ -73,15 +73,20 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def graph_values(
-    section: RolloutServerSection, passed: Mapping[str, object], *, on_cpu: bool
+    section: RolloutServerSection,
+    passed: Mapping[str, object],
+    *,
+    wait_steps: int | None,
+    on_cpu: bool,
 ) -> dict[str, object]:
     """Returns vLLM's arguments for graphs and prompt waits.
 
-    Graph sizes are left out if `passed`, the user's own arguments of vLLM, names any.
+    Prompts wait `wait_steps` steps; None: the default of the device. Graph sizes are left out if
+    `passed`, the user's own arguments of vLLM, names any.
     """
     has_graphs = section.has_graphs(on_cpu=on_cpu)
     default = MOST_STEPS if has_graphs else 0
-    most_steps = default if section.prompt_wait_steps is None else section.prompt_wait_steps
+    most_steps = default if wait_steps is None else wait_steps
     values: dict[str, object] = {"prefill_schedule_interval": most_steps + 1}
     compilation = passed.get("compilation_config")
     chosen = {*passed, *(compilation if isinstance(compilation, dict) else ())}

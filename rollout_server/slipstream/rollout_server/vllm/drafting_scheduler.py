@@ -27,8 +27,6 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 log = logging.getLogger(__name__)
-# Shortest and longest run of tokens that vLLM's own proposer looks for in a reply and its prompt.
-_RUNS = (3, 8)
 # What drafts from the texts of all requests: in vLLM's worker for GPUs, and in that for CPUs.
 _WORKER = "slipstream.rollout_server.vllm.drafting_worker.DraftingWorker"
 _PROPOSER = "slipstream.rollout_server.vllm.cpu_drafts.SharedTextProposer"
@@ -91,27 +89,19 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
             *(MOST_DRAFTED_EPISODES, section.max_episodes),
         )
         return {}
-    shortest, longest = _RUNS
-    method: dict[str, object] = {
-        "method": "ngram" if on_cpu else "ngram_gpu",
-        "prompt_lookup_min": shortest,
-        "prompt_lookup_max": longest,
-    }
-    if on_cpu and section.drafts == "shared":
-        method = {"method": "custom_class", "model": _PROPOSER}
-    drafts = {**method, "num_speculative_tokens": section.draft_tokens}
-    values: dict[str, object] = {"speculative_config": drafts}
-    if not on_cpu:
-        lengths = draft_lengths(section.draft_tokens, section.max_episodes)
-        # vLLM captures graphs for the lengths in this table alone. Which one a step has is our
-        # rule's choice: 0 is in the table for steps while drafts rest.
-        drafts["num_speculative_tokens_per_batch_size"] = [
-            (1, 1, 0 if len(lengths) > 2 else lengths[1]),
-            *((size, size, length) for size, length in enumerate(lengths) if size > 1),
-        ]
-        if section.drafts == "shared":
-            values["worker_cls"] = _WORKER
-    return values
+    drafts: dict[str, object] = {"num_speculative_tokens": section.draft_tokens}
+    if on_cpu:
+        return {"speculative_config": drafts | {"method": "custom_class", "model": _PROPOSER}}
+    # vLLM plans ahead with this method, and it needs no second model; our worker drafts instead.
+    drafts["method"] = "ngram_gpu"
+    lengths = draft_lengths(section.draft_tokens, section.max_episodes)
+    # vLLM captures graphs for the lengths in this table alone. Which one a step has is our rule's
+    # choice: 0 is in the table for steps while drafts rest.
+    drafts["num_speculative_tokens_per_batch_size"] = [
+        (1, 1, 0 if len(lengths) > 2 else lengths[1]),
+        *((size, size, length) for size, length in enumerate(lengths) if size > 1),
+    ]
+    return {"speculative_config": drafts, "worker_cls": _WORKER}
 
 
 def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:

@@ -37,7 +37,8 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
             raise ConfigError(problem)
     else:
         check_precision(config.rollout_server.quantization)
-    graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
+    wait_steps = config.debug.prompt_wait_steps
+    graphs = graph_values(config.rollout_server, passed, wait_steps=wait_steps, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.router_replay != "off":
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
@@ -91,7 +92,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
-        "hf_overrides": {"head_dtype": config.model.head_dtype},
+        "hf_overrides": {"head_dtype": config.debug.head_dtype},
         "seed": seed,
         # One token more than an episode: a probe of full length samples one token.
         "max_model_len": min(sampling.max_episode_tokens + 1, longest),

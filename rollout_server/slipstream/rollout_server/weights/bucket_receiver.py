@@ -14,7 +14,7 @@ from slipstream.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
-class Seat:
+class Membership:
     """The place of this worker in a communicator."""
 
     communicator: weights_pb2.Communicator

@@ -13,7 +13,7 @@ from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat, open_digests
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership, open_digests
 from torch._C import _distributed_c10d as c10d
 
 
@@ -72,7 +72,7 @@ class HostReceiver:
 class GlooReceiver(HostReceiver):
     """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins the communicator; WeightSyncError when a member misses the deadline."""
         super().__init__()
         communicator = membership.communicator
@@ -134,7 +134,7 @@ def _gloo_group(
 class StorageReceiver(HostReceiver):
     """See `BucketReceiver`: every worker of the engine reads the same file."""
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(self, membership: Membership, device: torch.device) -> None:
         """Opens the file that the order names; WeightSyncError when it is not there."""
         super().__init__()
         path = membership.communicator.path

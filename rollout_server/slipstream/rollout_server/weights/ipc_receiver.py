@@ -17,7 +17,7 @@ from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.protocol.weights.shared_buffers import open_buffers
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat, open_digests
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership, open_digests
 
 _CLOSE_LIMIT_S = 5.0
 
@@ -27,7 +27,7 @@ class IpcReceiver:
 
     enqueues = False
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins and opens the buffers; WeightSyncError when that fails or misses the deadline."""
         where = membership.communicator
         self._device = device

@@ -19,6 +19,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.descendants import kernel_oom_kills
+from support.rigs.waiting import until
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
@@ -125,8 +126,7 @@ async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Pat
     text = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
     text += "print('waits', flush=True)\ntime.sleep(600)\n"
     child = await start_script(tmp_path, "stopped", text)
-    while "waits" not in child.log_path.read_text():
-        await asyncio.sleep(0.01)
+    await until(lambda: "waits" in child.log_path.read_text())
     child.signal(signal.SIGSTOP)
     async with asyncio.timeout(20):
         await child.stop(600.0)

@@ -23,6 +23,7 @@ from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
+from support.fakes.small_configs import small_config
 
 CONFIGS = Path(__file__).parents[4] / "deploy" / "configs"
 ENGINE_LINE = (
@@ -33,17 +34,7 @@ GPUS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "gpu", 1 << 30) for n in range(8))
 
 
 def config_of(learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}) -> Config:
-    return parse_config(
-        {
-            "run": {"name": "placed", "steps": 1},
-            "model": {"path": "model"},
-            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-            "learner": learner,
-            "rollout_server": server,
-        },
-        source="test",
-    )
+    return small_config(run={"name": "placed", "steps": 1}, learner=learner, rollout_server=server)
 
 
 def placed(

@@ -25,6 +25,7 @@ from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
+from support.rigs.waiting import until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 
@@ -124,8 +125,7 @@ async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(
     async with asyncio.timeout(25), RunProcesses(config, OPEN, Placement()) as processes:
         processes.start_controller(num_servers=0)
         running = asyncio.ensure_future(processes.wait())
-        while not (log.exists() and " listens" in log.read_text()):
-            await asyncio.sleep(0.01)
+        await until(lambda: log.exists() and " listens" in log.read_text())
         for child in processes._children:
             child.signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGINT)
@@ -146,8 +146,7 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     ):
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         # The controller must have started before the executable goes missing.
-        while not (tmp_path / "test" / "logs" / "controller.log").exists():
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
         monkeypatch.setattr(sys, "executable", "/missing/python")
         processes.keep_rollout_server(0)
         with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
@@ -165,15 +164,13 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
     config = deaf_config(tmp_path)
     async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
-        while not (tmp_path / "test" / "logs" / "controller.log").exists():
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
         asked = asyncio.Event()
 
         async def stop(reason: str, *, failed: bool) -> str:
             if failed:
                 asked.set()
-                while not processes._ended_controller:
-                    await asyncio.sleep(0.001)
+                await until(lambda: processes._ended_controller)
             if failed and is_gone:
                 await processes._children[0].process.wait()
             return "DEADLINE_EXCEEDED"
@@ -200,8 +197,7 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
         processes._display.show(status_pb2.Event(number=1, text=text))
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         log = tmp_path / "test" / "logs" / "controller.log"
-        while not (log.exists() and " listens" in log.read_text()):
-            await asyncio.sleep(0.01)
+        await until(lambda: log.exists() and " listens" in log.read_text())
         # It cannot write its last words either.
         for child in processes._children:
             child.signal(signal.SIGKILL)

@@ -12,6 +12,7 @@ from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
+from support.rigs.waiting import until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LOADING = fleet_pb2.SERVER_STATE_LOADING
@@ -74,9 +75,7 @@ async def test_a_controller_without_an_answer_is_told(tmp_path: Path) -> None:
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
     telling = asyncio.create_task(tell_waits(display, "127.0.0.1:1", OPEN, first_s=0.01))
-    async with asyncio.timeout(20):
-        while not out.getvalue():
-            await asyncio.sleep(0.01)
+    await until(out.getvalue, 20)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
     assert "! the controller gives no answer: UNAVAILABLE" in out.getvalue()

@@ -117,6 +117,11 @@ def test_ranks_share_what_they_can(tmp_path: Path) -> None:
     assert found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})[1] is False
 
 
+def test_a_learner_gives_its_memory_back_to_engines_that_sleep(tmp_path: Path) -> None:
+    assert not chosen(tmp_path).learner.offload.gives_memory_back
+    assert chosen(tmp_path, controller={"turns": "sleep"}).learner.offload.gives_memory_back
+
+
 def test_mixtures_replay_their_routing_where_it_can_be_recorded(tmp_path: Path) -> None:
     def found(**tables: Any) -> str:
         return chosen(tmp_path, TINY | MIXTURE, **tables).algorithm.router_replay
@@ -155,6 +160,12 @@ def test_a_run_that_goes_on_keeps_what_it_chose(tmp_path: Path) -> None:
     # What the file of the run holds is what another release would have chosen.
     again = chosen(tmp_path, run={"steps": 200}, algorithm={"groups_per_step": 5})
     assert (again.algorithm.group_size, again.algorithm.groups_per_step) == (12, 5)
+    # A recorded size that cannot go with what is stated now is chosen anew.
+    text = dump_config(config).replace("max_bytes = 268435456", "max_bytes = 20000000")
+    (config.run_dir / "config.toml").write_text(text)
+    assert chosen(tmp_path).queue.max_bytes == 20000000
+    wide = chosen(tmp_path, algorithm={"groups_per_step": 512})
+    assert wide.queue.max_bytes == 256 << 20
     assert chosen(tmp_path, run={"resume": "never"}).algorithm.group_size == 8
     assert chosen(tmp_path, run={"name": "other"}).algorithm.group_size == 8
     (config.run_dir / "config.toml").write_text("damaged [")

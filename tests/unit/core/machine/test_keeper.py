@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from slipstream.core.machine import descendants
+from support.rigs.waiting import wait_until
 
 LIMIT_S = 60.0
 pytestmark = [
@@ -43,13 +43,6 @@ while open(sys.argv[1]).read().count("\\n") < 6:
 def keeper(*arguments: str, **options: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "slipstream.core.machine.keeper", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
@@ -100,7 +93,7 @@ def test_a_keeper_that_is_told_to_end_leaves_nothing(ignores: bool, pids: Path) 
     start = "import signal; signal.signal(15, signal.SIG_IGN)\n" if ignores else ""
     program = start + FORKING + "time.sleep(3600)"
     kept = keeper("--", sys.executable, "-c", program, str(pids))
-    until(lambda: all_there(pids))
+    wait_until(lambda: all_there(pids))
     kept.terminate()
     kept.communicate(timeout=LIMIT_S)
     assert kept.returncode == (-signal.SIGKILL if ignores else -signal.SIGTERM)
@@ -116,10 +109,10 @@ def test_a_keeper_whose_parent_is_killed_leaves_nothing(pids: Path) -> None:
         "time.sleep(3600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent, program, str(pids)])
-    until(lambda: all_there(pids))
+    wait_until(lambda: all_there(pids))
     process.kill()
     process.wait(LIMIT_S)
-    until(lambda: not any(is_alive(pid) for pid in read(pids)))
+    wait_until(lambda: not any(is_alive(pid) for pid in read(pids)))
 
 
 def test_a_program_that_fills_memory_is_ended_with_the_cause() -> None:

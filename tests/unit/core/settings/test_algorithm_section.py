@@ -45,8 +45,8 @@ def section(**changes: JsonValue) -> AlgorithmSection:
             "algorithm: dual_clip has no effect with loss = 'gspo', got 3.0",
         ),
         (
-            {"sapo_tau_positive": 2.0},
-            "algorithm: sapo_tau_positive has no effect with loss = 'ppo', got 2.0",
+            {"sapo_tau": [2.0, 1.0]},
+            "algorithm: sapo_tau has no effect with loss = 'ppo', got (2.0, 1.0)",
         ),
         (
             {"loss": "reinforce", "ratio": "behavior", "correction": {"weight": "none"}},
@@ -131,7 +131,7 @@ def test_settings_of_another_loss_may_be_written_down_with_their_defaults() -> N
     for loss in ("gspo", "cispo", "sapo"):
         changed = config(loss=loss, correction={"token_band": [0.5, 5.0], "cap": 5.0})
         table = tomllib.loads(dump_config(changed))
-        assert table["algorithm"]["sapo_tau_positive"] == 1.0
+        assert table["algorithm"]["sapo_tau"] == [1.0, 1.05]
         assert parse_config(table, source="config.toml") == changed
 
 

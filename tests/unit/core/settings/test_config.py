@@ -273,6 +273,8 @@ def test_expert_parallel_sizes_do_not_depend_on_the_dense_ones() -> None:
         ("trainer.lr", "unknown key 'trainer'; known are run, model, "),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
+        # A setting of another table.
+        ("learner.peak_tflops", "unknown key 'learner.peak_tflops'; did you mean 'debug.peak_"),
         ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
     ],
 )

@@ -92,7 +92,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("own", "run", "rule"),
     [
-        ({"sapo_tau_positive": 2.0}, {}, "has no effect with loss = 'ppo'"),
+        ({"sapo_tau": [2.0, 1.0]}, {}, "has no effect with loss = 'ppo'"),
         ({"advantage": "none"}, {}, "it needs kl.coefficient > 0"),
         ({"advantage": "gae"}, {}, "'gae' in all environments or in none"),
         ({"advantage": "grpo"}, {"advantage": "gae"}, "'gae' in all environments or in none"),

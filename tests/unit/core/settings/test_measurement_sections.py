@@ -70,16 +70,16 @@ def test_an_evaluation_may_sample_longer_replies_than_training() -> None:
     [
         (
             {"start_step": 11},
-            "learner.profile.start_step must be at most run.steps, got 11 and 10",
+            "debug.profile.start_step must be at most run.steps, got 11 and 10",
         ),
         (
             {"start_step": 1, "ranks": [0, 1]},
-            "learner.profile.ranks must be below learner.world_size, got 1 and 1",
+            "debug.profile.ranks must be below learner.world_size, got 1 and 1",
         ),
     ],
 )
 def test_a_profile_that_would_never_be_written_is_refused(profile: dict, message: str) -> None:
-    assert refusal(learner={"profile": profile}) == message
+    assert refusal(debug={"profile": profile}) == message
 
 
 def test_several_trackers_may_be_chosen_and_unknown_ones_are_refused() -> None:

@@ -31,7 +31,7 @@ def test_engines_that_give_their_memory_back_keep_none_for_arriving_weights() ->
     assert parsed("pause", stage_on_server=True).staging is True
 
 
-@pytest.mark.parametrize("turns", ["pause", "sleep", "auto"])
+@pytest.mark.parametrize("turns", ["pause", "sleep"])
 def test_a_server_that_reads_storage_takes_no_turns(turns: str) -> None:
     told = f'controller.turns must be "off" with .*"storage", got \'{turns}\''
     with pytest.raises(ConfigError, match=told):

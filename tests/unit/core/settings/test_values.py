@@ -100,7 +100,7 @@ def test_a_value_of_no_use_is_refused_in_one_line(path: str, value: JsonValue, r
     [
         ("run.steps", 2**31 - 1),
         ("queue.max_bytes", 2**62),
-        ("learner.kept_logits_share", 0),
+        ("debug.kept_logits_share", 0),
         ("rollout_server.drain_timeout_s", 0),
         ("rollout_server.drain_timeout_s", 0.001),
         ("evaluations.0.temperature", 0),
@@ -130,21 +130,6 @@ def test_a_host_is_kept_without_the_brackets_of_addresses_with_ports() -> None:
 def test_between_greedy_and_what_vllm_samples_at_there_is_nothing() -> None:
     with pytest.raises(ConfigError, match=r"temperature must be 0 or at least 0\.01, got 0\.005$"):
         parse_config(with_value("evaluations.0.temperature", 0.005), source="file")
-
-
-@pytest.mark.parametrize(("every", "lag"), [(1, 0), (3, 2)])
-def test_weights_are_published_before_all_that_servers_may_start_is_too_old(
-    every: int, lag: int
-) -> None:
-    algorithm = TABLE["algorithm"] | {"max_staleness": lag}  # type: ignore[operator]
-    table = TABLE | {"algorithm": algorithm}
-    parse_config(table | {"weights": {"publish_every_steps": every}}, source="file")
-    with pytest.raises(ConfigError) as caught:
-        parse_config(table | {"weights": {"publish_every_steps": every + 1}}, source="file")
-    assert str(caught.value) == (
-        "file: weights.publish_every_steps must be at most algorithm.max_staleness + 1: later "
-        f"steps would find no server that may start a group for them, got {every + 1} and {lag}"
-    )
 
 
 def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:

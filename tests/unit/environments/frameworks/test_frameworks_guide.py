@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from slipstream.client.agent import AgentEnvironment
 from slipstream.client.environment import Environment, TaskSource
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 
-PAGE = Path(__file__).parents[4] / "docs" / "guides" / "frameworks.md"
+GUIDES = Path(__file__).parents[4] / "docs" / "guides"
+PAGES = (GUIDES / "frameworks.md", GUIDES / "games.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OURS = "slipstream.environments.frameworks."
 # Class -> a module of its package that nothing else brings.
@@ -27,7 +28,8 @@ PACKAGES = {
 
 
 def blocks(language: str) -> list[str]:
-    return [text for kind, text in FENCE.findall(PAGE.read_text()) if kind == language]
+    found = (block for page in PAGES for block in FENCE.findall(page.read_text()))
+    return [text for kind, text in found if kind == language]
 
 
 def entries() -> list[dict]:

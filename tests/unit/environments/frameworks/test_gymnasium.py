@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 from slipstream.client.environment import StepResult
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install gymnasium")

@@ -15,6 +15,7 @@ import pytest
 from slipstream.client.environment import Message, StepResult, TaskSource
 from slipstream.core.errors import ConfigError
 from slipstream.environments.frameworks.openenv import OpenEnv
+from support.rigs.waiting import until
 from websockets.asyncio.server import ServerConnection, serve
 
 LIMIT_S = 30.0
@@ -107,9 +108,7 @@ async def test_an_episode_is_a_session_with_its_own_steps_and_rewards() -> None:
             {"type": "step", "data": {"say": "two"}},
         ]
         await game.close()
-        async with asyncio.timeout(LIMIT_S):
-            while server.open:
-                await asyncio.sleep(0.005)
+        await until(lambda: not server.open, LIMIT_S)
 
 
 async def test_a_full_server_is_asked_again_and_then_named() -> None:
@@ -173,8 +172,7 @@ async def test_a_server_that_was_started_starts_again_after_its_end() -> None:
         assert (first[0].reward, second[0].reward) == (1.0, 1.0)
         with pytest.raises(RuntimeError, match="the OpenEnv server was lost in step: "):
             await play(game, {}, "die")
-        while "ended with code 9" not in game._server.ended():
-            await asyncio.sleep(0.005)
+        await until(lambda: "ended with code 9" in game._server.ended())
         assert (await play(game, {}, "one"))[0].reward == 1.0
     await game._server.close()
 
@@ -259,8 +257,7 @@ async def test_an_image_whose_program_ends_is_a_failure_with_its_end(docker: Pat
         with pytest.raises(RuntimeError, match="the OpenEnv server was lost in step: "):
             await play(game, {}, "die")
         assert game._server is not None
-        while "docker ended with code 9" not in game._server.ended():
-            await asyncio.sleep(0.005)
+        await until(lambda: "docker ended with code 9" in game._server.ended())
     await game._server.close()
 
 

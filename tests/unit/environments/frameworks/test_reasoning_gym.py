@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 from slipstream.client.environment import TaskSource
-from slipstream.client.loading import load_environment
+from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.machine.process import open_variables
 

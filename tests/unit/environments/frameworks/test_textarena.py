@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.loading import load_environment
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.environment_loader import load_environment
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.scripted_server import Episode, as_json, chat_reply

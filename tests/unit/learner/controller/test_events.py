@@ -14,6 +14,7 @@ from slipstream.learner.controller.events import (
     EventLog,
     Signal,
 )
+from support.rigs.waiting import until
 
 # Fills the window twice, and prints by how many bytes the process grew meanwhile.
 GROWTH = """
@@ -91,9 +92,7 @@ async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
     for _ in range(100):
         await asyncio.sleep(0)
         signal.notify()
-    async with asyncio.timeout(10):
-        while not woken:
-            await asyncio.sleep(0.001)
+    await until(lambda: woken, 10)
     assert woken < 10
     counting.cancel()
 

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
@@ -14,19 +13,16 @@ from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
+from support.fakes.small_configs import small_config
 
 
 def config(address: str, tmp_path: Path, **sections: object) -> Config:
-    return parse_config(
-        {
-            "run": {"name": "client", "steps": 1},
-            "model": {"path": str(tmp_path)},
-            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-            "controller": {"address": address},
-            **sections,
-        },
-        source="test",
+    return small_config(
+        run={"name": "client", "steps": 1},
+        model={"path": str(tmp_path)},
+        algorithm={"groups_per_step": 1},
+        controller={"address": address},
+        **sections,
     )
 
 

@@ -39,7 +39,6 @@ def config(learner: dict, **sections: dict) -> Config:
     [
         {"world_size": 4, "parallel": {"tp": 2, "sequence_parallel": True}, "ranks_per_node": 2},
         {"world_size": 4, "parallel": {"cp": 4}, "micro_batch_tokens": 16},
-        {"world_size": 4, "profile": {"start_step": 1, "ranks": [3]}},
         {"world_size": 2, "parallel": {"pp": 2}, "transformer": STAGES},
         {
             "world_size": 2,
@@ -48,7 +47,7 @@ def config(learner: dict, **sections: dict) -> Config:
             "optimizer": {"use_precision_aware_optimizer": True},
         },
     ],
-    ids=["sizes", "shared sequences", "profile", "stages", "distributed optimizer"],
+    ids=["sizes", "shared sequences", "stages", "distributed optimizer"],
 )
 def test_settings_of_many_ranks_do_not_keep_one_from_exporting(learner: dict) -> None:
     alone = on_one_rank(config(learner), Path("step-000001"))

@@ -5,7 +5,7 @@ from pydantic import JsonValue
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.learning_rate import learning_rate
+from slipstream.learner.trainer.step import learning_rate
 
 
 def config_with(

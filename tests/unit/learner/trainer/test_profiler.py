@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from slipstream.core.settings.config import ProfileSection
-from slipstream.learner.trainer.stages import StageTimes
+from slipstream.learner.trainer.step import StageTimes
 from slipstream.learner.trainer.train import ProfileWindow
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.gpu_lock import fill_gpus
 from slipstream.core.run_folder import LOCKS
@@ -19,6 +18,7 @@ from slipstream.learner.trainer.controller_client import Order, Stop, Wait
 from slipstream.learner.trainer.train import Trainer, turn_of_step
 from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import weights_pb2
+from support.fakes.small_configs import small_config
 
 
 class Loop(Trainer):
@@ -75,15 +75,12 @@ def test_a_rank_says_where_it_computes_and_what_its_environment_tells_nccl(
 
 
 def config_of(folder: Path, turns: str) -> Config:
-    table = {
-        "run": {"name": "r", "steps": 1, "dir": str(folder)},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-        "controller": {"turns": turns},
-        "learner": {"offload": {"gradients": True, "optimizer": True}},
-    }
-    return parse_config(table, source="test")
+    return small_config(
+        run={"name": "r", "steps": 1, "dir": str(folder)},
+        algorithm={"groups_per_step": 1},
+        controller={"turns": turns},
+        learner={"offload": {"gradients": True, "optimizer": True}},
+    )
 
 
 @pytest.mark.parametrize(("turns", "waits"), [("off", False), ("pause", False), ("sleep", True)])

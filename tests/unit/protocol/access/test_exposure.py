@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.exposure import (
@@ -16,22 +15,14 @@ from slipstream.protocol.access.exposure import (
     narrow_sockets,
     rendezvous_secret,
 )
+from support.fakes.small_configs import small_config
 from support.rigs import namespaces
 
 MISSING = namespaces.missing()
 
 
 def config_of(master: str, weights: str, **security: bool) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
-        "learner": {"master": master},
-        "weights": {"host": weights},
-        "security": security,
-    }
-    return parse_config(table, source="test")
+    return small_config(learner={"master": master}, weights={"host": weights}, security=security)
 
 
 @pytest.mark.parametrize(

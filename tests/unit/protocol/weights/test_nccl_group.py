@@ -10,6 +10,7 @@ import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from support.fakes.fake_nccl import FakeCommunicator, FakeNccl, Meeting
+from support.rigs.waiting import wait_until
 
 # Without the watchdog some tests would wait for ever.
 pytestmark = pytest.mark.timeout(60)
@@ -54,13 +55,6 @@ def join_all(num_members: int) -> tuple[list[NcclGroup], list[FakeCommunicator]]
     return [groups[rank] for rank in range(num_members)], [b.made[0] for b in backends]
 
 
-def until(condition: object, limit_s: float = LONG_S) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_broadcasts_of_several_roots_arrive_in_order() -> None:
     groups, _ = join_all(3)
     contents = [b"from 1", b"from 0 ", b"from 1 again"]
@@ -96,7 +90,7 @@ def test_join_that_is_given_up_ends_before_its_deadline() -> None:
     with pytest.raises(WeightSyncError, match="did not meet before one of them was lost"):
         NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=LONG_S, abandoned=abandoned)
     late.connect(b"id", rank=1, world_size=2)
-    until(lambda: early.made and early.made[0].num_aborts == 1)
+    wait_until(lambda: early.made and early.made[0].num_aborts == 1)
 
 
 def test_communicator_that_comes_about_too_late_is_aborted() -> None:
@@ -105,7 +99,7 @@ def test_communicator_that_comes_about_too_late_is_aborted() -> None:
     with pytest.raises(WeightSyncError, match="did not meet"):
         NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=0.1)
     late.connect(b"id", rank=1, world_size=2)
-    until(lambda: early.made and early.made[0].num_aborts == 1)
+    wait_until(lambda: early.made and early.made[0].num_aborts == 1)
 
 
 def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline() -> None:
@@ -172,7 +166,7 @@ def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline() -> Non
     with pytest.raises(WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"):
         group.wait()
     assert group.is_aborted
-    until(lambda: communicator.num_aborts == 1)
+    wait_until(lambda: communicator.num_aborts == 1)
     with pytest.raises(WeightSyncError, match="communicator is gone"):
         group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
     group.abort()
@@ -183,7 +177,7 @@ def test_watchdog_aborts_also_when_nobody_waits() -> None:
     (group, _), (communicator, _) = join_all(2)
     memory = buffer(b"data")
     group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
-    until(lambda: communicator.num_aborts == 1)
+    wait_until(lambda: communicator.num_aborts == 1)
 
 
 def test_call_that_does_not_come_back_is_released() -> None:

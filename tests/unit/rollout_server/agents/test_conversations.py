@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import PolicyVersion, VersionSpan
-from slipstream.rollout_server.agents.conversations import Call, Conversations, Turn
+from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Conversations
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
 from support.rigs.fuzz_budget import times
@@ -38,20 +38,24 @@ class Talk:
         self.all = Conversations()
         self.numbers = itertools.count(1000)
 
-    def ask(self, *texts: str, name: str = "", tools: str = TOOLS) -> tuple[Call, list[MessageKey]]:
+    def ask(
+        self, *texts: str, name: str = "", tools: str = TOOLS
+    ) -> tuple[AgentCall, list[MessageKey]]:
         keys = [key("assistant" if text.startswith("r") else "user", text) for text in texts]
         found = self.all.find(tools, keys, name)
         rest = keys[found.num_messages :] if found else keys
         context = [hash(each.text) % 1000 for each in rest]
         return self.all.begin(name, found.turn if found else None, context), keys
 
-    def reply(self, call: Call, keys: list[MessageKey], text: str, *, tools: str = TOOLS) -> Turn:
+    def reply(
+        self, call: AgentCall, keys: list[MessageKey], text: str, *, tools: str = TOOLS
+    ) -> AgentTurn:
         turn = self.all.finish(call, generation([next(self.numbers), next(self.numbers)]))
         assert turn is not None
         self.all.remember(turn, tools, keys, [(key("assistant", text),)])
         return turn
 
-    def talk(self, *texts: str, reply: str, name: str = "", tools: str = TOOLS) -> Turn:
+    def talk(self, *texts: str, reply: str, name: str = "", tools: str = TOOLS) -> AgentTurn:
         call, keys = self.ask(*texts, name=name, tools=tools)
         return self.reply(call, keys, reply, tools=tools)
 
@@ -191,7 +195,7 @@ class _Known:
 @given(st.data())
 def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) -> None:
     talk, known, sampled = Talk(), [_Known((), [])], {}
-    open_calls: list[tuple[Call, list[MessageKey], tuple[str, ...]]] = []
+    open_calls: list[tuple[AgentCall, list[MessageKey], tuple[str, ...]]] = []
     for number in range(data.draw(st.integers(1, 25))):
         if open_calls and data.draw(st.booleans()):
             call, keys, texts = open_calls.pop(data.draw(st.integers(0, len(open_calls) - 1)))

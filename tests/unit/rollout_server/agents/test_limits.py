@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from slipstream.rollout_server.agents.limits import WAIT, Refusal, Room, Use, room
+from slipstream.rollout_server.agents.limits import WAIT, Refusal, ReplyRoom, Use, room
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 0, 10, 4, 50, max_total_tokens=80, max_branches=2)
@@ -20,15 +20,15 @@ def ask(use: Use = NOTHING, *, prompt: int = 20, context: int = 20, is_new: bool
 
 
 def test_a_reply_has_the_room_of_a_reply() -> None:
-    assert ask() == Room(10, 30)
+    assert ask() == ReplyRoom(10, 30)
 
 
 def test_a_reply_has_the_room_that_its_branch_leaves() -> None:
-    assert ask(prompt=45, context=5, is_new=False) == Room(5, 10)
+    assert ask(prompt=45, context=5, is_new=False) == ReplyRoom(5, 10)
 
 
 def test_a_reply_has_the_room_that_all_branches_leave() -> None:
-    assert ask(Use(tokens=55)) == Room(5, 25)
+    assert ask(Use(tokens=55)) == ReplyRoom(5, 25)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_call_beyond_a_limit_is_refused_with_its_name(use, others, code, named
 
 
 def test_a_branch_that_goes_on_is_no_new_one() -> None:
-    assert isinstance(ask(Use(branches=2), is_new=False), Room)
+    assert isinstance(ask(Use(branches=2), is_new=False), ReplyRoom)
 
 
 def test_a_call_waits_for_others_that_may_leave_room() -> None:
     assert ask(Use(tokens=10, reserved_tokens=45)) is WAIT
-    assert ask(Use(tokens=10, reserved_tokens=40)) == Room(10, 30)
+    assert ask(Use(tokens=10, reserved_tokens=40)) == ReplyRoom(10, 30)
     assert ask(Use(tokens=65, reserved_tokens=15)) is not WAIT

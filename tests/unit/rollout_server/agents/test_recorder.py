@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server.agents.limits import HttpCall, OpenCall
+from slipstream.rollout_server.agents.limits import HttpCall, ServedCall
 from slipstream.rollout_server.agents.messages import MessageKey
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
 from slipstream.rollout_server.agents.replies import CHAT_PATH
@@ -42,22 +42,22 @@ class Calls:
         )
         self.number = 0
 
-    def open(self) -> OpenCall:
+    def open(self) -> ServedCall:
         self.number += 1
         http = HttpCall(self.number, "POST", CHAT_PATH, b"")
         return self.recorder.open(http, CHAT_PATH, is_stream=False)
 
-    async def begin(self, opened: OpenCall, *texts: str) -> list[int]:
+    async def begin(self, opened: ServedCall, *texts: str) -> list[int]:
         keys = [MessageKey("assistant" if text[0] == "r" else "user", text) for text in texts]
         found = self.recorder.find(opened, "", keys)
         count = len(texts) - (found.num_messages if found else 0)
         return await self.recorder.begin(opened, found.turn if found else None, [9] * count)
 
-    async def sample(self, opened: OpenCall, max_tokens: int = 10):
+    async def sample(self, opened: ServedCall, max_tokens: int = 10):
         parts = self.recorder.sample(opened, max_tokens, TextOptions())
         return [part async for part in parts][-1].generation
 
-    def answer(self, opened: OpenCall, text: str) -> None:
+    def answer(self, opened: ServedCall, text: str) -> None:
         opened.status = 200
         message = {"role": "assistant", "content": text}
         opened.body += json.dumps({"choices": [{"message": message}]}).encode()

@@ -15,6 +15,7 @@ from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import AgentEnd
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_engine import FakeEngine
+from support.rigs.waiting import until
 
 LIMIT_S = 20.0
 END = AgentEnd(1.0, {}, {})
@@ -90,12 +91,6 @@ class Talk:
     async def run(self) -> AgentEnd:
         async with asyncio.timeout(LIMIT_S):
             return await self._talk.run()
-
-
-async def until(found) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not found():
-            await asyncio.sleep(0.001)
 
 
 async def test_calls_are_answered_part_by_part_until_the_result() -> None:

@@ -27,6 +27,7 @@ from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.rigs.other_pythons import bare_python, furnished_python
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -408,9 +409,7 @@ async def test_episodes_are_spread_over_the_workers(hosted) -> None:
     hosted.load("Good", num_workers=2)
     await hosted.report()
     first = await hosted.open("Good", "a")
-    async with asyncio.timeout(LIMIT_S):
-        while len(hosted.environments._hosted["Good"][0]._ready) < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: len(hosted.environments._hosted["Good"][0]._ready) >= 2, LIMIT_S)
     second = await hosted.open("Good", "b")
     assert first._table is not second._table
     first.close()
@@ -423,9 +422,7 @@ async def test_unloading_ends_the_workers(hosted) -> None:
     session = await hosted.open("Good")
     order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Good"), unload=True)
     hosted.environments.order(order)
-    async with asyncio.timeout(LIMIT_S):
-        while worker_processes():
-            await asyncio.sleep(0.02)
+    await until(lambda: not worker_processes(), LIMIT_S)
     with pytest.raises(EnvironmentFailed):
         await session.reset(0, 0)
 
@@ -446,9 +443,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while any(map(is_alive, pids)):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(map(is_alive, pids)), LIMIT_S)
 
 
 async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
@@ -474,9 +469,7 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), lambda _: None)
         Hosted(environments, asyncio.Queue()).load("Good")
-        async with asyncio.timeout(LIMIT_S):
-            while not child_processes(gateway.address):
-                await asyncio.sleep(0.02)
+        await until(lambda: child_processes(gateway.address), LIMIT_S)
         environments.close()
     assert not child_processes(gateway.address)
 

@@ -7,8 +7,8 @@ from slipstream.rollout_server.chat import (
     NO_INPUTS,
     ChatMessage,
     ParsedReply,
+    ParsedToolCall,
     TemplateInputs,
-    ToolCall,
 )
 from slipstream.rollout_server.episodes.environment_talk import History
 from slipstream.rollout_server.episodes.renderer import Renderer
@@ -51,7 +51,7 @@ def test_earlier_results_stand_behind_their_calls_where_a_template_demands_it(tm
     renderer = Renderer(tmp_path)
     tools = '[{"type": "function", "function": {"name": "add"}}]'
     history = History(renderer, [ChatMessage("user", "a")], TemplateInputs(tools))
-    call = ToolCall("one", "add", "{}")
+    call = ParsedToolCall("one", "add", "{}")
     history.add(ParsedReply("b", tool_calls=(call,)).message, [ChatMessage("tool", "c", "one")])
     assert not history.can_continue
     assert renderer.decode_all(history.prompt()) == "a b c"
@@ -62,7 +62,7 @@ def test_earlier_results_stand_behind_their_calls_where_a_template_demands_it(tm
 
 def test_a_result_may_answer_any_call_of_the_episode_and_no_other(renderer) -> None:
     history = History(renderer, [ChatMessage("user", "a")], NO_INPUTS)
-    calls = (ToolCall("one", "add", "{}"), ToolCall("two", "add", "{}"))
+    calls = (ParsedToolCall("one", "add", "{}"), ParsedToolCall("two", "add", "{}"))
     history.add(ParsedReply("b", tool_calls=calls).message, [ChatMessage("tool", "c", "two")])
     history.add(ChatMessage("assistant", "b"), [ChatMessage("tool", "c", "one")])
     with pytest.raises(EnvironmentFailed, match="must be the id of a call of the model, got 'on'"):

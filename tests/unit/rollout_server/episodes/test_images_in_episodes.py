@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from make_tiny_vision_model import make_model, make_tokenizer
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
-from slipstream.client.serving import EpisodeHost
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.models.vision.placed import PlacedImage, image_tokens
 from slipstream.core.types import FailureKind, ImagePlace
 from slipstream.environments.colours import COLOURS, square_png

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from make_tiny_model import make_tokenizer
 from slipstream.core.errors import ConfigError
-from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, ToolCall
+from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer
 
@@ -244,7 +244,7 @@ def test_tools_are_rendered_once_and_results_behind_the_sampled_tokens(tmp_path:
 def test_replies_as_messages_have_calls_and_the_template_decides_on_reasoning(tmp_path) -> None:
     renderer = with_template(tmp_path, TOOLS)
     reply = ChatMessage(
-        "assistant", "e", tool_calls=(ToolCall("1", "d", '{"x": "f"}'),), reasoning="g"
+        "assistant", "e", tool_calls=(ParsedToolCall("1", "d", '{"x": "f"}'),), reasoning="g"
     )
     said = renderer.prompt([user("a"), reply, ChatMessage("tool", "b", "c")])
     assert renderer.decode_all(said) == "<s> a </s> <s> e f </s> <s> b c </s> <reply>"

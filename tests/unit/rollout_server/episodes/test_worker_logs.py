@@ -40,7 +40,7 @@ def test_the_last_lines_are_kept_whole_and_the_files_say_that_others_are_gone(
     older, newer = kept(log.path)
     assert newer[0] == (
         "slipstream: the lines before these are in a.log.1, older ones were removed: "
-        "rollout_server.environment_log_mib = 0.0038147"
+        "4000 bytes are kept"
     )
     found = older[1:] + newer[1:]
     assert len(found) >= (2000 - len(newer[0]) - 1) // len("line 1999\n")

@@ -12,10 +12,14 @@ from slipstream.rollout_server.inference.prompt_gathering import (
 
 
 def values(
-    passed: dict[str, object] | None = None, *, on_cpu: bool = False, **settings: object
+    passed: dict[str, object] | None = None,
+    *,
+    wait_steps: int | None = None,
+    on_cpu: bool = False,
+    **settings: object,
 ) -> dict[str, object]:
     section = RolloutServerSection.model_validate({"max_episodes": 512, **settings})
-    return graph_values(section, passed or {}, on_cpu=on_cpu)
+    return graph_values(section, passed or {}, wait_steps=wait_steps, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("max_episodes", [1, 16, 200, 500, 512, 1024, 4096])
@@ -48,7 +52,7 @@ def test_prompts_wait_where_there_are_graphs() -> None:
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_prompts_wait_for_as_long_as_they_are_told_to(steps: int, on_cpu: bool) -> None:
-    found = values(prompt_wait_steps=steps, on_cpu=on_cpu)
+    found = values(wait_steps=steps, on_cpu=on_cpu)
     assert found["prefill_schedule_interval"] == steps + 1
 
 

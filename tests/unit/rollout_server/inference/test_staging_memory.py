@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
+from support.fakes.small_configs import small_config
 
 GB = 10**9
 
@@ -17,15 +17,12 @@ GB = 10**9
 def config_of(
     folder: Path, stage: object, share: float = 0.9, max_images: int = 0, **weights: object
 ) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folder), "dtype": "bfloat16"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
-        "rollout_server": {"gpu_memory_utilization": share},
-        "weights": {"stage_on_server": stage, **weights},
-    }
-    return parse_config(table, source="test")
+    return small_config(
+        model={"path": str(folder), "dtype": "bfloat16"},
+        sampling={"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
+        rollout_server={"gpu_memory_utilization": share},
+        weights={"stage_on_server": stage, **weights},
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,13 +61,10 @@ def write_tensors(folder: Path, **shapes: list[int]) -> None:
         path.write_bytes(len(text).to_bytes(8, "little") + text)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, 2 * 15), ("float32", 4 * 15)])
-def test_bytes_on_the_wire_are_those_of_all_files(
-    tmp_path: Path, dtype: str | None, expected: int
-) -> None:
+def test_bytes_on_the_wire_are_those_of_all_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_tensors(tmp_path, a=[3, 4], b=[3])
-    assert wire_bytes(config_of(tmp_path, "auto", wire_dtype=dtype)) == expected
+    assert wire_bytes(config_of(tmp_path, "auto")) == 2 * 15
 
 
 def test_a_file_that_the_index_does_not_name_is_not_on_the_wire(tmp_path: Path) -> None:

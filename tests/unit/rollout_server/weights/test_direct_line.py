@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd, tell
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -161,9 +162,7 @@ async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene
     scene.line.listen()
     scene.workers[0].join()
     # No worker can answer any more, and nothing more is read.
-    async with asyncio.timeout(LIMIT_S):
-        while scene.line._sockets[0].fileno() >= 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: scene.line._sockets[0].fileno() < 0, LIMIT_S)
 
     async def call(_: int) -> list[Any]:
         raise RuntimeError("the engine died")

@@ -28,7 +28,7 @@ _EXPERTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_
 
 
 def layer_kinds(values: Table) -> list[str]:
-    """Returns the kind of each layer; [] if config.json does not say it.
+    """Returns the kind of each layer, or [] if config.json does not say it.
 
     A letter that is not known stands for itself.
     """

@@ -1,6 +1,6 @@
 """The pixels and tokens of images of Mistral 3, whose tower is Pixtral's.
 
-An image has a token for each square of patches, one at the end of each row, and another at its own.
+An image is one token for each merged patch, a break token after each row, and an end token.
 """
 
 from __future__ import annotations

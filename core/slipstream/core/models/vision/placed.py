@@ -62,7 +62,7 @@ class ImageTokens:
 
 
 def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
-    """Returns the tokens of images of a Hugging Face folder; None for a model without vision.
+    """Returns the tokens of images of a Hugging Face folder, or None for a model without vision.
 
     A model whose tower can be left out has none without `max_images`: it reads their text.
     """

@@ -185,6 +185,7 @@ class Scheduler:
 
     def _sampling(self, group: Group) -> fleet_pb2.SamplingSettings:
         settings = self._config.sampling.to_pb()
+        settings.ignore_eos = self._config.debug.ignore_eos
         settings.adapter = self._environments.entries[group.environment].spec.adapter
         if group.purpose is Purpose.EVALUATION:
             own = next(e for e in self._config.evaluations if e.name == group.environment)

@@ -36,6 +36,12 @@ MAX_JOINT_FAILURES = 2
 MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 
 
+# A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
+MOST_TIME = 8
+# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
+MAX_FAILING = 1000
+
+
 @dataclass(frozen=True)
 class FailureCounts:
     """Numbers of publishes to one server that failed in a row."""
@@ -131,12 +137,6 @@ class Membership:
             new_communicator=new,
             receivers=receivers,
         )
-
-
-# A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
-MOST_TIME = 8
-# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
-MAX_FAILING = 1000
 
 
 @dataclass(eq=False)

@@ -149,72 +149,6 @@ class Readiness:
             self._reports.forget(question.publish_id, session.key, READY)
 
 
-class Loads:
-    """Follows the receivers of a publish until they have loaded what the trainer sent."""
-
-    def __init__(
-        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, deliveries: Deliveries
-    ) -> None:
-        self._fleet, self._run, self._tasks = fleet, run, tasks
-        self._settings, self._deliveries = run.config.weights, deliveries
-
-    async def settle(
-        self, publish: Publish, digests: Sequence[bytes]
-    ) -> trainer_pb2.PublishReceipt:
-        """Waits for the loads of buckets with these digests; returns the trainer's receipt."""
-        loads = [
-            self._tasks.create_task(self._follow(publish, session, digests))
-            for session in publish.receivers
-        ]
-        await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
-        return self._receipt(publish, [load.done() for load in loads])
-
-    async def _follow(
-        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
-    ) -> None:
-        problem = await self._problem(publish, session, digests)
-        if problem:
-            self._deliveries.fail(publish, session, problem)
-
-    async def _problem(
-        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
-    ) -> str:
-        if session.key in publish.failed:
-            return "it failed"
-        report = await self._deliveries.reports.wait(
-            publish.publish_id, session.key, LOADED, self._settings.join_deadline_s
-        )
-        if report.phase == FAILED:
-            return report.message or "it failed"
-        if list(report.bucket_digests) != list(digests):
-            return "the digests of the loaded buckets are not those that were sent"
-        return ""
-
-    def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
-        """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""
-        settled: list[ServerSession] = []
-        late: list[ServerSession] = []
-        for session, is_done in zip(publish.receivers, is_settled, strict=True):
-            (settled if is_done else late).append(session)
-        loaded = [
-            session
-            for session in settled
-            if session.key not in publish.failed and self._fleet.find(session.key) is session
-        ]
-        for session in late if loaded else ():
-            self._run.events.add(
-                f"rollout server {session.name} still loads version {publish.version.step}: "
-                "the others and the trainer go on",
-                Severity.WARNING,
-            )
-        is_broken = len(loaded) < len(settled)
-        if is_broken:
-            self._deliveries.membership.forget(publish.communicator_id)
-        return trainer_pb2.PublishReceipt(
-            serving=[session.name for session in loaded], discard_communicator=is_broken
-        )
-
-
 class Publisher:
     """Decides which servers are sent the newest version and follows each publish to its end.
 
@@ -223,14 +157,13 @@ class Publisher:
     """
 
     def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
-        self._fleet = fleet
+        self._fleet, self._tasks = fleet, tasks
         self._run, self._progress = run, run.progress
         self._settings = run.config.weights
         self._publishes_adapters = run.config.lora.publishes_adapters
         self._reports = PhaseReports(run.clock)
         self.deliveries = Deliveries(fleet, run, tasks, self._reports)
         self._readiness = Readiness(run, tasks, self._reports, self.deliveries)
-        self._loads = Loads(fleet, run, tasks, deliveries=self.deliveries)
         self._membership = self.deliveries.membership
         self._num_ids = 0
         self._current: Publish | None = None
@@ -251,13 +184,8 @@ class Publisher:
             return False
         if session.state in (JOINING, STALE):
             return True
-        if not session.is_serving or session.key in self.pinned or session.version == version:
-            return False
-        is_regular = version.step % self._settings.publish_every_steps == 0
-        assert session.version is not None
-        # Weights of an abandoned timeline are not the learner's.
-        is_abandoned = session.version.incarnation != version.incarnation
-        return is_regular or is_abandoned or self._progress.all_steps_done
+        is_pinned = session.key in self.pinned
+        return session.is_serving and not is_pinned and session.version != version
 
     def trainer_joined(self, num_senders: int) -> None:
         """Abandons the earlier trainer's publish; `num_senders` ranks of the new trainer send."""
@@ -407,13 +335,69 @@ class Publisher:
             for session in publish.receivers:
                 self.deliveries.commit(publish, session, digests, result.probe)
         try:
-            receipt = await self._loads.settle(publish, digests)
+            receipt = await self._settle(publish, digests)
         except asyncio.CancelledError:
             # The trainer is gone: without this the servers would stay in LOADING forever.
             self._abandon(publish, "the trainer was lost")
             raise
         self.totals.sent(result)
         return receipt
+
+    async def _settle(
+        self, publish: Publish, digests: Sequence[bytes]
+    ) -> trainer_pb2.PublishReceipt:
+        """Waits for the loads of buckets with these digests; returns the trainer's receipt."""
+        loads = [
+            self._tasks.create_task(self._follow_load(publish, session, digests))
+            for session in publish.receivers
+        ]
+        await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
+        return self._receipt(publish, [load.done() for load in loads])
+
+    async def _follow_load(
+        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
+    ) -> None:
+        problem = await self._load_problem(publish, session, digests)
+        if problem:
+            self.deliveries.fail(publish, session, problem)
+
+    async def _load_problem(
+        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
+    ) -> str:
+        if session.key in publish.failed:
+            return "it failed"
+        report = await self._reports.wait(
+            publish.publish_id, session.key, LOADED, self._settings.join_deadline_s
+        )
+        if report.phase == FAILED:
+            return report.message or "it failed"
+        if list(report.bucket_digests) != list(digests):
+            return "the digests of the loaded buckets are not those that were sent"
+        return ""
+
+    def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
+        """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""
+        settled: list[ServerSession] = []
+        late: list[ServerSession] = []
+        for session, is_done in zip(publish.receivers, is_settled, strict=True):
+            (settled if is_done else late).append(session)
+        loaded = [
+            session
+            for session in settled
+            if session.key not in publish.failed and self._fleet.find(session.key) is session
+        ]
+        for session in late if loaded else ():
+            self._run.events.add(
+                f"rollout server {session.name} still loads version {publish.version.step}: "
+                "the others and the trainer go on",
+                Severity.WARNING,
+            )
+        is_broken = len(loaded) < len(settled)
+        if is_broken:
+            self._membership.forget(publish.communicator_id)
+        return trainer_pb2.PublishReceipt(
+            serving=[session.name for session in loaded], discard_communicator=is_broken
+        )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
         """Hands a server's report to the part that waits for it."""

@@ -14,6 +14,9 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 _LEAST_DOUBT = 0.01
 
 
+_SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s", "steps_s")
+
+
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
     """The typical error of a token's logit that explains the difference, in nats.
 
@@ -53,9 +56,6 @@ def check_probe(
             f"by {gap:.2e}, more than {probe.tolerance:.2e}"
         )
     return ""
-
-
-_SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s", "steps_s")
 
 
 @dataclass

@@ -119,10 +119,7 @@ class StoredPublisher:
             return False
         if self._newest is None:
             return True
-        stored = version_from_pb(self._newest.version)
-        is_regular = version.step % self._settings.publish_every_steps == 0
-        is_other = stored.incarnation != version.incarnation
-        return stored != version and (is_regular or is_other or progress.all_steps_done)
+        return version_from_pb(self._newest.version) != version
 
     def _is_due(self, session: ServerSession, newest: trainer_pb2.StoredReport) -> bool:
         is_busy = session.key in self._fetches or session.key in self._fleet.pinned

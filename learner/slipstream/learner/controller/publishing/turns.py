@@ -9,9 +9,7 @@ server's stream is ended.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection
-from typing import Literal
 
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
@@ -21,55 +19,6 @@ from slipstream.learner.controller.servers.server_states import LOADING, SERVING
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
-
-Turns = Literal["off", "pause", "sleep", "auto"]
-
-
-class TurnRule:
-    """Says before each step whether the engines rest while it is trained.
-
-    "auto" tries both ways in windows of steps: one window at the same time, then one in turn, each
-    behind a window in which the replies of the way before run out. The faster way stays.
-
-    rule = TurnRule("auto", window=3)
-    if rule.in_turns: ...                    # before each step
-    said = rule.stepped(now_s, tokens=4096)  # after it; a text when the rule has chosen
-    """
-
-    def __init__(self, setting: Turns, *, window: int) -> None:
-        """`window`: steps of one window, at least 1."""
-        self._setting, self._window = setting, window
-        self.in_turns = setting in ("pause", "sleep")
-        self._steps = 0
-        self._tokens, self._began_s = 0.0, 0.0
-        # Trained tokens per second at the same time, and in turn.
-        self._speeds: list[float] = []
-
-    def stepped(self, now_s: float, tokens: float) -> str:
-        """Notes a step that ended now. Returns a text if the rule has chosen, else an empty one."""
-        if self._setting != "auto" or len(self._speeds) == 2:
-            return ""
-        self._steps += 1
-        self._tokens += tokens
-        windows, within = divmod(self._steps, self._window)
-        if within:
-            return ""
-        if windows % 2:
-            # A window to settle has ended.
-            self._tokens, self._began_s = 0.0, now_s
-            return ""
-        self._speeds.append(self._tokens / max(now_s - self._began_s, 1e-9))
-        self.in_turns = True
-        return self._choose() if len(self._speeds) == 2 else ""
-
-    def _choose(self) -> str:
-        together, in_turn = self._speeds
-        self.in_turns = in_turn > together
-        way = "in turn" if self.in_turns else "at the same time"
-        return (
-            f"learner and engines compute {way} from now on: {together:,.0f} trained tokens/s "
-            f"at the same time, {in_turn:,.0f} in turn"
-        )
 
 
 class EngineTurns:
@@ -83,10 +32,8 @@ class EngineTurns:
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
         self._fleet, self._run = fleet, run
-        setting, bound = run.config.controller.turns, run.config.algorithm.max_staleness
-        # An even number: with two batches under way, steps are long and short in turn.
-        self._rule = TurnRule(setting, window=2 * (bound // 2 + 1))
-        self._gives_back = setting == "sleep"
+        self._are_off = run.config.controller.turns == "off"
+        self._gives_back = run.config.controller.turns == "sleep"
         self._number = 0
         # True between the orders to rest and `end`.
         self._is_learners_turn = False
@@ -97,7 +44,7 @@ class EngineTurns:
 
     async def begin(self) -> None:
         """Lets the engines of the learner's devices rest; returns when all of them do."""
-        if not self._rule.in_turns:
+        if self._are_off:
             return
         sharing = self._sharing()
         self._warn_without_effect(sharing)
@@ -151,12 +98,6 @@ class EngineTurns:
         """Notes that the engine of a server rests."""
         if answer.number == self._number:
             self._answered(session.key)
-
-    def stepped(self, tokens: float) -> None:
-        """Notes a step of `tokens` trained tokens, by which "auto" chooses."""
-        said = self._rule.stepped(time.monotonic(), tokens)
-        if said and self._sharing():
-            self._run.events.add(said)
 
     def _order(self, sessions: Collection[ServerSession]) -> None:
         self._number += 1

@@ -14,13 +14,18 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
-from slipstream.core.settings.curriculum_section import MAX_WINDOW
+from slipstream.core.settings.sections import MAX_WINDOW
 from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
+
+FORMAT = 1
+# The way out when a journal or a batch is not as it was written.
+REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
+START = PolicyVersion(0, 0)
 
 
 class FilterVerdict(Enum):
@@ -148,12 +153,6 @@ class TrajectoryEnd(Enum):
     EVALUATED = "evaluated"
     # The trajectory was in a batch that the trainer could not train.
     SET_ASIDE = "set_aside"
-
-
-FORMAT = 1
-# The way out when a journal or a batch is not as it was written.
-REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
-START = PolicyVersion(0, 0)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from slipstream.core.types import ServerId, TrajectoryId
+from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -30,20 +30,11 @@ class TokenLedger:
         self._seen = history.ended.copy()
         self._ends += history.ends
 
-    def generated_by_server(self) -> list[tuple[str, int, int]]:
-        """Name, epoch and generated tokens of every connected server."""
-        return [
-            (key.server_id, key.epoch, count.reported)
-            for key, count in self._epochs.connected.items()
-        ]
-
-    def generated_by(self, key: ServerKey) -> list[tuple[str, int, int]]:
-        """The entry of one server in `generated_by_server`."""
-        return [(key.server_id, key.epoch, self._epochs.count(key).reported)]
-
-    def judged_by(self, name: str, epoch: int) -> int:
-        """Number of tokens that judges replied on one server."""
-        return self._epochs.count(ServerKey(ServerId(name), epoch)).judged
+    def counted(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
+        """Generated tokens, and those of judges, of one server or of all that are connected."""
+        keys = self._epochs.connected if key is None else [key]
+        counts = ((each, self._epochs.count(each)) for each in keys)
+        return [(each, count.reported, count.judged) for each, count in counts]
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
@@ -67,15 +58,6 @@ class TokenLedger:
     def die(self, key: ServerKey) -> None:
         """Ends a server epoch: tokens that it generated and did not deliver are lost."""
         self._epochs.count(key).dead = True
-
-    @property
-    def generated(self) -> int:
-        """Number of tokens that the engines have generated, by their reports."""
-        return self._epochs.generated
-
-    def trained(self) -> int:
-        """Number of tokens that were trained on."""
-        return self._ends[TrajectoryEnd.TRAINED]
 
     def snapshot(self) -> status_pb2.Ledger:
         """The ledger now; `difference` is 0 when every generated token is accounted for."""

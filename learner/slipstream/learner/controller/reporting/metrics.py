@@ -183,7 +183,10 @@ class RunRecorder:
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
-            self._sample(batch)
+            for group in sampled_groups(batch.groups):
+                for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
+                    line = readable(batch.version, trajectory, self._texts)
+                    self._samples.append(_line(line))
         return row
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -277,12 +280,6 @@ class RunRecorder:
         facts.busy.trained(training)
         # Every server has reported on the time before this limit, or was removed.
         facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
-
-    def _sample(self, batch: FormedBatch) -> None:
-        for group in sampled_groups(batch.groups):
-            for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
-                line = readable(batch.version, trajectory, self._texts)
-                self._samples.append(_line(line))
 
 
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:

@@ -20,6 +20,17 @@ from slipstream.learner.controller.records.journal import whole_bytes
 Tell: TypeAlias = Callable[[str], None]
 
 
+# Columns that the row of every step has.
+COLUMNS = (
+    *("step", "reward_mean", "lag_mean", "lag_max"),
+    *("generated_tokens_per_s", "trained_tokens_per_s"),
+)
+# Largest step; the recorder needs a byte of memory for each.
+MAX_STEP = 10**8
+# Larger numbers no run writes; sums of them would overflow.
+MAX_NUMBER = 1e30
+
+
 class ResultFile:
     """A file that grows by whole records. A fault is one warning, and the number of lost records.
 
@@ -73,17 +84,6 @@ def write_result(path: Path, data: bytes, tell: Tell) -> bool:
         tell(f"{path} cannot be written: {error.strerror}")
         return False
     return True
-
-
-# Columns that the row of every step has.
-COLUMNS = (
-    *("step", "reward_mean", "lag_mean", "lag_max"),
-    *("generated_tokens_per_s", "trained_tokens_per_s"),
-)
-# Largest step; the recorder needs a byte of memory for each.
-MAX_STEP = 10**8
-# Larger numbers no run writes; sums of them would overflow.
-MAX_NUMBER = 1e30
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:

@@ -14,6 +14,15 @@ from slipstream.learner.controller.records.history import BusySeconds
 Interval = tuple[float, float]
 
 
+# Stages of the trainer whose seconds are summed over all steps.
+STAGES = ("training", "waiting", "publish", "export")
+# Values of which the largest of all steps counts.
+PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
+# Seconds over which the rate is a mean: heartbeats are too coarse for a single step.
+WINDOW_S = 5.0
+EDGE_STEPS = 5
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The time of all intervals as disjoint intervals in order."""
     merged: list[Interval] = []
@@ -129,12 +138,6 @@ class BusyMeter:
         return self.earlier + self.of_this_start()
 
 
-# Stages of the trainer whose seconds are summed over all steps.
-STAGES = ("training", "waiting", "publish", "export")
-# Values of which the largest of all steps counts.
-PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
-
-
 class RunResources:
     """Totals and peaks over the steps that were added."""
 
@@ -165,10 +168,6 @@ class RunResources:
         }
 
 
-# Seconds over which the rate is a mean: heartbeats are too coarse for a single step.
-WINDOW_S = 5.0
-
-
 class GenerationRate:
     """Generated tokens per second over the last `WINDOW_S`, since this start's first generation."""
 
@@ -192,9 +191,6 @@ class GenerationRate:
             self._points.popleft()
         then_s, before = self._points[0]
         return (generated - before) / max(now_s - then_s, 1e-9)
-
-
-EDGE_STEPS = 5
 
 
 @dataclass

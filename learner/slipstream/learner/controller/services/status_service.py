@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,7 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.servers.session import ServerSession, describe
+from slipstream.learner.controller.servers.session import describe
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -45,7 +44,10 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         progress = self._progress
         training = self._book.training_groups()
         leased = self._book.groups_by_holder()
-        servers = [self._server(session, leased) for session in self._fleet.sessions.values()]
+        servers = []
+        for session in self._fleet.sessions.values():
+            servers.append(describe(session))
+            servers[-1].leased_groups = leased.get(session.key, 0)
         return status_pb2.RunStatus(
             run_id=progress.run_id,
             state=status_pb2.RunState.Name(progress.state),
@@ -101,14 +103,6 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         reason = request.reason or "a client asked for it"
         self._fleet.order_drain(session, reason, finish=True)
         return status_pb2.DrainServerResponse(warning=self._fleet.warn_without(session))
-
-    @staticmethod
-    def _server(
-        session: ServerSession, leased: Mapping[ServerKey | None, int]
-    ) -> status_pb2.ServerStatus:
-        status = describe(session)
-        status.leased_groups = leased.get(session.key, 0)
-        return status
 
 
 class ServiceHealth:

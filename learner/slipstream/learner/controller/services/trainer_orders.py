@@ -46,8 +46,8 @@ class TrainerOrders:
     ) -> trainer_pb2.Directive | FormedBatch | None:
         """Returns the next order. None if there is none yet.
 
-        `must_save`: the run is stopping, and the trainer must still save what it has. Raises
-        ProtocolError or RunFailed if the run cannot go on.
+        `must_save`: the run is stopping, and the trainer must still save what it has.
+        Raises ProtocolError or RunFailed if the run cannot go on.
         """
         progress = self._progress
         is_behind = self.trainer_version.step < self._book.step

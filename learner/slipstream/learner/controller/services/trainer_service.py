@@ -16,7 +16,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError, RunFailed
-from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
@@ -36,45 +35,10 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 MAX_LAYOUT_LINES = 256
 
 
-def impossible(hello: trainer_pb2.TrainerHello) -> str:
-    """The reason why no Slipstream trainer would send this hello. Empty if it is valid."""
-    if hello.world_size < 1:
-        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
-    if hello.num_senders > hello.world_size:
-        return (
-            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
-            f"and {hello.world_size}"
-        )
-    if not hello.layout_description.strip():
-        return "layout_description of a trainer must not be empty"
-    return ""
-
-
-def described(hello: trainer_pb2.TrainerHello) -> list[str]:
-    """Returns the lines that tell people of a trainer's size and layout."""
-    sizes, *groups = hello.layout_description.splitlines()
-    first = f"the trainer has {hello.num_parameters:,} parameters {sizes}"
-    return [first, *(f"  {line}" for line in groups[:MAX_LAYOUT_LINES])]
-
-
-def came_out_different(version: PolicyVersion) -> str:
-    """Returns the warning that a step which was trained again made another `version`."""
-    return (
-        f"step {version.step} came out different when it was trained again: "
-        f"its weights are version {version} now, and are sent again"
-    )
-
-
-def saved(report: trainer_pb2.CheckpointReport) -> str:
-    """Returns the line that tells people of a complete checkpoint."""
-    return (
-        f"checkpoint of version {report.version.step}: {report.num_bytes / 1e6:,.1f} MB, "
-        f"{report.wall_s:.1f} s"
-    )
-
-
 # Longest wait of a `Next` call; then the trainer calls again.
 NEXT_LIMIT_S = 5.0
+# Longest time between two looks at a trainer that saves and exports.
+LOOK_S = 5.0
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -106,7 +70,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
         """Registers a trainer if the place is free; steps that it lacks are trained again."""
-        if claim := impossible(request):
+        if claim := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         missing = self._former.first_missing(version.step)
@@ -139,8 +103,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         self.hello = request
         self._progress.trainer_registered(map(place_from_pb, request.places))
-        for line in described(request):
-            self._run.events.add(line)
+        sizes, *groups = request.layout_description.splitlines()
+        self._run.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
+        for line in groups[:MAX_LAYOUT_LINES]:
+            self._run.events.add(f"  {line}")
         self._progress.moved()
         return trainer_pb2.TrainerWelcome(
             run_id=self._progress.run_id,
@@ -199,8 +165,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
-            warning = came_out_different(trained.version)
-            self._run.events.add(warning, Severity.WARNING)
+            self._run.events.add(
+                f"step {trained.version.step} came out different when it was trained again: its "
+                f"weights are version {trained.version} now, and are sent again",
+                Severity.WARNING,
+            )
         self._on_step(trained, request)
         await self._former.durable()
         self._progress.moved()
@@ -228,7 +197,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._former.saved(request)
         self._progress.saved(request.version.step)
         self._on_checkpoint(request.version.step)
-        self._run.events.add(saved(request))
+        self._run.events.add(
+            f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
+            f"{request.wall_s:.1f} s"
+        )
         return trainer_pb2.CheckpointReceipt()
 
     async def ReportStored(  # noqa: N802
@@ -359,7 +331,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self._run.signal.changes(min(remaining, 0.25))
 
 
-LOOK_S = 5.0
+def _impossible(hello: trainer_pb2.TrainerHello) -> str:
+    """The reason why no Slipstream trainer would send this hello. Empty if it is valid."""
+    if hello.world_size < 1:
+        return f"world_size of a trainer must be at least 1, got {hello.world_size}"
+    if hello.num_senders > hello.world_size:
+        return (
+            f"num_senders of a trainer must be at most its world_size, got {hello.num_senders} "
+            f"and {hello.world_size}"
+        )
+    if not hello.layout_description.strip():
+        return "layout_description of a trainer must not be empty"
+    return ""
 
 
 async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float) -> None:

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from enum import Enum
 
-from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.settings.sections import CurriculumSection
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.history import TaskResults
 

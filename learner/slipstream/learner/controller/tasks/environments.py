@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.settings.curriculum_section import CurriculumSection
+from slipstream.core.settings.sections import CurriculumSection
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.history import (
     EnvironmentHistory,

@@ -20,6 +20,10 @@ from slipstream.v1 import trainer_pb2
 MAX_TOLD_GROUPS = 5
 
 
+# Trajectories of a batch travel in messages of about this size.
+CHUNK_BYTES = 16 << 20
+
+
 @dataclass(frozen=True)
 class SetAside:
     """A batch that is not trained: `groups` are over, `put_back` wait for another batch."""
@@ -99,10 +103,6 @@ def way_past(batch: FormedBatch, config: Config) -> str:
 
 def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.in_order()]
-
-
-# Trajectories of a batch travel in messages of about this size.
-CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,10 @@ from slipstream.protocol.queue.base import Delivery
 LARGEST_LOGPROB = 1e-3
 
 
+# Bytes for long names and a failure's message, in addition to what a lease reserves.
+NAMES_BYTES = 64 << 10
+
+
 @dataclass(frozen=True)
 class KnownFacts:
     """The controller's facts with which a trajectory is compared."""
@@ -198,10 +202,6 @@ class EarlierIds:
             ids = frozenset(trajectory_from_pb(t).trajectory_id for t in message.trajectories)
             self._newest = step, ids
         return trajectory_id in self._newest[1]
-
-
-# Bytes for long names and a failure's message, in addition to what a lease reserves.
-NAMES_BYTES = 64 << 10
 
 
 class Inspector:

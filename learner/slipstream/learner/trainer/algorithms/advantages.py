@@ -8,12 +8,14 @@ skipped. A branch is a sequence of steps of its own, which ends with the episode
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.rewards import side_of
 from slipstream.core.settings.algorithm_section import AlgorithmSection, GaeSection
+from slipstream.core.types import Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -21,7 +23,7 @@ STD_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Episode:
+class ScoredEpisode:
     """The inputs of the estimators for one episode; arrays are [sampled tokens]."""
 
     group_id: str
@@ -52,7 +54,7 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    episodes: Sequence[Episode], algorithm: AlgorithmSection
+    episodes: Sequence[ScoredEpisode], algorithm: AlgorithmSection
 ) -> list[TokenAdvantages]:
     """Returns the advantages of all tokens of a batch, by `algorithm.advantage`.
 
@@ -68,7 +70,10 @@ def token_advantages(
         case "rloo":
             return _spread(leave_one_out_advantages(scores, groups), episodes)
         case "reinforce_pp":
-            returns = [_returns_of(episode) for episode in episodes]
+            returns = [
+                np.concatenate([returns_to_go(rewards[branch]) for branch in episode.branches])
+                for episode, rewards in ((each, each.token_rewards()) for each in episodes)
+            ]
             return [TokenAdvantages(values) for values in whitened(returns)]
         case "reinforce_pp_baseline":
             centred = _spread(group_advantages(scores, groups, normalize_by_std=False), episodes)
@@ -81,7 +86,7 @@ def token_advantages(
             return _spread(np.zeros(len(episodes)), episodes)
 
 
-def episode_scores(episodes: Sequence[Episode]) -> FloatArray:
+def episode_scores(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     """Returns the reward of each episode, less the costs of its tokens."""
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if not episodes:
@@ -168,12 +173,7 @@ def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
     return np.random.default_rng([seed, step]).permutation(rewards)
 
 
-def _returns_of(episode: Episode) -> FloatArray:
-    rewards = episode.token_rewards()
-    return np.concatenate([returns_to_go(rewards[branch]) for branch in episode.branches])
-
-
-def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdvantages]:
+def _gae_of(episodes: Sequence[ScoredEpisode], settings: GaeSection) -> list[TokenAdvantages]:
     advantages, returns = [], []
     for episode in episodes:
         assert episode.values is not None, "gae needs the values of a critic"
@@ -189,14 +189,69 @@ def _gae_of(episodes: Sequence[Episode], settings: GaeSection) -> list[TokenAdva
     return [TokenAdvantages(a, r) for a, r in zip(advantages, returns, strict=True)]
 
 
-def _spread(advantages: FloatArray, episodes: Sequence[Episode]) -> list[TokenAdvantages]:
-    lengths = [len(episode.token_costs) for episode in episodes]
-    bounds = itertools.pairwise([0, *itertools.accumulate(lengths)])
-    spread = np.repeat(advantages, lengths)
-    return [TokenAdvantages(spread[start:end]) for start, end in bounds]
+def _spread(advantages: FloatArray, episodes: Sequence[ScoredEpisode]) -> list[TokenAdvantages]:
+    costs = [episode.token_costs for episode in episodes]
+    spread = np.repeat(advantages, list(map(len, costs)))
+    return [TokenAdvantages(spread[start:end]) for start, end in _bounds(costs)]
 
 
 def _groups(group_ids: Sequence[str]) -> list[npt.NDArray[np.bool_]]:
     """Returns the mask of each group's members, in the order in which groups first appear."""
     ids = np.asarray(group_ids)
     return [ids == group_id for group_id in dict.fromkeys(group_ids)]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The branches of one side of an episode, which is an episode for the estimators.
+
+    A side has a reward of its own, and is compared with the same side of its group's episodes. An
+    episode has one side, unless its agent gave a named branch a reward of its own.
+    """
+
+    name: str
+    # Places of its tokens among the episode's sampled tokens.
+    places: npt.NDArray[np.int64]
+    # The tokens of each branch among `places`.
+    branches: tuple[slice, ...]
+
+    def episode(
+        self, group_id: str, reward: float, costs: FloatArray, values: FloatArray | None
+    ) -> ScoredEpisode:
+        """Returns the side as an episode; `costs` and `values` are the whole episode's."""
+        return ScoredEpisode(
+            # A group's id has no space.
+            f"{group_id} {self.name}" if self.name else group_id,
+            reward,
+            costs[self.places],
+            None if values is None else values[self.places],
+            self.branches,
+        )
+
+
+def sides_of(trajectory: Trajectory) -> list[Side]:
+    """Returns the sides of an episode, in the order of their first branches."""
+    places: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for part in trajectory.sequences():
+        own = np.arange(part.sampled.start, part.sampled.stop)
+        places.setdefault(side_of(part.branch), []).append(own)
+    return [
+        Side(name, np.concatenate(parts), tuple(itertools.starmap(slice, _bounds(parts))))
+        for name, parts in places.items()
+    ]
+
+
+def joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> TokenAdvantages:
+    """Returns the advantages of an episode's sampled tokens from those of its sides."""
+    advantages = np.zeros(num_tokens)
+    returns = None if sides[0][1].returns is None else np.zeros(num_tokens)
+    for side, found in sides:
+        advantages[side.places] = found.advantages
+        if returns is not None and found.returns is not None:
+            returns[side.places] = found.returns
+    return TokenAdvantages(advantages, returns)
+
+
+def _bounds(parts: Sequence[Sized]) -> Iterator[tuple[int, int]]:
+    """Returns start and end of each of the joined parts."""
+    return itertools.pairwise([0, *itertools.accumulate(map(len, parts))])

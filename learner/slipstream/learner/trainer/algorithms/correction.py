@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from slipstream.core.settings.algorithm_section import Band, CorrectionSection
 from slipstream.learner.trainer.algorithms.kl import safe_ratio
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums
 from torch import Tensor
 
 

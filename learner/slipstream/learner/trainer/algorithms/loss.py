@@ -15,8 +15,7 @@ from slipstream.core.settings.algorithm_section import (
 )
 from slipstream.learner.trainer.algorithms.correction import Correction, correct
 from slipstream.learner.trainer.algorithms.kl import kl_estimate, top_k_divergence
-from slipstream.learner.trainer.algorithms.objectives import TokenLosses, token_losses
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums, TokenLosses, token_losses
 from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from torch import Tensor
@@ -32,7 +31,7 @@ class TokenLoss:
     loss: Tensor
     num_tokens: Tensor
     statistics: TokenStatistics
-    # What the sum is made of, detached [tokens].
+    # The terms of the sum, detached [tokens].
     token_losses: Tensor
 
 
@@ -62,11 +61,11 @@ def policy_loss(
     It also applies to the divergence, which is a mean over tokens of the policy.
 
     `policy_logprobs` belong to `micro_batch.all_targets`; `old_logprobs` to its targets and the
-    policy before the first mini-batch, the proximal policy; None: no mini-batch has changed the
-    policy yet. REINFORCE has no proximal policy: its weight leads from the behavior policy to the
-    present one. `entropy` carries a gradient if its coefficient is not 0. `others[n - 1]` is the
-    algorithm of a token whose `algorithm_ids` is n > 0. Collective over `group`, the context
-    parallel ranks, unless it is None.
+    policy before the first mini-batch, the proximal policy, and are None if no mini-batch has
+    changed the policy yet. REINFORCE has no proximal policy: its weight leads from the behavior
+    policy to the present one. `entropy` carries a gradient if its coefficient is not 0.
+    `others[n - 1]` is the algorithm of a token whose `algorithm_ids` is n > 0. Collective over
+    `group`, the context parallel ranks, unless it is None.
     """
     mask = micro_batch.loss_mask
     top: Tensor | None = None
@@ -94,9 +93,9 @@ def _terms(
     algorithm: AlgorithmSection,
     sequences: SequenceSums,
 ) -> _Terms:
-    """Returns what `algorithm` makes of every token; `logprobs` are the policy's.
+    """Computes all per-token terms of the loss by `algorithm`.
 
-    These are of the targets now and before, and of the reference's most likely tokens now.
+    `logprobs` are the policy's: current, proximal, and current at the reference's top k.
     """
     policy, proximal, top = logprobs
     corrected = policy.detach() if algorithm.loss == "reinforce" else proximal
@@ -130,7 +129,7 @@ def _divergence(
 
 
 def _chosen(is_other: Tensor, other: _Terms, terms: _Terms) -> _Terms:
-    """Returns the terms `other` at the tokens of `is_other`, and `terms` at the others."""
+    """Selects `other` where `is_other`, else `terms`."""
 
     def chosen(one: Terms, two: Terms) -> Terms:
         values: dict[str, Any] = {

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.rewards import is_counted, shaped_rewards
-from slipstream.core.settings.algorithm_section import AdvantageKind, AlgorithmSection
+from slipstream.core.settings.algorithm_section import (
+    AdvantageKind,
+    AggregationKind,
+    AlgorithmSection,
+)
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, Trajectory
 from slipstream.learner.trainer.algorithms.advantages import (
-    Episode,
     FloatArray,
+    ScoredEpisode,
+    Side,
     TokenAdvantages,
+    joined,
     shuffled,
+    sides_of,
     token_advantages,
 )
-from slipstream.learner.trainer.algorithms.aggregation import loss_weights
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
-from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.batch import Batch, untrainable
 from slipstream.learner.trainer.batches.token_fields import NumpyArray, TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.protocol.bounds import largest
+from slipstream.v1 import trajectory_pb2
+
+# The protocol's bound: larger rewards are refused before a batch, but older journals may hold some.
+LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 
 
 @dataclass(frozen=True)
@@ -40,37 +49,55 @@ class ModelEstimates:
     values: LogprobArray | None = None
 
 
-NO_ESTIMATES = ModelEstimates()
-
-
 def training_sequences(
     batch: Batch, config: Config, estimates: Sequence[ModelEstimates] | None = None
 ) -> list[TrainingSequence]:
     """Returns the sequences of the batch, in order; the same on every rank.
 
-    `estimates` has one entry for each trajectory; None without other models. A trajectory that
-    overlong filtering removes has no trained token and is in no statistic of the advantages. The
-    advantages of a branch are those of its side of the episode times its share.
+    `estimates` has one entry for each trajectory; None if the run has no other models. A trajectory
+    that overlong filtering removes has no trained token and is in no statistic of the advantages.
+    The advantages of a branch are its side's advantages times its share. Raises UntrainableBatch if
+    an advantage is not finite.
     """
-    known = estimates if estimates is not None else [NO_ESTIMATES] * len(batch.trajectories)
-    places = [config.algorithms.place(t.environment) for t in batch.trajectories]
-    own = [config.algorithms.distinct[place] for place in places]
-    found = _advantages(batch, config, known, own)
-    token_estimates = _token_estimates(batch.trajectories, found, known)
+    trajectories = batch.trajectories
+    known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
+    places = [config.algorithms.place(t.environment) for t in trajectories]
+    found = _advantages(batch, config, known, [config.algorithms.distinct[p] for p in places])
+    has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
-        batch.trajectories, token_estimates, step=batch.step, processor=_processor(batch, config)
+        trajectories,
+        [_estimates(t, found.get(i), known[i]) for i, t in enumerate(trajectories)],
+        step=batch.step,
+        processor=load_processor(config.model.path) if has_images else None,
+        with_experts=config.algorithm.router_replay != "off",
     )
-    if config.algorithm.router_replay != "off":
-        sequences = _with_experts(sequences, batch.trajectories)
-    return [
-        _marked(sequence, places[owner]) if owner in found else _without_loss(sequence)
-        for owner, sequence in zip(batch.owners, sequences, strict=True)
+    for index, owner in enumerate(batch.owners):
+        sequence = sequences[index]
+        if owner not in found:
+            mask = np.zeros_like(sequence.loss_mask)
+            sequences[index] = dataclasses.replace(sequence, loss_mask=mask)
+        elif places[owner]:
+            sequences[index] = dataclasses.replace(sequence, algorithm=places[owner])
+    check_advantages(batch, sequences)
+    return sequences
+
+
+def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
+    """Raises UntrainableBatch if rewards are so far apart that an advantage is not finite.
+
+    One reward may spoil all advantages: where some are too large, only these are named.
+    """
+    faulty = [
+        index
+        for index, sequence in enumerate(sequences)
+        if not np.isfinite(sequence.advantages).all()
     ]
-
-
-def _processor(batch: Batch, config: Config) -> ImageProcessor | None:
-    has_images = any(trajectory.images for trajectory in batch.trajectories)
-    return load_processor(config.model.path) if has_images else None
+    if faulty:
+        rewards = batch.rewards()[batch.owners]
+        large = [index for index in faulty if abs(rewards[index]) > LARGEST_REWARD]
+        least, most = rewards[faulty].min(), rewards[faulty].max()
+        cause = f"advantages are not finite, of rewards from {least:g} to {most:g}"
+        raise untrainable(batch, large or faulty, cause)
 
 
 def weighted(
@@ -81,7 +108,7 @@ def weighted(
 ) -> list[TrainingSequence]:
     """Returns the sequences with the loss weights of their mini-batches and environments.
 
-    `environments` names that of each sequence; None: no environment has a weight of its own.
+    `environments` names the environment of each sequence, which may have a weight of its own.
     """
     algorithm, algorithms = config.algorithm, config.algorithms
     changed = list(sequences)
@@ -99,6 +126,33 @@ def weighted(
     return changed
 
 
+def loss_weights(
+    num_trained: Sequence[int], kind: AggregationKind, *, fixed_tokens: int
+) -> list[float]:
+    """Returns, for each sequence of one mini-batch, the weight of each of its tokens.
+
+    `num_trained` has the number of trained tokens of every sequence of the mini-batch, over all
+    ranks. The sum of weight * loss over all tokens, divided by all trained tokens N, is
+    - `token_mean`: the mean over tokens, DAPO's (arXiv:2503.14476): weight 1;
+    - `sequence_mean`: the mean of the means of the S sequences with a trained token, GRPO's
+     (arXiv:2402.03300): weight N / (S * n) for a sequence with n trained tokens;
+    - `fixed`: the sum over tokens / (all sequences * `fixed_tokens`), Dr. GRPO's
+     (arXiv:2503.20783): weight N / (all sequences * `fixed_tokens`). The length of one reply then
+     does not affect the weight of another.
+    Every rank knows the whole mini-batch, so the weights are the same in every layout, and the
+    schedule divides by N in every case.
+    """
+    total = sum(num_trained)
+    match kind:
+        case "token_mean":
+            return [1.0] * len(num_trained)
+        case "sequence_mean":
+            counted = sum(number > 0 for number in num_trained)
+            return [total / (counted * number) if number else 0.0 for number in num_trained]
+        case "fixed":
+            return [total / (len(num_trained) * fixed_tokens)] * len(num_trained)
+
+
 def _advantages(
     batch: Batch,
     config: Config,
@@ -114,17 +168,18 @@ def _advantages(
         shaped_rewards(t, a, limit=limit) for t, a in zip(batch.trajectories, own, strict=True)
     ]
     rewards = np.array([one for sides in shaped for one in sides.values()], dtype=np.float64)
-    if config.algorithm.shuffle_rewards:
+    if config.debug.shuffle_rewards:
         rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
     left = iter(rewards.tolist())
-    episodes: list[Episode] = []
+    episodes: list[ScoredEpisode] = []
     owners: list[tuple[int, Side]] = []
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
         by_side = {side: next(left) for side in sides}
         if not is_counted(trajectory, own[index]):
             continue
         costs = _token_costs(trajectory, known[index], own[index])
-        values = _float64(known[index].values)
+        said = known[index].values
+        values = None if said is None else said.astype(np.float64)
         for side in sides_of(trajectory):
             owners.append((index, side))
             episodes.append(side.episode(trajectory.group_id, by_side[side.name], costs, values))
@@ -139,7 +194,7 @@ def _advantages(
 
 
 def _by_kind(
-    episodes: Sequence[Episode], algorithms: Sequence[AlgorithmSection]
+    episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection]
 ) -> list[TokenAdvantages]:
     """Returns the advantages of each; those of one kind share the statistics of a batch."""
     by_kind: dict[AdvantageKind, list[int]] = {}
@@ -168,68 +223,23 @@ def _token_costs(
     return kl.coefficient * divergence.numpy()
 
 
-def _token_estimates(
-    trajectories: Sequence[Trajectory],
-    found: Mapping[int, TokenAdvantages],
-    known: Sequence[ModelEstimates],
-) -> list[TokenEstimates[NumpyArray]]:
-    """Returns estimates for each trajectory; episodes not in `found` do not count and get 0."""
-    worths = [
-        found[index] if index in found else _worthless(trajectory)
-        for index, trajectory in enumerate(trajectories)
-    ]
-    estimates: list[TokenEstimates[NumpyArray]] = []
-    for trajectory, worth, one in zip(trajectories, worths, known, strict=True):
-        reference = one.reference
-        top = reference if reference is not None and reference.top_k else None
-        estimates.append(
-            TokenEstimates(
-                _shared(trajectory, worth.advantages),
-                reference_logprobs=None if reference is None else reference.logprobs,
-                values=one.values,
-                # Only a critic needs returns.
-                returns=None if one.values is None else worth.returns,
-                top_ids=None if top is None else top.top_ids,
-                top_logprobs=None if top is None else top.top_logprobs,
-            )
-        )
-    return estimates
-
-
-def _shared(trajectory: Trajectory, advantages: FloatArray) -> FloatArray:
-    """Returns the advantages of an episode's tokens times the share of their branch."""
-    if not trajectory.branches:
-        return advantages
-    parts = trajectory.sequences()
-    return np.concatenate([part.branch.share * advantages[part.sampled] for part in parts])
-
-
-def _worthless(trajectory: Trajectory) -> TokenAdvantages:
+def _estimates(
+    trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
+) -> TokenEstimates[NumpyArray]:
+    """Returns the estimates of one trajectory; 0 if it does not count, so that none was `found`."""
     zeros = np.zeros(trajectory.num_sampled_tokens)
-    return TokenAdvantages(zeros, zeros)
-
-
-def _with_experts(
-    sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
-) -> list[TrainingSequence]:
-    experts = [
-        None if (routed := trajectory.routed_experts) is None else routed.expert_ids[part.tokens]
-        for trajectory in trajectories
-        for part in trajectory.sequences()
-    ]
-    return [
-        sequence if known is None else dataclasses.replace(sequence, expert_ids=known)
-        for sequence, known in zip(sequences, experts, strict=True)
-    ]
-
-
-def _marked(sequence: TrainingSequence, algorithm: int) -> TrainingSequence:
-    return dataclasses.replace(sequence, algorithm=algorithm) if algorithm else sequence
-
-
-def _without_loss(sequence: TrainingSequence) -> TrainingSequence:
-    return dataclasses.replace(sequence, loss_mask=np.zeros_like(sequence.loss_mask))
-
-
-def _float64(values: LogprobArray | None) -> FloatArray | None:
-    return None if values is None else values.astype(np.float64)
+    worth = found if found is not None else TokenAdvantages(zeros, zeros)
+    advantages, reference = worth.advantages, known.reference
+    if trajectory.branches:
+        parts = trajectory.sequences()
+        advantages = np.concatenate([p.branch.share * advantages[p.sampled] for p in parts])
+    top = reference if reference is not None and reference.top_k else None
+    return TokenEstimates(
+        advantages,
+        reference_logprobs=None if reference is None else reference.logprobs,
+        values=known.values,
+        # Only a critic needs returns.
+        returns=None if known.values is None else worth.returns,
+        top_ids=None if top is None else top.top_ids,
+        top_logprobs=None if top is None else top.top_logprobs,
+    )

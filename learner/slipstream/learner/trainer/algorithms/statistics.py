@@ -18,7 +18,7 @@ from torch import Tensor
 NUM_LAGS = 8
 
 
-class Sum(IntEnum):
+class LossSum(IntEnum):
     """Indices of `TokenStatistics.sums`, sums over the trained tokens.
 
     From `SAMPLED` on they leave out tokens that no policy sampled.
@@ -53,7 +53,7 @@ class Max(IntEnum):
 class TokenStatistics:
     """Statistics of one micro batch on one rank; all 0 without a trained token."""
 
-    # float64, indexed by `Sum`.
+    # float64, indexed by `LossSum`.
     sums: Tensor
     # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
     # the number of tokens.
@@ -77,26 +77,27 @@ def token_statistics(
     policy, proximal = logprobs
     reference = micro_batch.reference_logprobs
     columns = {
-        Sum.LOSS: losses,
-        Sum.TOKENS: mask,
-        Sum.ENTROPY: entropy,
-        Sum.CLIPPED_LOW: parts.is_clipped_low,
-        Sum.CLIPPED_HIGH: parts.is_clipped_high,
-        Sum.DUAL_CLIPPED: parts.is_dual_clipped,
-        Sum.SAMPLED: is_sampled,
-        Sum.WEIGHT: correction.weights,
-        Sum.WEIGHT_SQUARED: correction.weights.double().square(),
-        Sum.CAPPED: correction.is_capped,
-        Sum.TOKEN_MASKED: correction.is_token_masked,
-        Sum.SEQUENCE_MASKED: correction.is_sequence_masked,
+        LossSum.LOSS: losses,
+        LossSum.TOKENS: mask,
+        LossSum.ENTROPY: entropy,
+        LossSum.CLIPPED_LOW: parts.is_clipped_low,
+        LossSum.CLIPPED_HIGH: parts.is_clipped_high,
+        LossSum.DUAL_CLIPPED: parts.is_dual_clipped,
+        LossSum.SAMPLED: is_sampled,
+        LossSum.WEIGHT: correction.weights,
+        LossSum.WEIGHT_SQUARED: correction.weights.double().square(),
+        LossSum.CAPPED: correction.is_capped,
+        LossSum.TOKEN_MASKED: correction.is_token_masked,
+        LossSum.SEQUENCE_MASKED: correction.is_sequence_masked,
         # KL(behavior || policy): the behavior policy sampled the tokens.
-        Sum.KL: kl_estimate(behavior, policy, "k3"),
-        Sum.REFERENCE_KL: torch.zeros_like(policy)
+        LossSum.KL: kl_estimate(behavior, policy, "k3"),
+        LossSum.REFERENCE_KL: torch.zeros_like(policy)
         if reference is None
         else kl_estimate(policy, reference, "k3"),
     }
     found = [
-        torch.where(mask if name < Sum.SAMPLED else is_sampled, columns[name], 0) for name in Sum
+        torch.where(mask if name < LossSum.SAMPLED else is_sampled, columns[name], 0)
+        for name in LossSum
     ]
     sums = torch.stack([values.sum(dtype=torch.float64) for values in found])
     gap = torch.where(is_sampled, (proximal - behavior).abs(), 0.0)
@@ -120,13 +121,13 @@ class StepStatistics:
 
     def __init__(self, epochs: int = 1) -> None:
         self._epochs = epochs
-        self._sums = torch.zeros(len(Sum), dtype=torch.float64)
+        self._sums = torch.zeros(len(LossSum), dtype=torch.float64)
         self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
         self._maxima = torch.zeros(len(Max))
 
     def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
         """Adds a mini-batch and returns the sum of its losses; collective."""
-        mine = torch.zeros(len(Sum) + 2 * NUM_LAGS, dtype=torch.float64)
+        mine = torch.zeros(len(LossSum) + 2 * NUM_LAGS, dtype=torch.float64)
         maxima = torch.zeros(len(Max))
         if ranks.counts:
             # All are copied at once, because each copy waits for the device.
@@ -135,11 +136,11 @@ class StepStatistics:
                 mine += row[: len(mine)]
                 maxima = torch.maximum(maxima, row[len(mine) :].float())
         total = ranks.sum(mine)
-        sums, gaps = total[: len(Sum)], total[len(Sum) :].reshape(2, NUM_LAGS)
+        sums, gaps = total[: len(LossSum)], total[len(LossSum) :].reshape(2, NUM_LAGS)
         self._sums += sums
         self._gaps += gaps
         self._maxima = torch.maximum(self._maxima, ranks.max(maxima))
-        return float(sums[Sum.LOSS])
+        return float(sums[LossSum.LOSS])
 
     def join(self, others: StepStatistics) -> None:
         """Adds the sums of other mini-batches of the same step."""
@@ -149,25 +150,25 @@ class StepStatistics:
 
     def metrics(self) -> dict[str, float]:
         """Returns means over the tokens and passes of the step; see docs/metrics.md."""
-        weight, squared = self._total(Sum.WEIGHT), self._total(Sum.WEIGHT_SQUARED)
-        sampled = max(1.0, self._total(Sum.SAMPLED))
-        low, high = self._mean(Sum.CLIPPED_LOW), self._mean(Sum.CLIPPED_HIGH)
+        weight, squared = self._total(LossSum.WEIGHT), self._total(LossSum.WEIGHT_SQUARED)
+        sampled = max(1.0, self._total(LossSum.SAMPLED))
+        low, high = self._mean(LossSum.CLIPPED_LOW), self._mean(LossSum.CLIPPED_HIGH)
         return {
-            "loss": self._mean(Sum.LOSS),
-            "entropy": self._mean(Sum.ENTROPY),
+            "loss": self._mean(LossSum.LOSS),
+            "entropy": self._mean(LossSum.ENTROPY),
             "clip_fraction": low + high,
             "clip_fraction_low": low,
             "clip_fraction_high": high,
-            "dual_clip_fraction": self._mean(Sum.DUAL_CLIPPED),
+            "dual_clip_fraction": self._mean(LossSum.DUAL_CLIPPED),
             "importance_weight_mean": weight / sampled,
             "importance_ratio_max": float(self._maxima[Max.IMPORTANCE_RATIO]),
-            "importance_capped_fraction": self._mean(Sum.CAPPED),
+            "importance_capped_fraction": self._mean(LossSum.CAPPED),
             "effective_sample_size": weight**2 / (sampled * squared) if squared else 0.0,
-            "masked_token_fraction": self._mean(Sum.TOKEN_MASKED),
-            "masked_sequence_fraction": self._mean(Sum.SEQUENCE_MASKED),
-            "kl": self._mean(Sum.KL),
-            "kl_reference": self._mean(Sum.REFERENCE_KL),
-            "trained_tokens": self._total(Sum.TOKENS) / self._epochs,
+            "masked_token_fraction": self._mean(LossSum.TOKEN_MASKED),
+            "masked_sequence_fraction": self._mean(LossSum.SEQUENCE_MASKED),
+            "kl": self._mean(LossSum.KL),
+            "kl_reference": self._mean(LossSum.REFERENCE_KL),
+            "trained_tokens": self._total(LossSum.TOKENS) / self._epochs,
         } | self._gap_metrics()
 
     def _gap_metrics(self) -> dict[str, float]:
@@ -183,9 +184,9 @@ class StepStatistics:
             "logprob_gap_tokens": tokens[0] / self._epochs,
         } | by_lag
 
-    def _total(self, name: Sum) -> float:
+    def _total(self, name: LossSum) -> float:
         return float(self._sums[name])
 
-    def _mean(self, name: Sum) -> float:
-        tokens = Sum.TOKENS if name < Sum.SAMPLED else Sum.SAMPLED
+    def _mean(self, name: LossSum) -> float:
+        tokens = LossSum.TOKENS if name < LossSum.SAMPLED else LossSum.SAMPLED
         return self._total(name) / max(1.0, self._total(tokens))

@@ -1,4 +1,4 @@
-"""One step's trajectories with their rewards and lags, and the check of their lags."""
+"""One step's trajectories, and the checks of their data, which are equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy.typing as npt
 from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
 from slipstream.core.staleness import lag
 from slipstream.core.types import Trajectory
+from slipstream.learner.trainer.batches.planner import round_up
 
+MAX_TOLD = 3
 LagArray = npt.NDArray[np.int32]
 
 
@@ -107,3 +109,60 @@ def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
         np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
         np.array([span.length for span in spans], dtype=np.int64),
     )
+
+
+def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
+    """Returns the error that names the trajectories of these sequences, a few in its message."""
+    owners = dict.fromkeys(batch.owners[index] for index in indices)
+    ids = [batch.trajectories[owner].trajectory_id for owner in owners]
+    more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
+    told = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
+    return UntrainableBatch(f"{cause}{told}", ids)
+
+
+def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
+    """Raises UntrainableBatch if no token was sampled, or no step can take the values.
+
+    Sequences are padded to a `multiple` of tokens, and fit a micro batch of `max_tokens` then.
+    """
+    trajectories = batch.trajectories
+    if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
+        raise untrainable(batch, range(len(batch.owners)), "no trajectory has a sampled token")
+    sizes = [round_up(length, multiple) for length in batch.lengths()]
+    long = [index for index, size in enumerate(sizes) if size > max_tokens]
+    if long:
+        raise untrainable(
+            batch,
+            long,
+            f"a sequence of {max(sizes)} tokens does not fit learner.micro_batch_tokens, "
+            f"{max_tokens} for each sequence",
+        )
+    tokens = [int(trajectory.token_ids.max(initial=0)) for trajectory in trajectories]
+    strange = [index for index, owner in enumerate(batch.owners) if tokens[owner] >= vocab_size]
+    if strange:
+        raise untrainable(
+            batch, strange, f"token {max(tokens)} is outside the vocabulary of {vocab_size}"
+        )
+
+
+def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
+    """Raises UntrainableBatch if the served reference's top k of a trajectory are missing."""
+
+    def fits(trajectory: Trajectory) -> bool:
+        found = trajectory.reference
+        return (
+            found is not None
+            and found.top_k == top_k
+            and int(found.top_ids.max(initial=0)) < vocab_size
+        )
+
+    faulty = [
+        index for index, owner in enumerate(batch.owners) if not fits(batch.trajectories[owner])
+    ]
+    if faulty:
+        raise untrainable(
+            batch,
+            faulty,
+            f"a trajectory lacks log-probabilities of reference.server with top_k {top_k} and a "
+            f"vocabulary of {vocab_size}",
+        )

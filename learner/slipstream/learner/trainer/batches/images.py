@@ -1,4 +1,4 @@
-"""Images of training sequences, and what a micro batch holds of them."""
+"""Images of training sequences and of micro batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AXES = 3
 
 
 @dataclass(frozen=True)
-class PlacedImage:
+class SequenceImage:
     """An image whose first token is at `offset` of its sequence."""
 
     offset: int
@@ -31,12 +31,12 @@ class PlacedImage:
 
 def images_of(
     trajectory: Trajectory, tokens: slice, processor: ImageProcessor
-) -> tuple[PlacedImage, ...]:
+) -> tuple[SequenceImage, ...]:
     """Returns the images among some `tokens` of a trajectory, by their places in these.
 
-    UntrainableBatch for an image that cannot be read, or that has other tokens.
+    Raises UntrainableBatch for an image that cannot be read, or that has other tokens.
     """
-    found = []
+    name, found = trajectory.trajectory_id, []
     for offset, image in trajectory.image_places:
         if not tokens.start <= offset < tokens.stop:
             continue
@@ -44,11 +44,11 @@ def images_of(
         try:
             expected = processor.tokens(int(trajectory.token_ids[offset]), data)
         except ValueError as error:
-            raise _untrainable(trajectory, str(error)) from error
+            raise UntrainableBatch(f"{name}: {error}", [name]) from error
         end = offset + len(expected)
         if end > tokens.stop or trajectory.token_ids[offset:end].tolist() != expected:
-            raise _untrainable(trajectory, f"an image of {len(expected)} tokens has others")
-        found.append(PlacedImage(offset - tokens.start, data, processor))
+            raise UntrainableBatch(f"{name}: an image of {len(expected)} tokens has others", [name])
+        found.append(SequenceImage(offset - tokens.start, data, processor))
     return tuple(found)
 
 
@@ -76,11 +76,6 @@ def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
         raise UntrainableBatch(f"{faulty[0]}: {causes[faulty[0]]}", faulty)
 
 
-def _untrainable(trajectory: Trajectory, cause: str) -> UntrainableBatch:
-    name = trajectory.trajectory_id
-    return UntrainableBatch(f"{name}: {cause}", [name])
-
-
 @dataclass(frozen=True)
 class ImageInputs:
     """The images of a micro batch, as a model with vision takes them."""
@@ -95,7 +90,7 @@ class ImageInputs:
     grids: Tensor
 
     @classmethod
-    def of(cls, images: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> ImageInputs:
+    def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
         """Joins the images of sequences, which follow each other and have these `lengths`."""
         num_rows, start = 0, 0
         rows = np.full(sum(lengths), -1, dtype=np.int64)

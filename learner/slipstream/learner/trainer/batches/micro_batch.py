@@ -1,8 +1,15 @@
-"""Packed sequences as tensors, which go to the device of a rank."""
+"""Packed sequences as tensors, split over context parallel ranks and moved to their devices.
+
+For the split every sequence is cut into 2 * size chunks of equal length. Rank r holds chunks r and
+2 * size - 1 - r of each sequence, so that all ranks have about equal work under a causal mask.
+Megatron's rotary embedding and TransformerEngine's attention expect this order.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Paths:
-    """The keys that the segments of a micro batch see: all tokens before them on their paths.
+    """Index of tree attention: each segment attends to all tokens on its path from the root.
 
     `cu_seqlens` of the micro batch are then the bounds of segments. The last keys of a segment are
     its own tokens.
@@ -61,7 +68,6 @@ class MicroBatch(TokenFields[Tensor]):
     """Packed sequences; tensors are [tokens] unless a comment says otherwise."""
 
     position_ids: Tensor
-    targets: Tensor
     # Weight of each token in the loss; the sum is divided by the trained tokens of all ranks.
     loss_weights: Tensor
     # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
@@ -73,9 +79,9 @@ class MicroBatch(TokenFields[Tensor]):
     indices: tuple[int, ...]
     # int64: for each token the index of its algorithm; None if all have the run's, which is 0.
     algorithm_ids: Tensor | None = None
-    # The keys that each sequence sees; None: those of its own tokens.
+    # Index of tree attention; None if each sequence attends to its own tokens.
     paths: Paths | None = None
-    # None: no sequence has images.
+    # None if no sequence has images.
     images: ImageInputs | None = None
 
     @property
@@ -112,3 +118,37 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """Returns int64 places in the whole micro batch of the tokens of `rank`, in its order.
+
+    `bounds` has the start of each sequence, and the end. With more than one rank every length must
+    be a multiple of 2 * size, and each rank holds 1 / size of a sequence.
+    """
+    if size == 1:
+        return torch.arange(bounds[-1])
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        chunk, rest = divmod(end - start, 2 * size)
+        assert rest == 0, f"a sequence of {end - start} tokens cannot be cut for cp {size}"
+        starts = (start + place * chunk for place in (rank, 2 * size - 1 - rank))
+        parts += [torch.arange(first, first + chunk) for first in starts]
+    return torch.cat(parts)
+
+
+@functools.lru_cache(maxsize=16)
+def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
+    """Returns each token's place in the tokens of all ranks joined in rank order."""
+    return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
+
+
+def share_of_rank(whole: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """Returns one context parallel rank's share of a micro batch.
+
+    `cu_seqlens` and `max_seqlen` still describe the whole sequences.
+    """
+    if size == 1:
+        return whole
+    places = zigzag(whole.cu_seqlens.tolist(), rank, size)
+    return whole.map_tokens(lambda tensor: tensor[places])

@@ -1,11 +1,13 @@
 """Packing of sequences of uneven length into micro batches of bounded size: pure functions.
 
-A micro batch is one row of tokens, with its sequences one after the other. Targets stand, like all
-else that is known of a token, at the position that predicts it.
+A micro batch is one row of tokens, with its sequences one after the other, or with the segments of
+bundles, which hold common beginnings of sequences once. The target of a position is the token that
+it predicts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.learner.trainer.batches.images import ImageInputs
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.planner import round_up
+from slipstream.learner.trainer.batches.prefix_tree import Bundle, Segment
 from slipstream.learner.trainer.batches.token_fields import TOKEN_FIELDS
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence, predicted
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 
 def build_micro_batch(
@@ -32,31 +36,39 @@ def build_micro_batch(
     sequence the micro batch is all filler: it is never empty. `sequences` are all of the step's;
     filler has padding for each field that they have.
     """
-    chosen = [_padded(sequences[index], sequence_multiple) for index in indices]
-    chosen += filler_to(multiple, sum(map(len, chosen)), sequences)
-    ends = np.cumsum([len(sequence) for sequence in chosen])
-    token_ids = np.concatenate([sequence.token_ids for sequence in chosen])
-    return joined(
-        chosen,
-        targets=predicted(token_ids, ends),
-        starts=[0] * len(chosen),
-        places=range(len(chosen)),
-        indices=indices,
-    )
+    segments = [Segment(index, 0, len(sequences[index])) for index in indices]
+    parts = [_padded(sequences[index], sequence_multiple) for index in indices]
+    return _packed(sequences, segments, parts, multiple)
 
 
-def joined(
-    parts: Sequence[TrainingSequence],
-    *,
-    targets: npt.NDArray[np.int64],
-    starts: Sequence[int],
-    places: Sequence[int],
-    indices: Sequence[int],
+def build_tree_micro_batch(
+    sequences: Sequence[TrainingSequence], bundles: Sequence[Bundle], *, multiple: int = 1
 ) -> MicroBatch:
-    """Joins `parts`, of which part n has the positions from `starts[n]` on of `indices[places[n]]`.
+    """Packs the segments of `bundles`, and filler up to a multiple of `multiple` tokens.
 
-    Filler has the place `len(indices)`. `targets` is [tokens].
+    Positions count from the beginning of a sequence, and the target of a segment's last position is
+    the next token of its sequence. `indices` has each sequence once.
     """
+    segments = [segment for bundle in bundles for segment in bundle]
+    parts = [_cut(sequences[segment.index], segment) for segment in segments]
+    packed = _packed(sequences, segments, parts, multiple)
+    return dataclasses.replace(packed, paths=_paths(bundles, packed.cu_seqlens.tolist()))
+
+
+def _packed(
+    sequences: Sequence[TrainingSequence],
+    segments: Sequence[Segment],
+    parts: Sequence[TrainingSequence],
+    multiple: int,
+) -> MicroBatch:
+    """Joins the `parts` of sequences at `segments`, and filler up to a multiple of `multiple`."""
+    filler = _filler(multiple, sum(map(len, parts)), sequences)
+    place_of: dict[int, int] = {}
+    for segment in segments:
+        place_of.setdefault(segment.index, len(place_of))
+    places = [place_of[segment.index] for segment in segments] + [len(place_of)] * len(filler)
+    starts = [segment.start for segment in segments] + [0] * len(filler)
+    parts = [*parts, *filler]
     lengths = np.array([len(part) for part in parts])
     ends = np.cumsum(lengths)
     weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
@@ -75,18 +87,17 @@ def joined(
     return MicroBatch(
         **fields,
         position_ids=torch.from_numpy(np.arange(ends[-1]) - first),
-        targets=torch.from_numpy(targets),
         loss_weights=torch.from_numpy(np.repeat(weights, lengths)),
         sequence_ids=torch.from_numpy(np.repeat(np.asarray(places), lengths)),
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),
-        indices=tuple(indices),
+        indices=tuple(place_of),
         algorithm_ids=torch.from_numpy(ids) if ids.any() else None,
         images=ImageInputs.of(images, lengths.tolist()) if any(images) else None,
     )
 
 
-def filler_to(
+def _filler(
     multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
     """Returns the filler that completes `num_tokens` to a multiple, at least one token; or none.
@@ -105,11 +116,6 @@ def filler_to(
     return [TrainingSequence(**fields)]
 
 
-def round_up(number: int, multiple: int) -> int:
-    """Returns the smallest multiple of `multiple` that is at least `number`."""
-    return -(-number // multiple) * multiple
-
-
 def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
     missing = -len(sequence) % multiple
     if not missing:
@@ -117,3 +123,21 @@ def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
     return sequence.map_fields(
         lambda array, column: np.concatenate([array, column.filled(missing, array)])
     )
+
+
+def _cut(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
+    return sequence.map_fields(lambda array, _: array[segment.start : segment.end])
+
+
+def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
+    """Returns the keys of all segments, and of filler, whose tokens lie between `bounds`."""
+    places: list[npt.NDArray[np.int64]] = []
+    for bundle in bundles:
+        first = len(places)
+        for segment in bundle:
+            own = np.arange(bounds[len(places)], bounds[len(places) + 1])
+            before = [] if segment.parent is None else [places[first + segment.parent]]
+            places.append(np.concatenate([*before, own]))
+    if len(places) < len(bounds) - 1:
+        places.append(np.arange(bounds[-2], bounds[-1]))
+    return Paths.of(places, bounds[-1])

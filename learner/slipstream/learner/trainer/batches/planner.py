@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.batches.packing import round_up
 
 # Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
 Plan = list[list[list[int]]]
@@ -56,6 +55,11 @@ def plan_micro_batches(
     plan = _plan(work, dp_size, multiple)
     indices = longest_first.tolist()
     return [[sorted(indices[place] for place in members) for members in bins] for bins in plan]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)

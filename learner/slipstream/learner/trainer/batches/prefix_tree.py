@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 _MANY = 2**63
@@ -45,7 +44,7 @@ class Segment:
 Bundle = list[Segment]
 
 
-class Saved(NamedTuple):
+class SavedWork(NamedTuple):
     """Work that sharing leaves out: tokens, and sums of squared lengths as in `num_squares`."""
 
     tokens: int = 0
@@ -54,10 +53,10 @@ class Saved(NamedTuple):
 
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
-) -> Saved:
+) -> SavedWork:
     """Returns what bundles of all `members` save."""
     lengths = [len(sequences[index]) for index in members]
-    return Saved(
+    return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),
         sum(length**2 for length in lengths) - sum(map(num_squares, made)),
     )
@@ -73,7 +72,7 @@ def num_squares(bundle: Bundle) -> int:
     return sum(segment.end**2 - segment.start**2 for segment in bundle)
 
 
-class Families:
+class PrefixTree:
     """Sequences sorted so that those with a common beginning are neighbours.
 
     A common beginning shorter than `min_shared` tokens is not shared. The same sequences give the
@@ -87,77 +86,35 @@ class Families:
         self._min_shared = min_shared
         keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
         order = sorted(members, key=lambda index: (keys[index], index))
-        neighbours = itertools.pairwise(sequences[index].token_ids for index in order)
-        common = [_MANY, *itertools.starmap(_common, neighbours)]
-        self._families = _Run(order, common[: len(order)]).cut(min_shared + 1)
+        common = [_MANY]
+        for one, other in itertools.pairwise(sequences[index].token_ids for index in order):
+            length = min(len(one), len(other))
+            differing = np.flatnonzero(one[:length] != other[:length])
+            common.append(int(differing[0]) if len(differing) else length)
+        self._runs = _Run(order, common[: len(order)]).cut(min_shared + 1)
 
     @property
     def share(self) -> bool:
         """Whether any two sequences may share a beginning."""
-        return any(len(family.indices) > 1 for family in self._families)
+        return any(len(run.indices) > 1 for run in self._runs)
 
     def bundles(self, max_tokens: int) -> list[Bundle]:
         """Returns bundles of all members, each of at most `max_tokens` or of one sequence."""
-        builder = _Builder(self._sequences, self._min_shared)
         found: list[Bundle] = []
-        for family in self._families:
-            _add_fitting(found, builder, family, max_tokens)
+        for run in self._runs:
+            self._add_fitting(found, run, max_tokens)
         return found
 
-
-def _add_fitting(found: list[Bundle], builder: _Builder, run: _Run, max_tokens: int) -> None:
-    """Adds the sequences of `run` as one bundle, or as several if one would be too long."""
-    bundle = builder.build(run)
-    if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
-        found.append(bundle)
-        return
-    middle = len(run.indices) // 2
-    for half in (slice(None, middle), slice(middle, None)):
-        _add_fitting(found, builder, _Run(run.indices[half], run.common[half]), max_tokens)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Sequences in the order of their tokens; `common` counts those equal to the one before.
-
-    The first entry of `common` means nothing.
-    """
-
-    indices: list[int]
-    common: list[int]
-
-    def cut(self, least: int) -> list[_Run]:
-        """Returns the parts whose neighbours have at least `least` tokens in common."""
-        if not self.indices:
-            return []
-        cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]
-        bounds = itertools.pairwise([0, *cuts, len(self.indices)])
-        return [_Run(self.indices[one:end], self.common[one:end]) for one, end in bounds]
-
-    def without(self, leaving: Collection[int]) -> _Run:
-        """Returns the run without some sequences."""
-        indices, common, least = [], [], _MANY
-        for index, number in zip(self.indices, self.common, strict=True):
-            least = min(least, number)
-            if index not in leaving:
-                indices.append(index)
-                common.append(least)
-                least = _MANY
-        return _Run(indices, common)
-
-
-class _Builder:
-    """Cuts runs of sequences into segments."""
-
-    def __init__(self, sequences: Sequence[TrainingSequence], min_shared: int) -> None:
-        self._sequences = sequences
-        self._min_shared = min_shared
-
-    def build(self, run: _Run) -> Bundle:
-        """Returns the bundle of all sequences of a run."""
+    def _add_fitting(self, found: list[Bundle], run: _Run, max_tokens: int) -> None:
+        """Adds the sequences of `run` as one bundle, or as several if one would be too long."""
         bundle: Bundle = []
         self._add(bundle, run, 0, None)
-        return bundle
+        if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
+            found.append(bundle)
+            return
+        middle = len(run.indices) // 2
+        for half in (slice(None, middle), slice(middle, None)):
+            self._add_fitting(found, _Run(run.indices[half], run.common[half]), max_tokens)
 
     def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
         """Adds the sequences of `run` from `start` on; the tokens up to there are the same."""
@@ -192,8 +149,31 @@ class _Builder:
         return sorted(found)
 
 
-def _common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
-    """Returns the number of tokens with which both begin."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
+@dataclass(frozen=True)
+class _Run:
+    """Sequences in the order of their tokens; `common` counts those equal to the one before.
+
+    The first entry of `common` means nothing.
+    """
+
+    indices: list[int]
+    common: list[int]
+
+    def cut(self, least: int) -> list[_Run]:
+        """Returns the parts whose neighbours have at least `least` tokens in common."""
+        if not self.indices:
+            return []
+        cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]
+        bounds = itertools.pairwise([0, *cuts, len(self.indices)])
+        return [_Run(self.indices[one:end], self.common[one:end]) for one, end in bounds]
+
+    def without(self, leaving: Collection[int]) -> _Run:
+        """Returns the run without some sequences."""
+        indices, common, least = [], [], _MANY
+        for index, number in zip(self.indices, self.common, strict=True):
+            least = min(least, number)
+            if index not in leaving:
+                indices.append(index)
+                common.append(least)
+                least = _MANY
+        return _Run(indices, common)

@@ -20,13 +20,13 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
     experts of its current micro batch.
     """
 
-    # The ids of `MicroBatch.expert_ids`; None: the routers choose.
+    # The ids of `MicroBatch.expert_ids`; None if the routers choose.
     expert_ids: Tensor | None = None
 
 
 @dataclass
 class SharedSequences(RoutedSequences):
-    """What Megatron passes to every layer with a micro batch of shared beginnings.
+    """The object that Megatron passes to every layer with a micro batch of shared beginnings.
 
     For the rotary embedding the micro batch is one sequence, whose angles `PrefixSharing` arranges
     by token. The true bounds are in `bounds` and `paths`.

@@ -32,9 +32,10 @@ class Column:
     dtype: type[np.generic]
     # None for a field that other code computes: an estimate, or experts.
     read: Read | None = None
-    # Whether the field has a value for every token of a trajectory. Other fields have values for
-    # the sampled tokens, and store each at the position that predicts the token.
+    # Whether the field has a value for every token of a trajectory, or only for sampled tokens.
     of_all_tokens: bool = False
+    # Whether a value is stored at the position that predicts its token, or at the token itself.
+    at_prediction: bool = True
     # Whether the largest value of the type means "not known". It then pads the array, and stands
     # for sequences that lack the field. Other fields are padded with 0, and either all sequences of
     # a step have them or none.
@@ -109,7 +110,11 @@ class TokenEstimates(Generic[Array]):
 class TokenFields(TokenEstimates[Array]):
     """All fields of the tokens of a sequence or of a micro batch, [tokens, ...] each."""
 
-    token_ids: Array = field(metadata=_column(np.int64, _joined("token_ids"), of_all_tokens=True))
+    token_ids: Array = field(
+        metadata=_column(np.int64, _joined("token_ids"), of_all_tokens=True, at_prediction=False)
+    )
+    # The token that each position predicts; 0 at the end of a sequence.
+    targets: Array = field(metadata=_column(np.int64, _joined("token_ids"), of_all_tokens=True))
     loss_mask: Array = field(metadata=_column(np.bool_, _loss_mask))
     # NaN for a token that no policy sampled: an environment gave it.
     behavior_logprobs: Array = field(metadata=_column(np.float32, _behavior_logprobs))
@@ -117,7 +122,7 @@ class TokenFields(TokenEstimates[Array]):
     # [tokens, layers, experts per token]: the experts of the token itself, not of the token that it
     # predicts. None if no experts are known.
     expert_ids: Array | None = field(
-        default=None, metadata=_column(np.unsignedinteger, of_all_tokens=True, has_unknown=True)
+        default=None, metadata=_column(np.unsignedinteger, has_unknown=True)
     )
 
     def map_fields(self, change: Callable[[Array, Column], Array]) -> Self:

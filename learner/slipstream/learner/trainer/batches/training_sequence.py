@@ -6,17 +6,16 @@ log-probabilities and lags are stored at the position of the prediction.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.types import TokenArray, Trajectory
-from slipstream.learner.trainer.batches.images import PlacedImage, images_of
+from slipstream.learner.trainer.batches.images import SequenceImage, images_of
 from slipstream.learner.trainer.batches.token_fields import (
     TOKEN_FIELDS,
     NumpyArray,
@@ -35,7 +34,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
     loss_weight: float = 1.0
     # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains it.
     algorithm: int = 0
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[SequenceImage, ...] = ()
 
     @classmethod
     def of_trajectories(
@@ -45,23 +44,25 @@ class TrainingSequence(TokenFields[NumpyArray]):
         *,
         step: int,
         processor: ImageProcessor | None = None,
+        with_experts: bool = False,
     ) -> list[TrainingSequence]:
         """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
         for each trajectory; without it all advantages are 0. The sequences are views of arrays for
         the whole batch: many small arrays would cost more time than the training of short
-        sequences. `processor` makes pixels of images, if the model sees any.
+        sequences. `processor` makes pixels of images, if the model sees any; `with_experts` gives
+        the sequences the recorded experts.
         """
         if not trajectories:
             return []
         if estimates is None:
             estimates = [TokenEstimates(np.zeros(t.num_sampled_tokens)) for t in trajectories]
-        parts = [part.tokens for t in trajectories for part in t.sequences()]
-        ends = np.cumsum([tokens.stop - tokens.start for tokens in parts])
+        parts = [(t, part.tokens) for t in trajectories for part in t.sequences()]
+        ends = np.cumsum([tokens.stop - tokens.start for _, tokens in parts])
         sampled = np.concatenate([t.sampled_mask() for t in trajectories])
         lengths = [t.num_sampled_tokens for t in trajectories]
-        fields: dict[str, list[NumpyArray]] = {}
+        fields: dict[str, list[Any]] = {}
         for name, column in TOKEN_FIELDS.items():
             if column.read is not None:
                 values = column.read(trajectories, step)
@@ -71,23 +72,22 @@ class TrainingSequence(TokenFields[NumpyArray]):
             if values is None:
                 continue
             if column.of_all_tokens:
-                whole = values.astype(column.dtype, copy=False)
+                whole = values.astype(column.dtype)
             else:
                 whole = np.zeros((len(sampled), *values.shape[1:]), dtype=column.dtype)
                 whole[sampled] = values
-                whole = predicted(whole, ends)
-            fields[name] = parts_of(whole, ends)
+            if column.at_prediction:
+                whole = _predicted(whole, ends)
+            fields[name] = _parts_of(whole, ends)
+        if with_experts:
+            fields["expert_ids"] = [
+                None if t.routed_experts is None else t.routed_experts.expert_ids[tokens]
+                for t, tokens in parts
+            ]
+        if processor is not None:
+            fields["images"] = [images_of(t, tokens, processor) for t, tokens in parts]
         rows = zip(*fields.values(), strict=True)
-        found = [cls(**dict(zip(fields, row, strict=True))) for row in rows]
-        if processor is None:
-            return found
-        images = [
-            images_of(t, part.tokens, processor) for t in trajectories for part in t.sequences()
-        ]
-        return [
-            dataclasses.replace(sequence, images=placed) if placed else sequence
-            for sequence, placed in zip(found, images, strict=True)
-        ]
+        return [cls(**dict(zip(fields, row, strict=True))) for row in rows]
 
     @classmethod
     def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
@@ -95,6 +95,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
         length = len(token_ids)
         return cls(
             token_ids=token_ids.astype(np.int64),
+            targets=np.append(token_ids[1:], 0).astype(np.int64)[:length],
             loss_mask=np.arange(length) < length - 1,
             behavior_logprobs=np.zeros(length, dtype=np.float32),
             lags=np.zeros(length, dtype=np.int32),
@@ -105,7 +106,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
         return len(self.token_ids)
 
 
-def predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
+def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
     """Moves the value of token i + 1 to position i; the last position of each sequence gets 0.
 
     `ends` has the end of each of the joined sequences.
@@ -115,7 +116,7 @@ def predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDA
     return moved
 
 
-def parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
+def _parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
     """Returns views of the array, cut at `ends`; the last end is the array's length."""
     bounds = [0, *ends.tolist()]
     return [values[start:end] for start, end in itertools.pairwise(bounds)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from slipstream.learner.trainer.batches.context_parallel import gathered_places, zigzag
+from slipstream.learner.trainer.batches.micro_batch import gathered_places, zigzag
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from slipstream.core.settings.config import LearnerSection
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
-from slipstream.learner.trainer.batches.prefix_tree import Saved
+from slipstream.learner.trainer.batches.prefix_tree import SavedWork
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
@@ -37,7 +37,7 @@ class PrefixSharing:
 
         self.min_tokens = min_tokens
         # What sharing has left out of the newest step, over all replicas.
-        self.saved = Saved()
+        self.saved = SavedWork()
         self._positions: Tensor | None = None
         for chunk in chunks:
             for module in chunk.modules():
@@ -47,9 +47,9 @@ class PrefixSharing:
                 if isinstance(rotary, torch.nn.Module):
                     rotary.register_forward_hook(self._by_positions)
 
-    def note(self, saved: Saved) -> None:
+    def note(self, saved: SavedWork) -> None:
         """Adds what the micro batches of one mini-batch save; sets `saved` to its sum."""
-        self.saved = Saved(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
+        self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
 
     @contextmanager
     def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.batches.context_parallel import zigzag
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths, zigzag
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped

@@ -17,8 +17,11 @@ from slipstream.learner.trainer.model.attention_choice import log_attention_once
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.shares import masked_outputs
-from slipstream.learner.trainer.outputs.likely import likely_tokens
-from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.outputs.logprobs import (
+    Projection,
+    likely_tokens,
+    vocab_parallel_logprobs,
+)
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 

@@ -9,19 +9,20 @@ import numpy as np
 import torch
 from slipstream.core.types import LogprobArray, TokenSequence
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.context_parallel import share_of_rank, zigzag
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.packing import build_micro_batch, round_up
-from slipstream.learner.trainer.batches.planner import plan_micro_batches
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, share_of_rank, zigzag
+from slipstream.learner.trainer.batches.packing import (
+    build_micro_batch,
+    build_tree_micro_batch,
+)
+from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.prefix_tree import (
     Bundle,
-    Families,
+    PrefixTree,
     num_squares,
     num_tokens,
     saved_by,
 )
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 from slipstream.learner.trainer.model.model import ParallelModel
 from torch import Tensor
 
@@ -148,12 +149,12 @@ def _shared_plan(
     lengths are planned, and the plan with the least work is taken.
     """
     assert model.sharing is not None
-    families = Families(sequences, members, min_shared=model.sharing.min_tokens)
-    if not families.share:
+    tree = PrefixTree(sequences, members, min_shared=model.sharing.min_tokens)
+    if not tree.share:
         return None
     found = []
     for parts in _PARTS:
-        made = families.bundles(max_tokens // parts)
+        made = tree.bundles(max_tokens // parts)
         sizes = [num_tokens(bundle) for bundle in made]
         plan = plan_micro_batches(
             sizes,

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from slipstream.learner.trainer.outputs.logits import PADDING_LOGIT, Columns, Sums
+from slipstream.learner.trainer.outputs.logits import PADDING_LOGIT, LogitColumns, Sums
 from torch import Tensor
 
 _BLOCK = 8192
 _WARPS = 8
 
 
-def reduce(logits: Tensor, places: Tensor, columns: Columns, sums: Sums) -> None:
+def reduce(logits: Tensor, places: Tensor, columns: LogitColumns, sums: Sums) -> None:
     """Fills `sums` like `logits.reduce`, for logits as they were projected."""
     _reduce_kernel[(len(logits),)](
         logits,
@@ -35,7 +35,7 @@ def reduce(logits: Tensor, places: Tensor, columns: Columns, sums: Sums) -> None
 def gradient(
     logits: Tensor,
     places: Tensor,
-    columns: Columns,
+    columns: LogitColumns,
     log_totals: Tensor,
     slopes: Tensor,
     bends: tuple[Tensor, Tensor] | None,

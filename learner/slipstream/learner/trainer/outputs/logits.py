@@ -17,14 +17,14 @@ PADDING_LOGIT = -1e30
 
 
 @dataclass(frozen=True)
-class Columns:
+class LogitColumns:
     """The meaning of the columns of a chunk of logits."""
 
     # The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     num_tokens: int
     # Divisor of the logits.
     temperature: float
-    # Logits stay below this number, before the division; None: they are not capped.
+    # Logits are capped below this number before the division; None if they are not.
     cap: float | None = None
 
 
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
     wanted: Tensor
 
 
-def prepared(logits: Tensor, columns: Columns) -> Tensor:
+def prepared(logits: Tensor, columns: LogitColumns) -> Tensor:
     """Returns logits divided by the temperature, at least float32, with padding columns masked.
 
     They are capped before if `columns` has a cap. `logits` may be overwritten.
@@ -100,7 +100,7 @@ def _rows(values: Tensor) -> Tensor:
     return values if values.dim() > 1 else values[:, None]
 
 
-def cap_slopes(logits: Tensor, columns: Columns) -> Tensor:
+def cap_slopes(logits: Tensor, columns: LogitColumns) -> Tensor:
     """Returns the derivative of capping at prepared `logits`: 1 - (capped logit / cap)^2."""
     assert columns.cap is not None
     share = logits * (columns.temperature / columns.cap)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from slipstream.learner.trainer.outputs import logits
-from slipstream.learner.trainer.outputs.logits import Columns, Sums
+from slipstream.learner.trainer.outputs.logits import LogitColumns, Sums
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
@@ -35,18 +35,19 @@ class Projection:
     temperature: float
     # Entries of the vocabulary that are tokens; the rest of the weight's rows is padding.
     vocab_size: int
-    # Ranks over which the vocabulary is split; None or a group of one rank: it is not split.
+    # Ranks over which the vocabulary is split; None or a group of one rank if it is not.
     group: dist.ProcessGroup | None = None
     # Whether the entropies carry a gradient.
     entropy_gradient: bool = False
-    # Logits in one chunk, at least those of one token; None: the value of `CHUNK_LOGITS`.
+    # Logits in one chunk, at least those of one token; None takes the value of `CHUNK_LOGITS`.
     chunk_logits: int | None = None
     # A micro batch with at most this many logits keeps them for the backward pass; a micro batch
     # of a single chunk always does.
     kept_logits: int = 0
-    # Element type of the logits; None: the weight's. bfloat16 rounds a logit of 20 by up to 0.06.
+    # Element type of the logits; None takes that of the weight. bfloat16 rounds a logit of 20 by up
+    # to 0.06.
     logits_dtype: torch.dtype | None = None
-    # Logits stay below this number, before the division; None: they are not capped.
+    # Logits are capped below this number before the division; None if they are not.
     cap: float | None = None
 
     @property
@@ -154,7 +155,7 @@ class _Part:
         self._width = len(weight)
         self._first = self._width * (group.rank() if group is not None else 0)
         num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
-        self._columns = Columns(num_tokens, projection.temperature, projection.cap)
+        self._columns = LogitColumns(num_tokens, projection.temperature, projection.cap)
         self._dtype = projection.logits_dtype or weight.dtype
         # The fused kernels know no cap, and one target.
         is_plain = projection.cap is None and is_one
@@ -310,3 +311,32 @@ def _bring_to_all_ranks(
     else:
         whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
     return whole, None
+
+
+@torch.no_grad()
+def likely_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
+    """Returns the `top_k` most likely tokens of each row, int64 [rows, top_k], without an order.
+
+    Arguments are those of `vocab_parallel_logprobs`; a cap and a temperature change no order.
+    Collective over the group, and the same on all its ranks.
+    """
+    width, group = len(weight), projection.tp_group
+    first = width * (group.rank() if group is not None else 0)
+    num_tokens = max(0, min(width, projection.vocab_size - first))
+    number = min(top_k, num_tokens)
+    values = hidden.new_full((len(hidden), top_k), -torch.inf, dtype=torch.float32)
+    ids = torch.zeros((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
+    step = max(1, (projection.chunk_logits or CHUNK_LOGITS[weight.device.type]) // width)
+    for start in range(0, len(hidden), step):
+        rows = slice(start, start + step)
+        logits = F.linear(hidden[rows], weight[:num_tokens]).float()
+        found = logits.topk(number, dim=-1)
+        values[rows, :number], ids[rows, :number] = found.values, found.indices + first
+    if group is None:
+        return ids
+    every_value = [torch.empty_like(values) for _ in range(group.size())]
+    every_id = [torch.empty_like(ids) for _ in range(group.size())]
+    dist.all_gather(every_value, values, group=group)
+    dist.all_gather(every_id, ids, group=group)
+    best = torch.cat(every_value, dim=1).topk(top_k, dim=1).indices
+    return torch.cat(every_id, dim=1).gather(1, best)

@@ -1,1 +1,1 @@
-"""The models beside the policy: reference and critic."""
+"""The other models of a run: reference and critic."""

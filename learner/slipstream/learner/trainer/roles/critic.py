@@ -9,13 +9,13 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.layers.value_head import give_value_head
 from slipstream.learner.trainer.model.model import TrainedModel
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import run_schedule
@@ -25,8 +25,11 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
+# Standard deviation of the initial values for any hidden size: the states are normalised.
+INITIAL_SCALE = 0.1
 
-class Sum(IntEnum):
+
+class ValueSum(IntEnum):
     """Indices of the sums that `value_loss` takes over the trained tokens."""
 
     LOSS = 0
@@ -44,8 +47,6 @@ class Critic:
         self._settings = settings
         self._clip = settings.critic.value_clip
         self._learning_rate = settings.critic.learning_rate
-        # Passes of the newest `train` that were made again.
-        self._overflows = 0
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
             self._model = load_trained(
@@ -77,34 +78,39 @@ class Critic:
         Raises UntrainableBatch for a loss or gradient that is not finite, before that mini-batch
         changes a weight.
         """
-        total = torch.zeros(len(Sum), dtype=torch.float64)
+        total = torch.zeros(len(ValueSum), dtype=torch.float64)
         norms = []
-        self._overflows = 0
+        overflows = 0
         parts = self._model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
         with self._ranks.in_force(), parts:
             for members in mini_batches:
                 sums = self._accumulate(sequences, members)
-                loss = float(sums[Sum.LOSS])
+                loss = float(sums[ValueSum.LOSS])
                 if not math.isfinite(loss):
                     raise UntrainableBatch(
                         f"the critic's loss is {loss}; its weights were not changed"
                     )
-                again = functools.partial(self._accumulate_again, sequences, members)
+
+                def again(members: Sequence[int] = members) -> None:
+                    nonlocal overflows
+                    overflows += 1
+                    self._accumulate(sequences, members)
+
                 norms.append(self._model.optimizer_step(self._learning_rate, again))
                 total += sums
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.
             self._model.gather_parameters()
-        tokens = max(1.0, float(total[Sum.TOKENS]))
+        tokens = max(1.0, float(total[ValueSum.TOKENS]))
         found = {
-            "value_loss": float(total[Sum.LOSS]) / tokens,
-            "value_clip_fraction": float(total[Sum.CLIPPED]) / tokens,
-            "value_mean": float(total[Sum.VALUE]) / tokens,
+            "value_loss": float(total[ValueSum.LOSS]) / tokens,
+            "value_clip_fraction": float(total[ValueSum.CLIPPED]) / tokens,
+            "value_mean": float(total[ValueSum.VALUE]) / tokens,
             "critic_grad_norm": sum(norms) / len(norms),
             "explained_variance": _explained(sequences),
         }
         if self._model.scaler is not None:
-            found["critic_gradient_overflows"] = float(self._overflows)
+            found["critic_gradient_overflows"] = float(overflows)
         return found
 
     def _forward(self, share: Sequence[MicroBatch]) -> list[Tensor]:
@@ -117,14 +123,8 @@ class Critic:
         with torch.no_grad():
             return run_schedule(self._model, share, finish, forward_only=True)
 
-    def _accumulate_again(
-        self, sequences: Sequence[TrainingSequence], members: Sequence[int]
-    ) -> None:
-        self._overflows += 1
-        self._accumulate(sequences, members)
-
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
-        """Accumulates one mini-batch's gradients; returns its sums over all ranks, by `Sum`."""
+        """Accumulates one mini-batch's gradients; returns the `ValueSum`s of all ranks."""
 
         def finish(
             place: int, micro_batch: MicroBatch, output: Tensor
@@ -137,7 +137,7 @@ class Critic:
         )
         self._model.zero_grad()
         found = run_schedule(self._model, share, finish, forward_only=False)
-        sums = torch.zeros(len(Sum), dtype=torch.float64)
+        sums = torch.zeros(len(ValueSum), dtype=torch.float64)
         if self._ranks.counts:
             sums += sum(part.cpu() for part in found)
         return self._ranks.sum(sums)
@@ -148,9 +148,9 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
 
     A value farther than `clip` from its old value counts with the larger of two errors: its own and
     that of the value at the bound. So leaving the bound gains nothing. `clip` 0 means no bound. The
-    sums are detached, float64, indexed by `Sum`; CLIPPED counts tokens whose error at the bound was
-    larger. Source: PPO's reference implementation, Huang et al., "The 37 implementation details of
-    PPO" (2022), 9.
+    sums are detached, float64, indexed by `ValueSum`; CLIPPED counts tokens whose error at the
+    bound was larger. Source: PPO's reference implementation, Huang et al., "The 37 implementation
+    details of PPO" (2022), 9.
     """
     mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
     assert old is not None
@@ -162,12 +162,12 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
     losses = torch.where(mask, 0.5 * torch.maximum(errors, bounded), 0.0)
     with torch.no_grad():
         columns = {
-            Sum.LOSS: losses,
-            Sum.TOKENS: mask,
-            Sum.CLIPPED: (bounded > errors) & mask,
-            Sum.VALUE: torch.where(mask, values, 0.0),
+            ValueSum.LOSS: losses,
+            ValueSum.TOKENS: mask,
+            ValueSum.CLIPPED: (bounded > errors) & mask,
+            ValueSum.VALUE: torch.where(mask, values, 0.0),
         }
-        sums = torch.stack([columns[name].sum(dtype=torch.float64) for name in Sum])
+        sums = torch.stack([columns[name].sum(dtype=torch.float64) for name in ValueSum])
     return losses.sum(), sums
 
 
@@ -193,7 +193,51 @@ def _explained(sequences: Sequence[TrainingSequence]) -> float:
     return explained_variance(np.concatenate(values), np.concatenate(returns))
 
 
+class ValueHead(torch.nn.Module):
+    """A linear layer to one number, the same on all ranks of a stage; float32 inside.
+
+    Megatron calls it as an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
+    With sequence parallelism a rank has a part of the tokens: it computes their values, and values
+    are gathered instead of states. Gradients are then summed over the tensor parallel ranks.
+    """
+
+    def __init__(self, config: Megatron, *, seed: int, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        scale = INITIAL_SCALE / math.sqrt(config.hidden_size)
+        start = torch.randn(1, config.hidden_size, generator=generator) * scale
+        self.weight = torch.nn.Parameter(start.to(device, config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, device=device, dtype=config.params_dtype))
+        self._is_split = config.sequence_parallel
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        """Returns the values, and None for a bias that Megatron would add later."""
+        values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
+        if self._is_split:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # Every rank computes the same loss from the gathered values: its own part of the
+            # gradient is complete.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
 def _with_value_heads(chunks: list[Megatron], *, seed: int) -> list[Megatron]:
+    """Gives Megatron GPT models with loaded weights a value head; call it on every stage."""
     for chunk in chunks:
-        give_value_head(chunk, seed=seed)
+        if chunk.pre_process:
+            # With tied embeddings the projection was a second copy: without it no gradients of a
+            # copy are added.
+            chunk.embedding.word_embeddings.weight.shared_embedding = False
+        chunk.share_embeddings_and_output_weights = False
+        if chunk.post_process:
+            device = next(chunk.decoder.parameters()).device
+            chunk.output_layer = ValueHead(chunk.config, seed=seed, device=device)
     return chunks

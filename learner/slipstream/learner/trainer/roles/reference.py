@@ -1,9 +1,13 @@
-"""The reference model: its log-probabilities, in its own layout, without gradients."""
+"""The reference model: its log-probabilities, in its own layout, without gradients.
+
+It is a model of its own, or the policy without its adapters, which takes no memory.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -46,16 +50,17 @@ class Reference:
         """Takes the policy's present weights; the two layouts may differ.
 
         Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
-        of
-        them have arrived, so that no rank ever holds the whole model. Each tensor travels to every
-        rank once.
+        of them have arrived, so that no rank ever holds the whole model. Each tensor travels to
+        every rank once.
         """
         with self._model.memory.resident(Part.PARAMETERS):
             self._refresh(policy)
 
     def _refresh(self, policy: Policy) -> None:
         with self._ranks.in_force():
-            tasks = _conversions(self._model, policy)
+            # The tasks have the names of the policy's files; the model's own folder may differ.
+            found = policy.bridge.get_conversion_tasks(self._model.chunks)
+        tasks = [task for task in found if task is not None and task.megatron_module is not None]
         waiting: dict[str, Tensor] = {}
         # One tensor may hold the matrices of all experts, each of which is a parameter.
         needed_by: dict[str, dict[str, Megatron]] = {}
@@ -108,15 +113,6 @@ def reference_logprobs(
     ]
 
 
-def _conversions(model: ParallelModel, policy: Policy) -> list[Megatron]:
-    """Returns Bridge's conversion task for each parameter of `model` on this rank.
-
-    The tasks have the names of the policy's files; those of the model's own folder may be others.
-    """
-    tasks = policy.bridge.get_conversion_tasks(model.chunks)
-    return [task for task in tasks if task is not None and task.megatron_module is not None]
-
-
 def _convert(bridge: Megatron, task: Megatron, tensors: dict[str, Tensor]) -> None:
     """Converts and copies one parameter, the way Bridge loads a folder."""
     found = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
@@ -128,3 +124,48 @@ def _convert(bridge: Megatron, task: Megatron, tensors: dict[str, Tensor]) -> No
 def _sources(task: Megatron) -> Sequence[str]:
     names = task.mapping.hf_param
     return [names] if isinstance(names, str) else list(names.values())
+
+
+class PolicyWithoutAdapters:
+    """The policy with its adapters switched off, in place of a `Reference`."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy, self._config = policy, config
+
+    @property
+    def model(self) -> ParallelModel:
+        """The policy."""
+        return self._policy
+
+    def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
+        """Returns the log-probabilities as `Reference.logprobs` does; collective."""
+        policy, sharing = self._policy, self._policy.sharing
+        noted = None if sharing is None else sharing.saved
+        with without_adapters(policy.chunks):
+            found = reference_logprobs(policy, batch, self._config)
+        if sharing is not None and noted is not None:
+            # What this pass shares belongs to no training step.
+            sharing.saved = noted
+        return found
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
+    """Gives forward passes in which every adapter of `chunks` is off."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from slipstream.learner.trainer.adapters.expert_adapters import adapters_of
+
+    adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
+    of_experts = [*adapters_of(list(chunks))]
+    assert adapted or of_experts, "the policy has no adapters to switch off"
+    for module in adapted:
+        module.disable_adapter_layers()
+    for adapter in of_experts:
+        adapter.is_enabled = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapter_layers()
+        for adapter in of_experts:
+            adapter.is_enabled = True

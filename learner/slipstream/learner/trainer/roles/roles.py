@@ -1,4 +1,4 @@
-"""The models beside the policy: their estimates for a batch, and their updates after its step."""
+"""The reference model and the critic: their estimates for a batch, and their updates after it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.roles.critic import Critic
-from slipstream.learner.trainer.roles.policy_without_adapters import PolicyWithoutAdapters
-from slipstream.learner.trainer.roles.reference import Reference
+from slipstream.learner.trainer.roles.reference import PolicyWithoutAdapters, Reference
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns the models beside the policy that change in training, for checkpoints."""
+        """Returns the other models that change in training, for checkpoints."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model

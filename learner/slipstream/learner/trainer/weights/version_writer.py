@@ -168,10 +168,15 @@ class VersionWriter:
         *,
         ranks: Ranks,
         client: ControllerClient,
+        whole_every: int = 20,
     ) -> None:
-        """Opens `weights.storage_url`; ConfigError when fsspec cannot."""
+        """Opens `weights.storage_url`; ConfigError when fsspec cannot.
+
+        One of `whole_every` versions is whole; those between are what changed.
+        """
         assert weights.storage_url is not None
         self._published, self._weights = published, weights
+        self._whole_every = whole_every
         self._ranks, self._client = ranks, client
         self._storage = Storage(weights.storage_url)
         self._thread: threading.Thread | None = None
@@ -244,7 +249,7 @@ class VersionWriter:
     def _is_whole(self) -> bool:
         """Whether rank 0 begins a new chain: by number, or when the old one is as long as that."""
         size = sum(_num_bytes(link) for link in self._chain[1:])
-        is_long = len(self._chain) >= self._weights.storage_whole_every
+        is_long = len(self._chain) >= self._whole_every
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])
 
     def _write(self, report: trainer_pb2.StoredReport, whole: bool, until: Until) -> None:

@@ -359,7 +359,7 @@ def open_stream(
 
     Collective. A stream `beside` another has the same senders and bucket size.
     """
-    dtype = config.weights.wire_dtype or config.model.dtype
+    dtype = config.model.dtype
     senders = () if beside is None else beside.senders
     with policy.memory.resident(Part.PARAMETERS):
         filling = open_filling(policy, dtype, kind, senders=senders)

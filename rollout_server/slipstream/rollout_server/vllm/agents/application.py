@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.settings.config import RolloutServerSection
-from slipstream.rollout_server.agents.limits import OpenCall
+from slipstream.rollout_server.agents.limits import ServedCall
 from slipstream.rollout_server.agents.replies import MESSAGES_PATH, RESPONSES_PATH
 from slipstream.rollout_server.engine_interface import (
     PartSize,
@@ -100,7 +100,7 @@ class RecordingClient:
         parts = recorder.sample(opened, most, options)
         return _outputs(parts, request_id, call.prompt)
 
-    def _part_size(self, opened: OpenCall) -> PartSize:
+    def _part_size(self, opened: ServedCall) -> PartSize:
         if not opened.has_tools:
             return "large"
         return "tokens" if self._tool_parser in ONE_TOKEN_PARSERS else "chunks"

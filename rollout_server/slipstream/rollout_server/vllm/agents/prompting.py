@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.core.models.vision.data_urls import data_of_url
 from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.agents.conversations import Found
-from slipstream.rollout_server.agents.limits import OpenCall
+from slipstream.rollout_server.agents.limits import ServedCall
 from slipstream.rollout_server.agents.messages import message_key
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
@@ -31,7 +31,7 @@ _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
 
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
-CURRENT: ContextVar[tuple[Recorder, OpenCall] | None] = ContextVar("agent_call", default=None)
+CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
 _REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
@@ -101,7 +101,7 @@ class PromptRenderer:
         return [messages], [tokens_input(prompt)]
 
     async def _prompt(
-        self, recorder: Recorder, opened: OpenCall, messages: list[Message], params: ChatParams
+        self, recorder: Recorder, opened: ServedCall, messages: list[Message], params: ChatParams
     ) -> list[int]:
         values = params.chat_template_kwargs
         settings = json.dumps(values, sort_keys=True, default=str)

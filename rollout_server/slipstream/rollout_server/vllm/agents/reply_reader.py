@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.registry import family_of
 from slipstream.core.settings.config import RolloutServerSection
-from slipstream.rollout_server.chat import ParsedReply, TemplateInputs, ToolCall
+from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.v1 import trajectory_pb2
@@ -90,7 +90,7 @@ class ReplyReader:
         return ParsedReply(
             content or "",
             reasoning or "",
-            tuple(ToolCall(_id(call.id), call.name, call.arguments) for call in calls or ()),
+            tuple(ParsedToolCall(_id(call.id), call.name, call.arguments) for call in calls or ()),
         )
 
     def _parser(self, request: ChatCompletionRequest, inputs: TemplateInputs) -> Parser:

@@ -1,7 +1,7 @@
 """The linear layers that vLLM quantises to FP8 when it loads them, and how it does so.
 
-vLLM keeps such a layer's matrix transposed in float8, with one scale for the matrix or for each of
-its rows. No checkpoint holds that form: a loader needs the matrix as it was before.
+vLLM keeps such a layer's matrix transposed in float8, with a scale for each of its rows. No
+checkpoint holds that form: a loader needs the matrix as it was before.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from typing import Any
 
 import torch
 from slipstream.rollout_server.weights.copy_plan import NotCopied
-from vllm import _custom_ops as ops
-from vllm.model_executor.layers.quantization.online.fp8 import (
-    Fp8PerTensorOnlineLinearMethod,
-    Fp8PtpcOnlineLinearMethod,
-)
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_fp8_min_max
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
-
-FP8_METHODS = (Fp8PerTensorOnlineLinearMethod, Fp8PtpcOnlineLinearMethod)
 
 # Elements that are divided at one time: their quotients take four bytes each.
 _CHUNK = 16 << 20
@@ -34,7 +28,7 @@ _SMALLEST = 512
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """Room for a quantised matrix [rows, columns] and its scales, one [1] or of rows [rows, 1]."""
+    """Room for a quantised matrix [rows, columns] and the scales of its rows [rows, 1]."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -52,11 +46,6 @@ class Fp8Linear:
         """Size of the matrix before quantising."""
         return self.weight.numel() * self.dtype.itemsize
 
-    @property
-    def has_row_scales(self) -> bool:
-        """Whether each row has a scale of its own."""
-        return self.scale.dim() == 2
-
     def like(self) -> Fp8Linear:
         """Returns other room of the same form."""
         weight = torch.empty(self.shape, dtype=self.weight.dtype, device=self.weight.device)
@@ -65,16 +54,12 @@ class Fp8Linear:
     def quantise(self, plain: torch.Tensor, largest: torch.Tensor) -> None:
         """Fills the room from `plain` as vLLM's loader does, bit for bit; waits for nothing.
 
-        `largest` [rows, 1] has the greatest absolute value of each row, or in each row that of a
-        tensor. Tensor parallel workers take them of whole rows and whole tensors.
+        `largest` [rows, 1] has the greatest absolute value of each row; tensor parallel workers
+        take them of whole rows.
         """
         low, high = get_fp8_min_max()
         # A tensor on the device: a number would be multiplied by its reciprocal.
         most = torch.full((), high, dtype=torch.float32, device=plain.device)
-        if not self.has_row_scales:
-            self.scale.copy_(largest.max().reshape(1).to(torch.float32) / most)
-            self.weight.copy_(ops.scaled_fp8_quant(plain, scale=self.scale)[0])
-            return
         scales = largest.to(torch.float32) / most
         self.scale.copy_(scales.clamp_min(1.0 / (most * _SMALLEST)))
         chunk = max(1, _CHUNK // plain.shape[1])
@@ -114,7 +99,7 @@ def loadable(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, layer in model.named_modules():
         # Wrappers for adapters have the method of their layer too, as a property.
-        if type(vars(layer).get("quant_method")) in FP8_METHODS:
+        if type(vars(layer).get("quant_method")) is Fp8PtpcOnlineLinearMethod:
             yield f"{name}.weight", layer
 
 
@@ -141,5 +126,4 @@ def _live(name: str, layer: Any) -> Fp8Linear:  # noqa: ANN401 - a layer of vLLM
     if weight.dtype != current_platform.fp8_dtype() or weight.stride(0) != 1:
         raise NotCopied(f"{name} is packed for {type(layer.quant_method.fp8_linear).__name__}")
     # vLLM pads both sides of a matrix to multiples of 16; the padding stays as it is.
-    own_scale = scale[:rows] if scale.dim() == 2 else scale
-    return Fp8Linear(weight.t()[:rows, :columns], own_scale, before.dtype)
+    return Fp8Linear(weight.t()[:rows, :columns], scale[:rows], before.dtype)

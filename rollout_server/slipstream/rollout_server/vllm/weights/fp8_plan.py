@@ -54,13 +54,12 @@ class Fp8Plan(CopyPlan):
 
 @dataclass(frozen=True)
 class _Part:
-    """One copy into a landing, and the part of its bucket whose greatest value sets the scale."""
+    """One copy into a landing, and the rows of its bucket whose greatest values set the scales."""
 
     copy: Copy
     rows: slice
-    # Whole rows where rows have scales, else the whole tensor: so all workers find the same.
+    # Whole rows, of which a worker may have only a part: so all workers find the same.
     measured: View
-    by_rows: bool
 
     @classmethod
     def of(cls, copy: Copy, plan: CopyPlan, linear: Fp8Linear) -> _Part:
@@ -79,11 +78,9 @@ class _Part:
             raise NotCopied(f"{copy.parameter} is not loaded row by row")
         begin, width = span.offset_bytes // size, matrix[1]
         start, count = target.offset // columns, target.shape[0]
-        measured = View(begin, (matrix[0], width), (width, 1))
-        if linear.has_row_scales:
-            row = (source.offset - begin) // width
-            measured = View(begin + row * width, (count, width), (width, 1))
-        return cls(copy, slice(start, start + count), measured, linear.has_row_scales)
+        row = (source.offset - begin) // width
+        measured = View(begin + row * width, (count, width), (width, 1))
+        return cls(copy, slice(start, start + count), measured)
 
     def measure(self, buffer: torch.Tensor, landing: _Landing) -> None:
         """Writes the greatest absolute values of this part, which has landed, to its rows."""
@@ -92,7 +89,7 @@ class _Part:
             # Other workers have the rest. The bucket may lie in main memory, slow to look through.
             typed = buffer.view(self.copy.dtype)
             found = self.measured.within(typed, int(typed.storage_offset())).to(found.device)
-        low, high = found.aminmax(dim=1 if self.by_rows else None, keepdim=self.by_rows)
+        low, high = found.aminmax(dim=1, keepdim=True)
         landing.largest[self.rows].copy_(torch.maximum(low.abs(), high.abs()))
 
 

@@ -15,7 +15,7 @@ from slipstream.protocol.weights.cuda_digests import CudaDigests, load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, NoDigests, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership, NoDigests
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
@@ -27,7 +27,7 @@ class NcclReceiver:
 
     enqueues = True
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins the communicator; WeightSyncError when a member misses the deadline."""
         # vLLM takes seconds to import, and code that only names the transports does not need it.
         from vllm.utils.nccl import unpinned_nccl_env

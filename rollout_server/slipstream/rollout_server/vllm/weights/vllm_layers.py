@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from slipstream.core.models.registry import FAMILIES
-from slipstream.rollout_server.vllm.weights.fp8_linears import FP8_METHODS
 from slipstream.rollout_server.weights.copy_plan import NotCopied
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
@@ -18,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.attention.backend import AttentionImplBase
 
@@ -40,7 +40,7 @@ def check_layers(model: torch.nn.Module) -> None:
     """Raises NotCopied when a layer keeps its weights in another form or derives others."""
     for name, module in model.named_modules():
         method = vars(module).get("quant_method")
-        if method is not None and type(method) not in (*PLAIN_METHODS, *FP8_METHODS):
+        if method is not None and type(method) not in (*PLAIN_METHODS, Fp8PtpcOnlineLinearMethod):
             raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
         if isinstance(module, MLAAttention):
             raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")

@@ -13,6 +13,7 @@ from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.v1 import fleet_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import Rig
+from support.rigs.waiting import until
 
 LIMIT_S = 5.0
 
@@ -68,9 +69,7 @@ async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     session = rig.serving("a", 0)
     disk.fails = True
     leasing = asyncio.create_task(rig.scheduler.lease_forever())
-    async with asyncio.timeout(LIMIT_S):
-        while not rig.journal.trouble():
-            await asyncio.sleep(0.01)
+    await until(rig.journal.trouble, LIMIT_S)
     # The journal's watcher ends the run; no lease was sent that the journal does not hold.
     assert session.outbox.pop() is None
     leasing.cancel()

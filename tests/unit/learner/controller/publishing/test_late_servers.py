@@ -22,6 +22,7 @@ from support.rigs.publishing_scene import (
     publishing,
     run_of,
 )
+from support.rigs.waiting import until
 
 
 def texts(scene: Scene) -> list[str]:
@@ -105,8 +106,7 @@ async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
             if number:
                 scene.joined("a")
             assert await scene.publisher.prepare() is None
-            while scene.fleet.sessions:
-                await asyncio.sleep(0)
+            await until(lambda: not scene.fleet.sessions)
     assert run.progress.state == status_pb2.RUN_STATE_FAILED
     assert "16 publishes in a row to a failed, the last one: it did not say" in run.progress.cause
 
@@ -153,8 +153,7 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
         # What it has loaded is proved as ever, and then it serves.
         say(scene, late, publish_id, LOADED)
         say(scene, late, publish_id, SERVING)
-        while not late.is_serving:
-            await asyncio.sleep(0)
+        await until(lambda: late.is_serving)
         assert late.version == PolicyVersion(0, 1)
         # The communicator is as good as before.
         scene.make_version(2)
@@ -197,8 +196,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
                 publish_id=publish_id, phase=LOADED, bucket_digests=digests
             )
             scene.publisher.report(late, report)
-        while late.state != fleet_pb2.SERVER_STATE_STALE:
-            await asyncio.sleep(0.01)
+        await until(lambda: late.state == fleet_pb2.SERVER_STATE_STALE)
         assert late.cause == (
             "the digests of the loaded buckets are not those that were sent"
             if digests
@@ -219,8 +217,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
         # There is no other server that could serve meanwhile.
         assert "still loads" not in " ".join(texts(scene))
         scene.say(order.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="torn")
-        while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.session.state == fleet_pb2.SERVER_STATE_STALE)
         scene.session.retry_publish_s = 0.0
         scene.sent()
         again: weights_pb2.PublishOrder = await scene.ordered()

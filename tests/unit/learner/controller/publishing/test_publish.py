@@ -25,6 +25,7 @@ from support.rigs.publishing_scene import (
     run_of,
     whole,
 )
+from support.rigs.waiting import until
 
 
 @pytest.fixture
@@ -344,8 +345,7 @@ async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_el
         scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
         await finishing
         scene.say(order.publish_id, SERVING, probe_logprobs=b"odd")
-        while scene.session.state != fleet_pb2.SERVER_STATE_STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.session.state == fleet_pb2.SERVER_STATE_STALE)
         assert "must be a multiple of 4 bytes, got 3" in scene.session.cause
 
 

@@ -27,6 +27,7 @@ from support.rigs.publishing_scene import (
     run_of,
     sent,
 )
+from support.rigs.waiting import until
 
 LOGPROBS = pack_logprobs(np.zeros(1, np.float32))
 FETCHED = fleet_pb2.PublishStages(fetched_bytes=10, fetch_s=2.0, fetched_links=1)
@@ -86,8 +87,7 @@ class Far:
         receive, commit = (await next_order(session)).receive, (await next_order(session)).commit
         assert (receive.order.publish_id, commit.publish_id) == (publish_id, publish_id)
         self.say(publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS)
-        while not session.is_serving:
-            await asyncio.sleep(0)
+        await until(lambda: session.is_serving)
         return [receive, commit]
 
     async def serve(self) -> None:
@@ -174,8 +174,7 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
         scene.write()
         question = await scene.asked(scene.far)
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
-        while not scene.far.failed_publishes:
-            await asyncio.sleep(0)
+        await until(lambda: scene.far.failed_publishes)
         assert scene.far.is_serving
         assert events(run)[-1] == (
             "rollout server far keeps version 0: version 1 from storage: the link is down"
@@ -190,8 +189,7 @@ async def test_a_fetch_that_fails_makes_a_server_that_serves_nothing_stale(run: 
         scene.write()
         question = await scene.asked(scene.far)
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
-        while scene.far.state != STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.far.state == STALE)
 
 
 async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -> None:
@@ -203,8 +201,7 @@ async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -
         scene.say(publish_id, READY, scene.far)
         assert (await next_order(scene.far)).HasField("receive")
         scene.say(publish_id, FAILED, scene.far, message="the digests differ")
-        while scene.far.state != STALE:
-            await asyncio.sleep(0)
+        await until(lambda: scene.far.state == STALE)
 
 
 async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> None:
@@ -221,8 +218,7 @@ async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> 
         scene.write()
         await scene.asked(scene.far)
         await scene.loads(other, (await scene.asked(other)).publish_id)
-        while scene.far.state != STALE:
-            await asyncio.sleep(0.01)
+        await until(lambda: scene.far.state == STALE)
         assert "no answer within 0.4 s" in scene.far.cause
 
 
@@ -287,8 +283,7 @@ async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(run: 
             f"rollout server far gets no groups: its version 0 is too old for step {bound + 2} "
             f"(algorithm.max_staleness = {bound}); it has not fetched a newer one from storage yet"
         )
-        while said not in events(run):
-            await asyncio.sleep(0.01)
+        await until(lambda: said in events(run))
         run.signal.notify()
         await asyncio.sleep(0.3)
         assert events(run).count(said) == 1

@@ -200,20 +200,6 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
     ]
 
 
-@pytest.mark.parametrize(("host", "tells"), [("", True), ("elsewhere", False)])
-async def test_auto_tells_its_choice_only_where_a_device_is_shared(host: str, tells: bool) -> None:
-    scene = Scene("auto")
-    if host:
-        scene.run.progress.trainer_registered((Place(host),))
-    for _ in range(20):
-        scene.turns.stepped(100.0)
-    texts = [event.text for event in scene.run.events.kept()]
-    chosen = [text for text in texts if "learner and engines compute " in text]
-    assert bool(chosen) is tells
-    # All these places are CPUs.
-    assert not [text for text in texts if "GPU" in text]
-
-
 @pytest.mark.parametrize(
     ("server", "rank", "shared"),
     [

@@ -11,6 +11,7 @@ import pytest
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.watch import CheckpointWatch
 from support.fakes.small_checkpoints import save_checkpoint
+from support.rigs.waiting import until
 
 
 def texts(events: EventLog) -> list[str]:
@@ -39,8 +40,7 @@ async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(
         watching = asyncio.ensure_future(watch.watch_forever())
         await asyncio.sleep(0)
         remove(path)
-        while not texts(events):
-            await asyncio.sleep(0.01)
+        await until(lambda: texts(events))
         watching.cancel()
     (told,) = texts(events)
     assert told.startswith(f"{path} was removed or damaged under the live run (")
@@ -59,8 +59,7 @@ async def test_the_last_checkpoint_that_goes_is_told_as_well(tmp_path: Path) -> 
         watching = asyncio.ensure_future(watch.watch_forever())
         for number, step in enumerate((40, 30), start=1):
             shutil.rmtree(tmp_path / f"step-{step:06d}")
-            while len(texts(events)) < number:
-                await asyncio.sleep(0.01)
+            await until(lambda number=number: len(texts(events)) >= number)
         watching.cancel()
     assert [text.rpartition(": ")[2] for text in texts(events)] == [
         "a resume begins from version 30",

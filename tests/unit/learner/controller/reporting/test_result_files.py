@@ -18,7 +18,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
 from slipstream.learner.controller.reporting.trackers.opening import RunIds
-from slipstream.learner.controller.reporting.trackers.tensorboard import EventFile
+from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.controller.reporting.trackers.tracker import Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
@@ -79,11 +79,14 @@ def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     path = run / "metrics.jsonl"
-    file, events = ResultFile(path, told.append), EventFile(run / "tensorboard", told.append)
+    file, events = (
+        ResultFile(path, told.append),
+        TensorBoardTracker(run / "tensorboard", told.append),
+    )
     shutil.rmtree(run)
     for number in range(3):
         file.append(b"1\n")
-        events.scalars(number, {"loss": 1.0})
+        events.log(number, {"loss": 1.0})
     assert not run.exists()
     assert len([line for line in told if "cannot be written" in line]) == len(told) == 2
     run.mkdir()
@@ -106,11 +109,11 @@ def steps_of(path: Path) -> list[int]:
 
 def test_an_event_file_without_room_holds_whole_records_only(tmp_path, full):
     told: list[str] = []
-    file = EventFile(tmp_path / "tensorboard", told.append)
+    file = TensorBoardTracker(tmp_path / "tensorboard", told.append)
     (path,) = (tmp_path / "tensorboard").iterdir()
     with full(path.stat().st_size + 20):
-        file.scalars(1, {"loss": 1.0})
-    file.scalars(2, {"loss": 1.0})
+        file.log(1, {"loss": 1.0})
+    file.log(2, {"loss": 1.0})
     assert len(steps_of(path)) == 1
     assert told[1:] == [f"{path} is written again; 1 records were lost"]
     file.close()
@@ -119,9 +122,9 @@ def test_an_event_file_without_room_holds_whole_records_only(tmp_path, full):
 def test_an_event_file_that_begins_without_room_begins_later(tmp_path, full):
     told: list[str] = []
     with full(5):
-        file = EventFile(tmp_path / "tensorboard", told.append)
-        file.scalars(1, {"loss": 1.0})
-    file.scalars(2, {"loss": 1.0})
+        file = TensorBoardTracker(tmp_path / "tensorboard", told.append)
+        file.log(1, {"loss": 1.0})
+    file.log(2, {"loss": 1.0})
     whole = [path for path in (tmp_path / "tensorboard").iterdir() if path.stat().st_size]
     assert [len(steps_of(path)) for path in whole] == [1]
     assert told[-1] == f"{whole[0]} is written again; 1 records were lost"

@@ -15,10 +15,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.measurement_sections import TrackingSection
 from slipstream.core.settings.tracking import check_trackers
 from slipstream.learner.controller.reporting.trackers import tracker
-from slipstream.learner.controller.reporting.trackers.opening import RunIds, _ways_to_open
+from slipstream.learner.controller.reporting.trackers.opening import RunIds, ways_to_open
 from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker, crc32c
 from slipstream.learner.controller.reporting.trackers.tracker import (
-    TrackedRun,
     Trackers,
     told_settings,
 )
@@ -165,7 +164,7 @@ def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
     folder.mkdir(parents=True)
     complaints: list[str] = []
     for start in range(2):
-        trackers = Trackers(_ways_to_open(config, folder, complaints.append), complaints.append)
+        trackers = Trackers(ways_to_open(config, folder, complaints.append), complaints.append)
         trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
         trackers.close()
     assert complaints == []
@@ -204,7 +203,7 @@ def test_the_checksum_is_that_of_the_standard():
 
 
 def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path: Path):
-    tracker = TensorBoardTracker(TrackedRun(tmp_path, "p", "r", "", {}), print)
+    tracker = TensorBoardTracker(tmp_path / "tensorboard", print)
     tracker.log(300, {"loss": -0.5, "held/pass_at_1": 0.25})
     (file,) = (tmp_path / "tensorboard").iterdir()
     first, second = records(file)
@@ -257,18 +256,16 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
         tmp_path,
         tracking__trackers=["wandb"],
         tracking__project="sums",
-        tracking__name="first try",
-        tracking__wandb_mode="offline",
     )
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
-    tracker = _ways_to_open(config, config.run_dir, print)["wandb"]()
+    tracker = ways_to_open(config, config.run_dir, print)["wandb"]()
     tracker.log(7, {"loss": 0.5})
     tracker.close()
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.
     del sys.modules["slipstream.learner.controller.reporting.trackers.wandb"]
     told = next(kwargs for name, _, kwargs in service.calls if name == "init")
-    assert (told["project"], told["name"], told["mode"]) == ("sums", "first try", "offline")
+    assert (told["project"], told["name"]) == ("sums", config.run.name)
     assert (told["id"], told["resume"], told["dir"]) == ("kept", "allow", str(config.run_dir))
     assert told["config"]["algorithm.max_staleness"] == 2
     names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
@@ -319,7 +316,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
     config.run_dir.mkdir()
     for start in range(2):
-        tracker = _ways_to_open(config, config.run_dir, print)["mlflow"]()
+        tracker = ways_to_open(config, config.run_dir, print)["mlflow"]()
         tracker.log(start, {"held/pass@1": 0.5 + start})
         tracker.close()
     # Not by `monkeypatch`, which would put back what is bound to the stand-in.
@@ -346,8 +343,11 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
 
 
 @needs("wandb")
-def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(tmp_path: Path):
-    run_id = log_twice(tmp_path, "wandb", tracking__wandb_mode="offline")
+def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_id = log_twice(tmp_path, "wandb")
     files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
     content = b"".join(file.read_bytes() for file in files)
     assert b"reward_mean" in content

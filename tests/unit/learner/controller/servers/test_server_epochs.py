@@ -68,7 +68,7 @@ def test_what_a_server_that_left_in_order_has_sent_is_queued_until_it_is_long_go
 def test_only_connected_servers_are_journaled_at_a_step():
     epochs = departed(10, drained=True)
     epochs.join(key_of(11)).reported = 5
-    assert TokenLedger(epochs).generated_by_server() == [("a", 11, 5)]
+    assert TokenLedger(epochs).counted() == [(ServerKey(ServerId("a"), 11), 5, 0)]
 
 
 class ListJournal:

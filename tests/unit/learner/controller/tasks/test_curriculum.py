@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from pydantic import JsonValue
-from slipstream.core.settings.curriculum_section import MAX_WINDOW, CurriculumSection
+from slipstream.core.settings.sections import MAX_WINDOW, CurriculumSection
 from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.records.history import RunHistory, TaskResults, read_history
 from slipstream.learner.controller.servers.server_states import ServerKey

@@ -9,6 +9,7 @@ from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2
+from support.rigs.waiting import until
 
 LIMIT_S = 10.0
 
@@ -47,8 +48,7 @@ class Clients:
         said.say(pb.WorkerMessage(hello=pb.WorkerHello(spec=spec, num_tasks=1, max_episodes=4)))
         commands = self.relay.serve_episodes(aiter(said), None)  # type: ignore[arg-type]
         first = asyncio.ensure_future(anext(commands))
-        while name not in self.relay._clients:
-            await asyncio.sleep(0)
+        await until(lambda: name in self.relay._clients)
         self.first = first
         return commands
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.trainer.algorithms.advantages import (
-    Episode,
+    ScoredEpisode,
     episode_scores,
     gae,
     group_advantages,
@@ -20,7 +20,7 @@ from support.fakes.packed import algorithm
 
 def episode(group: str, reward: float, costs: list[float], values: list[float] | None = None):
     known = None if values is None else np.array(values)
-    return Episode(group, reward, np.array(costs, dtype=np.float64), known)
+    return ScoredEpisode(group, reward, np.array(costs, dtype=np.float64), known)
 
 
 def test_advantage_is_the_reward_less_its_groups_mean() -> None:
@@ -212,7 +212,7 @@ def test_shuffled_rewards_are_the_same_ones_in_an_order_that_seed_and_step_decid
 
 def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
     costs = np.array([0.5, 0.25, 1.0, 0.5])
-    tree = Episode("a", 2.0, costs, branches=(slice(0, 2), slice(2, 2), slice(2, 4)))
+    tree = ScoredEpisode("a", 2.0, costs, branches=(slice(0, 2), slice(2, 2), slice(2, 4)))
     assert tree.token_rewards().tolist() == [-0.5, 1.75, -1.0, 1.5]
     # The episode is judged as a whole.
     assert episode_scores([tree]).tolist() == [-0.25]
@@ -225,7 +225,7 @@ def test_gae_begins_again_in_each_branch() -> None:
     gae_settings = {"gamma": 0.5, "lam": 0.5, "normalize": False}
     settings_of_gae = algorithm(advantage="gae", gae=gae_settings)
     values = np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
-    tree = Episode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
+    tree = ScoredEpisode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
     (found,) = token_advantages([tree], settings_of_gae)
     # Each branch has the values and rewards of the example above.
     assert found.advantages.tolist() == [-0.0625, -0.25, -1.0] * 2

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.algorithms.aggregation import loss_weights
+from slipstream.learner.trainer.algorithms.sequences import loss_weights
 
 LOSSES = [[1.0, 2.0, 6.0], [10.0], []]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from slipstream.core.settings.algorithm_section import CorrectionSection
 from slipstream.learner.trainer.algorithms.correction import Correction, correct
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums
 from support.fakes.packed import micro_batch
 
 # Two sequences: ratios 1.5 and 4, and 0.5 and 0.25.

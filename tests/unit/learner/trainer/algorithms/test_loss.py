@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, Max, Sum
+from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, LossSum, Max
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
@@ -51,8 +51,8 @@ def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: st
     batch = micro_batch([math.nan, math.nan], [1.0, 0.5], lags=[0, 2])
     found = loss_of(policy, batch, algorithm(loss=loss, correction={"weight": weight}))
     assert gradient(found, policy) == pytest.approx([-1.0, -0.5])
-    assert found.statistics.sums[Sum.TOKENS] == 2
-    assert not found.statistics.sums[Sum.SAMPLED :].any()
+    assert found.statistics.sums[LossSum.TOKENS] == 2
+    assert not found.statistics.sums[LossSum.SAMPLED :].any()
     assert not found.statistics.gaps.any()
 
 
@@ -63,23 +63,23 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
         behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 9, 0], reference=[-2.0, -1.0, 3.0]
     )
     found = loss_of(policy, batch).statistics
-    sums = dict(zip(Sum, found.sums.tolist(), strict=True))
+    sums = dict(zip(LossSum, found.sums.tolist(), strict=True))
     assert sums == pytest.approx(
         {
-            Sum.LOSS: -1.0,
-            Sum.TOKENS: 2,
-            Sum.ENTROPY: 2,
-            Sum.CLIPPED_LOW: 0,
-            Sum.CLIPPED_HIGH: 0,
-            Sum.DUAL_CLIPPED: 0,
-            Sum.SAMPLED: 2,
-            Sum.WEIGHT: 3.5,
-            Sum.WEIGHT_SQUARED: 2.25 + 4,
-            Sum.CAPPED: 1,
-            Sum.TOKEN_MASKED: 0,
-            Sum.SEQUENCE_MASKED: 0,
-            Sum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
-            Sum.REFERENCE_KL: math.exp(-1) - 1 + 1,
+            LossSum.LOSS: -1.0,
+            LossSum.TOKENS: 2,
+            LossSum.ENTROPY: 2,
+            LossSum.CLIPPED_LOW: 0,
+            LossSum.CLIPPED_HIGH: 0,
+            LossSum.DUAL_CLIPPED: 0,
+            LossSum.SAMPLED: 2,
+            LossSum.WEIGHT: 3.5,
+            LossSum.WEIGHT_SQUARED: 2.25 + 4,
+            LossSum.CAPPED: 1,
+            LossSum.TOKEN_MASKED: 0,
+            LossSum.SEQUENCE_MASKED: 0,
+            LossSum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
+            LossSum.REFERENCE_KL: math.exp(-1) - 1 + 1,
         },
         rel=1e-5,
     )
@@ -98,12 +98,12 @@ def test_masks_and_clips_are_counted() -> None:
         dual_clip=3.0, correction={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]}
     )
     sums = loss_of(policy, batch, settings, old=torch.zeros(3)).statistics.sums
-    assert sums[Sum.CLIPPED_HIGH] == 1
-    assert sums[Sum.CLIPPED_LOW] == 1
-    assert sums[Sum.DUAL_CLIPPED] == 1
-    assert sums[Sum.TOKEN_MASKED] == 1
-    assert sums[Sum.SEQUENCE_MASKED] == 1
-    assert sums[Sum.WEIGHT] == 2
+    assert sums[LossSum.CLIPPED_HIGH] == 1
+    assert sums[LossSum.CLIPPED_LOW] == 1
+    assert sums[LossSum.DUAL_CLIPPED] == 1
+    assert sums[LossSum.TOKEN_MASKED] == 1
+    assert sums[LossSum.SEQUENCE_MASKED] == 1
+    assert sums[LossSum.WEIGHT] == 2
 
 
 def test_later_mini_batch_takes_the_ratio_to_the_policy_before_the_step() -> None:
@@ -129,8 +129,8 @@ def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> Non
     found = loss_of(policy, batch, algorithm(**BEHAVIOR))
     assert found.loss.item() == pytest.approx(-1.2 - 1.0)
     assert gradient(found, policy) == pytest.approx([0.0, -1.0])
-    assert found.statistics.sums[Sum.WEIGHT] == 2
-    assert found.statistics.sums[Sum.CAPPED] == 0
+    assert found.statistics.sums[LossSum.WEIGHT] == 2
+    assert found.statistics.sums[LossSum.CAPPED] == 0
     proximal = loss_of(policy, batch, algorithm(correction={"weight": "none"}))
     assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
 
@@ -223,7 +223,7 @@ def test_micro_batch_without_trained_tokens_has_no_loss_and_no_gradient() -> Non
     batch = micro_batch([0.0, 0.0], [1.0, 1.0], [False, False])
     found = loss_of(policy, batch)
     assert gradient(found, policy) == [0.0, 0.0]
-    assert found.statistics.sums.tolist() == [0.0] * len(Sum)
+    assert found.statistics.sums.tolist() == [0.0] * len(LossSum)
     assert found.statistics.gaps.sum() == 0
     assert found.statistics.maxima.tolist() == [0.0, 0.0]
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from slipstream.learner.trainer.algorithms.objectives import (
+    SequenceSums,
     cispo_losses,
     clipped_losses,
     reinforce_losses,
@@ -12,7 +13,6 @@ from slipstream.learner.trainer.algorithms.objectives import (
     sequence_ratio,
     token_losses,
 )
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 

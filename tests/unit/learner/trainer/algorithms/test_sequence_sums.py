@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums
 from support.fakes.packed import micro_batch
 
 

@@ -27,12 +27,17 @@ def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
 
 
-def config(own: dict[str, JsonValue] | None = None, **algorithm: JsonValue) -> Config:
+def config(
+    own: dict[str, JsonValue] | None = None,
+    debug: dict[str, JsonValue] | None = None,
+    **algorithm: JsonValue,
+) -> Config:
     table: dict[str, JsonValue] = {
         "run": {"name": "test", "steps": 10},
         "model": {"path": "models/tiny"},
         "algorithm": {"group_size": 3, "groups_per_step": 2, "learning_rate": 1e-3} | algorithm,
         "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
+        "debug": debug or {},
     }
     if own is not None:
         table["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
@@ -191,7 +196,7 @@ def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_refer
 
 def test_shuffled_rewards_teach_something_else() -> None:
     plain = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
-    control = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(shuffle_rewards=True))
+    control = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(debug={"shuffle_rewards": True}))
     assert advantages(plain) != advantages(control)
 
 

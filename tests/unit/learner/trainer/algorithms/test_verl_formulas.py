@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from slipstream.core.settings.algorithm_section import CorrectionSection
-from slipstream.learner.trainer.algorithms.advantages import Episode, token_advantages
-from slipstream.learner.trainer.algorithms.aggregation import loss_weights
+from slipstream.learner.trainer.algorithms.advantages import ScoredEpisode, token_advantages
 from slipstream.learner.trainer.algorithms.correction import correct
 from slipstream.learner.trainer.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.algorithms.objectives import token_losses
-from slipstream.learner.trainer.algorithms.sequence_sums import SequenceSums
+from slipstream.learner.trainer.algorithms.objectives import SequenceSums, token_losses
+from slipstream.learner.trainer.algorithms.sequences import loss_weights
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm
 from support.references.verl_formulas import ActorConfig, core_algos, rollout_correction
@@ -72,7 +71,7 @@ def verl_rewards() -> Tensor:
 def ours(kind: str, values: list[np.ndarray] | None = None, **settings) -> np.ndarray:
     outcome, costs = rewards()
     known = values if values is not None else [None] * 6
-    episodes = [Episode(*parts) for parts in zip(GROUPS, outcome, costs, known, strict=True)]
+    episodes = [ScoredEpisode(*parts) for parts in zip(GROUPS, outcome, costs, known, strict=True)]
     found = token_advantages(episodes, algorithm(advantage=kind, **settings))
     return np.concatenate([one.advantages for one in found])
 
@@ -150,7 +149,7 @@ AGGREGATIONS = {
             "cispo",
             {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
         ),
-        ("sapo", {"sapo_tau_negative": 2.0}, "sapo", {"tau_neg": 2.0}),
+        ("sapo", {"sapo_tau": [1.0, 2.0]}, "sapo", {"tau_neg": 2.0}),
     ],
 )
 def test_losses_and_gradients_are_verls(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.batches.context_parallel import (
+from slipstream.learner.trainer.batches.micro_batch import (
     gathered_places,
     share_of_rank,
     zigzag,

@@ -7,9 +7,9 @@ import pytest
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.types import Status
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.data_checks import (
-    check_advantages,
+from slipstream.learner.trainer.algorithms.sequences import check_advantages
+from slipstream.learner.trainer.batches.batch import (
+    Batch,
     check_data,
     check_references,
     untrainable,

@@ -18,6 +18,7 @@ def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> Tra
     mask = np.array([*trained[1:], False])
     return TrainingSequence(
         token_ids=np.array(token_ids),
+        targets=np.array([*token_ids[1:], 0]),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
         lags=mask.astype(np.int32),

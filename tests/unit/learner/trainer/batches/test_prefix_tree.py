@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.learner.trainer.batches.prefix_tree import (
-    Families,
+    PrefixTree,
     Segment,
     num_squares,
     num_tokens,
@@ -21,6 +21,7 @@ def sequence(tokens, trained):
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return TrainingSequence(
         token_ids=np.asarray(tokens, dtype=np.int64),
+        targets=np.array([*tokens[1:], 0]),
         loss_mask=mask,
         behavior_logprobs=zeros,
         lags=zeros.astype(np.int32),
@@ -38,7 +39,7 @@ def group(prompt, replies):
 
 def test_the_prompt_of_a_group_is_one_segment():
     sequences = group(range(10), [[50, 51], [60], [70, 71, 72]])
-    (bundle,) = Families(sequences, [0, 1, 2], min_shared=4).bundles(100)
+    (bundle,) = PrefixTree(sequences, [0, 1, 2], min_shared=4).bundles(100)
     # The prompt's last token predicts another token in each member, so each has it.
     assert bundle == [
         Segment(0, 0, 9),
@@ -51,14 +52,14 @@ def test_the_prompt_of_a_group_is_one_segment():
 
 def test_equal_replies_are_trained_once_each():
     sequences = group(range(10), [[50, 51], [50, 51]])
-    (bundle,) = Families(sequences, [0, 1], min_shared=4).bundles(100)
+    (bundle,) = PrefixTree(sequences, [0, 1], min_shared=4).bundles(100)
     assert bundle == [Segment(0, 0, 9), Segment(0, 9, 12, 0), Segment(1, 9, 12, 0)]
 
 
 def test_a_branch_shares_the_reply_that_another_branch_trains():
     first = sequence([*range(20), 50, 51], [*range(4, 10), 19, 20])
     second = sequence([*range(20), 60, 61], [19, 20])
-    (bundle,) = Families([first, second], [0, 1], min_shared=4).bundles(100)
+    (bundle,) = PrefixTree([first, second], [0, 1], min_shared=4).bundles(100)
     assert bundle == [Segment(0, 0, 19), Segment(0, 19, 22, 0), Segment(1, 19, 22, 0)]
 
 
@@ -69,7 +70,7 @@ def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
         whole = [*prompt, *reply]
         sequences.append(sequence([*whole, 1, 2], range(9, 14)))
         sequences.append(sequence([*whole, 3, 4], [15]))
-    (bundle,) = Families(sequences, range(4), min_shared=4).bundles(100)
+    (bundle,) = PrefixTree(sequences, range(4), min_shared=4).bundles(100)
     assert bundle[0] == Segment(0, 0, 9)
     assert bundle[1:4] == [Segment(0, 9, 14, 0), Segment(0, 14, 17, 1), Segment(1, 14, 17, 1)]
     assert num_tokens(bundle) == 9 + 2 * (5 + 3 + 3)
@@ -77,7 +78,7 @@ def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
 
 def test_short_beginnings_are_not_shared():
     sequences = group(range(5), [[50, 51], [60]])
-    assert Families(sequences, [0, 1], min_shared=5).bundles(100) == [
+    assert PrefixTree(sequences, [0, 1], min_shared=5).bundles(100) == [
         [Segment(0, 0, 7)],
         [Segment(1, 0, 6)],
     ]
@@ -85,14 +86,14 @@ def test_short_beginnings_are_not_shared():
 
 def test_a_long_group_is_cut_into_bundles_that_fit():
     sequences = group(range(10), [[50 + n] * 8 for n in range(6)])
-    found = Families(sequences, range(6), min_shared=4).bundles(40)
+    found = PrefixTree(sequences, range(6), min_shared=4).bundles(40)
     assert len(found) == 2 and all(num_tokens(bundle) <= 40 for bundle in found)
 
 
 @pytest.mark.parametrize("members", [[], [2], [2, 0]])
 def test_only_members_are_bundled(members):
     sequences = group(range(10), [[50], [60], [70]])
-    found = Families(sequences, members, min_shared=4).bundles(100)
+    found = PrefixTree(sequences, members, min_shared=4).bundles(100)
     assert {segment.index for bundle in found for segment in bundle} == set(members)
 
 
@@ -110,7 +111,7 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
         sequence(ids, [place for place in range(len(ids) - 1) if bits >> place & 1])
         for ids, bits in drawn
     ]
-    found = Families(sequences, range(len(sequences)), min_shared=min_shared).bundles(limit)
+    found = PrefixTree(sequences, range(len(sequences)), min_shared=min_shared).bundles(limit)
     trained = []
     for bundle in found:
         leaves = set()

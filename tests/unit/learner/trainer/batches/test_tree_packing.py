@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from slipstream.learner.trainer.batches.prefix_tree import Families
+from slipstream.learner.trainer.batches.packing import build_tree_micro_batch
+from slipstream.learner.trainer.batches.prefix_tree import PrefixTree
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.batches.tree_packing import build_tree_micro_batch
 
 
 def sequence(tokens: list[int], trained: range, weight: float) -> TrainingSequence:
@@ -13,6 +13,7 @@ def sequence(tokens: list[int], trained: range, weight: float) -> TrainingSequen
     values = np.arange(len(tokens), dtype=np.float32) + 100 * weight
     return TrainingSequence(
         token_ids=np.array(tokens),
+        targets=np.array([*tokens[1:], 0]),
         loss_mask=mask,
         behavior_logprobs=-values,
         lags=np.zeros(len(tokens), dtype=np.int32),
@@ -33,7 +34,7 @@ SEQUENCES = [
 
 
 def packed(multiple: int = 1):
-    (bundle,) = Families(SEQUENCES, range(3), min_shared=2).bundles(100)
+    (bundle,) = PrefixTree(SEQUENCES, range(3), min_shared=2).bundles(100)
     return build_tree_micro_batch(SEQUENCES, [bundle], multiple=multiple)
 
 

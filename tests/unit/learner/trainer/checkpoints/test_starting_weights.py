@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from support.fakes.small_configs import small_config
 
 torch = pytest.importorskip("torch")
 
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from slipstream.core.errors import CheckpointError, ConfigError  # noqa: E402
 from slipstream.core.settings.config import Config  # noqa: E402
 from slipstream.learner.trainer.checkpoints.starting_weights import (  # noqa: E402
@@ -40,13 +40,8 @@ MISTRAL3 = {
 
 
 def config_of(folder: Path, *, max_images: int) -> Config:
-    table = {
-        "run": {"name": "r", "steps": 2},
-        "model": {"path": str(folder)},
-        "algorithm": {"group_size": 2, "groups_per_step": 2, "learning_rate": 1e-5},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
-    }
-    return parse_config(table, source="test")
+    lengths = {"max_reply_tokens": 8, "max_episode_tokens": 64}
+    return small_config(model={"path": str(folder)}, sampling=lengths | {"max_images": max_images})
 
 
 def write(folder: Path, *names: str) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from slipstream.learner.trainer.batches.context_parallel import zigzag
+from slipstream.learner.trainer.batches.micro_batch import zigzag
 from slipstream.learner.trainer.layers.length_groups import LengthGroup, Masks, Split, length_groups
 
 CPU = torch.device("cpu")

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.context_parallel import share_of_rank
+from slipstream.learner.trainer.batches.micro_batch import share_of_rank
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -24,6 +23,7 @@ from slipstream.learner.trainer.layers.router_replay import (
     unrecorded_fraction,
 )
 from support.fakes.fake_controller import make_batch
+from support.fakes.small_configs import small_config
 from torch import Tensor, nn
 
 UNKNOWN = 255
@@ -180,18 +180,10 @@ def batch_with_experts(num_experts: int = 4):
 
 
 def config(router_replay: str) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "algorithm": {
-            "group_size": 2,
-            "groups_per_step": 1,
-            "learning_rate": 1e-3,
-            "router_replay": router_replay,
-        },
-        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
-    }
-    return parse_config(table, source="test.toml")
+    return small_config(
+        algorithm={"groups_per_step": 1, "router_replay": router_replay},
+        sampling={"max_reply_tokens": 10, "max_episode_tokens": 64},
+    )
 
 
 @pytest.mark.parametrize("num_experts", [4, 300])

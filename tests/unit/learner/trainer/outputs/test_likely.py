@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.outputs.likely import likely_tokens
-from slipstream.learner.trainer.outputs.logprobs import Projection
+from slipstream.learner.trainer.outputs.logprobs import Projection, likely_tokens
 from torch import Tensor
 
 ROWS, HIDDEN, VOCAB = 9, 5, 11

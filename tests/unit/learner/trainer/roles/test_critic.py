@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.roles.critic import Sum, explained_variance, value_loss
+from slipstream.learner.trainer.roles.critic import ValueSum, explained_variance, value_loss
 
 
 def micro_batch(old: list[float], returns: list[float], mask: list[bool]) -> MicroBatch:
@@ -63,14 +63,14 @@ def test_a_value_gains_nothing_beyond_its_bound(
     assert found.item() == pytest.approx(loss)
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(slope)
-    assert sums[Sum.CLIPPED].item() == is_clipped
+    assert sums[ValueSum.CLIPPED].item() == is_clipped
 
 
 def test_values_that_did_not_move_are_not_clipped() -> None:
     old = torch.linspace(-3, 3, 1001)
     batch = micro_batch(old.tolist(), [0.3] * 1001, [True] * 1001)
     _, sums = value_loss(old + 1e-4, batch, clip=0.2)
-    assert sums[Sum.CLIPPED].item() == 0
+    assert sums[ValueSum.CLIPPED].item() == 0
 
 
 def test_explained_variance_tells_perfect_values_from_a_constant() -> None:

@@ -12,7 +12,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import Config, WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
@@ -25,6 +24,7 @@ from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order
+from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 
@@ -291,16 +291,7 @@ def test_new_communicator_works_after_a_failed_one() -> None:
 
 
 def config(address: str) -> Config:
-    return parse_config(
-        {
-            "run": {"name": "publish", "steps": 1},
-            "model": {"path": "model"},
-            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-            "controller": {"address": address},
-        },
-        source="test",
-    )
+    return small_config(algorithm={"groups_per_step": 1}, controller={"address": address})
 
 
 class Publish:

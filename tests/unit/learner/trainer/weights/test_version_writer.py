@@ -45,7 +45,8 @@ class Client:
 class Trainer:
     """Two ranks, which write a version for each call of `change`."""
 
-    def __init__(self, root: Path, **settings: Any) -> None:
+    def __init__(self, root: Path, *, whole_every: int = 20, **settings: Any) -> None:
+        self.whole_every = whole_every
         self.root, self.client = root, Client()
         self.weights = WeightsSection(storage_url=str(root), **settings)
         random = torch.Generator().manual_seed(0)
@@ -69,7 +70,13 @@ class Trainer:
                 PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES, delta=self.delta
             )
             published = Published(stream)
-            writer = VersionWriter(published, self.weights, ranks=ranks, client=self.client)
+            writer = VersionWriter(
+                published,
+                self.weights,
+                ranks=ranks,
+                client=self.client,
+                whole_every=self.whole_every,
+            )
             for step, change in enumerate(changes, first):
                 if ranks.is_main:
                     change()
@@ -131,7 +138,7 @@ def test_versions_of_two_ranks_arrive_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_every_nth_version_is_whole_and_the_chain_before_it_goes(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "s", storage_whole_every=2)
+    trainer = Trainer(tmp_path / "s", whole_every=2)
     reports = trainer.write(same, *[trainer.few] * 4)
     whole = len(trainer.contents[0])
     assert [report.num_bytes == whole for report in reports] == [True, False, True, False, True]
@@ -154,7 +161,7 @@ def test_a_chain_longer_than_the_whole_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_a_chain_from_which_a_server_fetches_stays(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "s", storage_whole_every=1)
+    trainer = Trainer(tmp_path / "s", whole_every=1)
     trainer.client.needed = ["run/0-1/manifest"]
     first, *_ = trainer.write(same, trainer.few, trainer.few)
     assert {name.split("/")[1] for name in trainer.files()} == {"0-1", "2-3"}

@@ -23,9 +23,9 @@ NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 class MlflowTracker:
     """One run of an MLflow experiment, named after the project. See `Tracker`."""
 
-    def __init__(self, run: TrackedRun, *, uri: str | None) -> None:
-        """`uri`: server or database. If None, MLFLOW_TRACKING_URI, or else a file of the run."""
-        place = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    def __init__(self, run: TrackedRun) -> None:
+        """Opens the server or database of MLFLOW_TRACKING_URI, or else a file of the run."""
+        place = os.environ.get("MLFLOW_TRACKING_URI")
         place = place or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}"
         # MLflow's client is untyped.
         self._client: Any = MlflowClient(tracking_uri=place)

@@ -6,13 +6,13 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog, Severity
 from slipstream.learner.controller.reporting.result_files import parse_object, write_result
+from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.controller.reporting.trackers.tracker import (
     Complain,
     OpenTracker,
@@ -67,13 +67,14 @@ def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
     def complain(text: str) -> None:
         loop.call_soon_threadsafe(events.add, text, Severity.WARNING)
 
-    return Trackers(_ways_to_open(config, folder, complain), complain)
+    return Trackers(ways_to_open(config, folder, complain), complain)
 
 
-def _ways_to_open(config: Config, folder: Path, complain: Complain) -> Mapping[str, OpenTracker]:
+def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, OpenTracker]:
+    """The function that opens each tracker which the settings name."""
     ids = RunIds(folder, complain)
     ways: dict[str, OpenTracker] = {
-        "tensorboard": lambda: _open_tensorboard(config, folder, complain),
+        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard", complain),
         "wandb": lambda: _open_wandb(config, folder, ids),
         "mlflow": lambda: _open_mlflow(config, folder, ids),
     }
@@ -85,16 +86,10 @@ def _described(config: Config, folder: Path, run_id: str) -> TrackedRun:
     return TrackedRun(
         folder=folder,
         project=tracking.project,
-        name=tracking.name or config.run.name,
+        name=config.run.name,
         run_id=run_id,
         settings=told_settings(config),
     )
-
-
-def _open_tensorboard(config: Config, folder: Path, complain: Complain) -> Tracker:
-    from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
-
-    return TensorBoardTracker(_described(config, folder, ""), complain)
 
 
 def _open_wandb(config: Config, folder: Path, ids: RunIds) -> Tracker:
@@ -102,13 +97,13 @@ def _open_wandb(config: Config, folder: Path, ids: RunIds) -> Tracker:
 
     run_id = ids.get("wandb") or secrets.token_hex(8)
     ids.keep("wandb", run_id)
-    return WandbTracker(_described(config, folder, run_id), mode=config.tracking.wandb_mode)
+    return WandbTracker(_described(config, folder, run_id))
 
 
 def _open_mlflow(config: Config, folder: Path, ids: RunIds) -> Tracker:
     from slipstream.learner.controller.reporting.trackers.mlflow import MlflowTracker
 
     run = _described(config, folder, ids.get("mlflow"))
-    tracker = MlflowTracker(run, uri=config.tracking.mlflow_uri)
+    tracker = MlflowTracker(run)
     ids.keep("mlflow", tracker.run_id)
     return tracker

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.learner.controller.reporting.result_files import ResultFile, Tell
-from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
 
 _VERSION = "brain.Event:2"
 _CRC_POLYNOMIAL = 0x82F63B78
@@ -36,11 +35,11 @@ def _crc_table() -> tuple[int, ...]:
 _CRC_TABLE = _crc_table()
 
 
-class EventFile:
-    """A file of records, in a folder of event files."""
+class TensorBoardTracker:
+    """Writes a file of records into a folder of event files; see `Tracker`."""
 
     def __init__(self, folder: Path, tell: Tell) -> None:
-        """Creates folder and file."""
+        """Creates folder and file; `tell` gets warnings about a file that cannot be written."""
         # Without `parents`: a run folder that was removed must not be created again.
         with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
@@ -48,15 +47,18 @@ class EventFile:
         path = folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
         header = _record(_field(3, _BYTES, _VERSION.encode()))
         self._file = ResultFile(path, tell, header=header)
-        self.close = self._file.close
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the values of one step under their names."""
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
         summary = b"".join(
             _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
             for name, value in values.items()
         )
         self._file.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._file.close()
 
 
 def _record(event: bytes) -> bytes:
@@ -94,19 +96,3 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-class TensorBoardTracker:
-    """Writes into `tensorboard/` of the run's folder; see `Tracker`."""
-
-    def __init__(self, run: TrackedRun, tell: Tell) -> None:
-        """`tell` gets warnings about files that vanish or cannot be written."""
-        self._file = EventFile(run.folder / "tensorboard", tell)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
-        self._file.scalars(step, values)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        self._file.close()

@@ -30,6 +30,15 @@ _UNTOLD = (
 )
 
 
+# Takes a warning about a tracker; called on any thread.
+Complain: TypeAlias = Callable[[str], None]
+MAX_WAITING = 10_000
+CLOSE_LIMIT_S = 60.0
+log = logging.getLogger(__name__)
+# The numbers of one step or version.
+_Entry: TypeAlias = tuple[int, dict[str, float]]
+
+
 class Tracker(Protocol):
     """Takes the numbers of one run; called from one thread, and may block.
 
@@ -79,19 +88,6 @@ def told_settings(config: Config) -> dict[str, JsonValue]:
 
 # Opens a tracker; raises the errors of the tracker's package.
 OpenTracker: TypeAlias = Callable[[], Tracker]
-# Takes a warning about a tracker; called on any thread.
-Complain: TypeAlias = Callable[[str], None]
-
-MAX_WAITING = 10_000
-CLOSE_LIMIT_S = 60.0
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    step: int
-    values: dict[str, float]
 
 
 class Trackers:
@@ -121,7 +117,7 @@ class Trackers:
         """Passes on the finite numbers of one step or version."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         for writer in self._writers:
-            writer.put(_Entry(step, finite))
+            writer.put((step, finite))
 
     def close(self) -> None:
         """Waits until all trackers have taken all numbers, at most `close_limit_s` in total."""
@@ -161,7 +157,7 @@ class _Writer(threading.Thread):
                 entry = self._entries.get()
                 if entry is None:
                     break
-                tracker.log(entry.step, entry.values)
+                tracker.log(*entry)
             tracker.close()
         except Exception as error:
             log.exception("tracker %s", self.name)

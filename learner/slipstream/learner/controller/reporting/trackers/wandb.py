@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import wandb
 from slipstream.learner.controller.reporting.trackers.tracker import TrackedRun
@@ -16,8 +16,8 @@ STEP = "step"
 class WandbTracker:
     """One run of a project; offline it is kept in `wandb/` of the run folder. See `Tracker`."""
 
-    def __init__(self, run: TrackedRun, *, mode: Literal["online", "offline"]) -> None:
-        """Signs in with the key of `wandb login` or WANDB_API_KEY."""
+    def __init__(self, run: TrackedRun) -> None:
+        """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
         # wandb's run is untyped.
         self._run: Any = wandb.init(
             project=run.project,
@@ -26,7 +26,6 @@ class WandbTracker:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.settings),
-            mode=mode,
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric(STEP)

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 from slipstream.client import Environment, Message, StepResult
-from slipstream.client.serving import EpisodeHost, answer_commands
+from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.tool_schemas import read_tools
 from slipstream.v1 import environment_pb2 as pb

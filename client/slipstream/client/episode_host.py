@@ -20,9 +20,9 @@ import grpc.aio
 from slipstream.client.agent import AgentEnvironment
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.answers import agent_observation, observation, reply_of, verdict
+from slipstream.client.call_tracker import CallTracker, awaited_place
 from slipstream.client.environment import AnyEnvironment, TaskSource
-from slipstream.client.loading import describe, environment_failed, load_environment
-from slipstream.client.witness import CallWitness, awaited_place
+from slipstream.client.environment_loader import describe, environment_failed, load_environment
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -41,7 +41,7 @@ Answer = TypeVar("Answer")
 class _Episode:
     key: str
     environment: AnyEnvironment
-    witness: CallWitness | None
+    tracker: CallTracker | None
     # Whether `reset` has answered.
     has_begun: bool = False
     # The calls and the run, if the environment is an agent.
@@ -57,13 +57,13 @@ class EpisodeHost:
     """The open episodes of one environment."""
 
     def __init__(
-        self, environment: AnyEnvironment | None = None, *, witness: CallWitness | None = None
+        self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
     ) -> None:
         """Without `environment` a Load command must come first.
 
-        `witness` is told of every call. EnvironmentFailed when the environment gives no tasks.
+        `tracker` is told of every call. EnvironmentFailed when the environment gives no tasks.
         """
-        self._witness = witness
+        self._tracker = tracker
         self._environment = environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
@@ -94,13 +94,19 @@ class EpisodeHost:
                 case "step":
                     message.verdict.CopyFrom(await self._step(command.step))
                 case "follow_agent":
-                    answer = await self._next_call(command.follow_agent.episode_key)
+                    episode = self._begun(command.follow_agent.episode_key)
+                    if episode.agent is None:
+                        raise _misused(f"the environment of episode {episode.key} is no agent")
+                    answer = await _run(episode, episode.agent.next)
                     if isinstance(answer, pb.AgentCall):
                         message.agent_call.CopyFrom(answer)
                     else:
                         message.agent_result.CopyFrom(answer)
                 case "reply_part":
-                    await self._reply(command.reply_part)
+                    replied = self._episodes.get(command.reply_part.episode_key)
+                    # A part may cross with the end of the episode.
+                    if replied is not None and replied.agent is not None:
+                        await replied.agent.part(command.reply_part)
                     message.pong.SetInParent()
                 case "close":
                     await self._close(command.close.episode_key)
@@ -158,7 +164,7 @@ class EpisodeHost:
         if command.episode_key in self._episodes:
             raise _misused(f"episode {command.episode_key} is open already")
         tasks, environment = self._tasks, _copy(self._environment, command.seed)
-        episode = _Episode(command.episode_key, environment, self._witness)
+        episode = _Episode(command.episode_key, environment, self._tracker)
         self._episodes[command.episode_key] = episode
 
         async def reset() -> pb.Observation:
@@ -183,26 +189,14 @@ class EpisodeHost:
             raise _misused(f"episode {key} is not open")
         return episode
 
-    async def _next_call(self, key: str) -> pb.AgentCall | pb.AgentResult:
-        episode = self._begun(key)
-        if episode.agent is None:
-            raise _misused(f"the environment of episode {key} is no agent")
-        return await _run(episode, episode.agent.next)
-
-    async def _reply(self, part: pb.ReplyPart) -> None:
-        episode = self._episodes.get(part.episode_key)
-        # A part may cross with the end of the episode.
-        if episode is not None and episode.agent is not None:
-            await episode.agent.part(part)
-
     def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
         """Notes that the code of an agent begins or ends to work."""
-        if self._witness is None:
+        if self._tracker is None:
             return
         if is_busy:
-            self._witness.begin(episode.key, run)
+            self._tracker.begin(episode.key, run)
         else:
-            self._witness.end(run)
+            self._tracker.end(run)
 
     async def _step(self, command: pb.StepCommand) -> pb.Verdict:
         episode = self._begun(command.episode_key)
@@ -299,9 +293,9 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     episode.running = this
     episode.idle.clear()
     # The run of an agent is noted for itself: `this` only waits for it.
-    witness = episode.witness if episode.agent is None else None
-    if witness is not None:
-        witness.begin(episode.key, this)
+    tracker = episode.tracker if episode.agent is None else None
+    if tracker is not None:
+        tracker.begin(episode.key, this)
     try:
         return await call()
     except EnvironmentFailed:
@@ -315,8 +309,8 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise environment_failed(describe(error)) from error
     finally:
-        if witness is not None:
-            witness.end(this)
+        if tracker is not None:
+            tracker.end(this)
         episode.running = None
         episode.abandoned = False
         episode.idle.set()

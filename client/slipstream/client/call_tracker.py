@@ -14,25 +14,25 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.client.loading import is_of_environment
+from slipstream.client.environment_loader import is_of_environment
 from slipstream.protocol.call_record import CallRecord
 
 # Seconds between two looks at the place in the code, which may be as old.
 _LOOK_PERIOD_S = 0.2
 
 
-class CallWitness:
+class CallTracker:
     """Writes the record of one worker; create it in the thread of the worker's event loop."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        # The loop's thread and the witness's thread both write.
+        # The loop's thread and the tracker's thread both write.
         self._lock = threading.Lock()
         self._keys: dict[asyncio.Task[object], str] = {}
         self._busy = threading.Event()
-        threading.Thread(target=self._watch, name="call-witness", daemon=True).start()
+        threading.Thread(target=self._watch, name="call-tracker", daemon=True).start()
 
     def begin(self, key: str, task: asyncio.Task[object]) -> None:
         """Notes that `task` begins to answer a call of the episode `key`."""

@@ -1,0 +1,46 @@
+"""Checks the Redis of a configuration: it answers, keeps data, and each end's user may write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.protocol.access.security import redis_url_of
+from slipstream.protocol.queue.redis_connection import RedisConnection
+from slipstream.protocol.queue.redis_durability import check_loading, check_settings
+from slipstream.protocol.queue.redis_rights import ROLES
+
+LIMIT_S = 3.0
+LINES = "docs/security.md has the ACL SETUSER line"
+
+
+async def check_queue(config: Config) -> list[Finding]:
+    """Returns one finding for each end of a queue that is the user's own Redis or Valkey."""
+    return [await _check_end(config, end) for end in ROLES]
+
+
+async def _check_end(config: Config, end: QueueEnd) -> Finding:
+    area, own = f"queue, {end.replace('_', ' ')}", config.queue.user_of(end)
+    if own is not None and not own.password_file.exists():
+        # A host has the passwords of its own role only.
+        return advice(
+            area,
+            f"{own.password_file} is not here: user {own.user} was not tried",
+            f"nothing, unless a {end.replace('_', ' ')} starts here",
+        )
+    try:
+        connection = RedisConnection(redis_url_of(config.queue, end), "probe")
+        async with contextlib.aclosing(connection.client), asyncio.timeout(LIMIT_S):
+            await connection.probe(ROLES[end].probe)
+            if end == "controller":
+                await check_settings(connection)
+                await check_loading(connection)
+    except TimeoutError:
+        return problem(area, f"redis does not answer within {LIMIT_S:g} s", LINES)
+    except (QueueError, ConfigError) as error:
+        return problem(area, str(error), f"check queue.redis_url and the server; {LINES}")
+    return ok(area, f"redis at {connection.name} lets user {connection.user} write")
