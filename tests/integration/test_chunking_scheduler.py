@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.fakes.small_configs import small_config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 BLOCK = 16
@@ -32,18 +32,16 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
     folder = make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 64, "max_episode_tokens": 96},
-        "rollout_server": {
+    config = small_config(
+        model={"path": str(folder), "dtype": "float32"},
+        sampling={"max_reply_tokens": 64, "max_episode_tokens": 96},
+        rollout_server={
             "max_episodes": 8,
             "enforce_eager": True,
             "engine": {"block_size": BLOCK},
         },
-    }
-    return engine_config(parse_config(table, source="test"), seed=0)
+    )
+    return engine_config(config, seed=0)
 
 
 @dataclass

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 NOWHERE = "127.0.0.1:9"
 # Told when it takes three seconds, as it may where other work takes the machine.
-SLOW = re.compile(r"environment [a-z-]+ is loaded, within \d+ s\n")
+SLOW = re.compile(r"environment [a-z-]+ is checked, each call within \d+ s\n")
 
 
 @pytest.fixture(scope="module")

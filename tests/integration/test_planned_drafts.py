@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.fakes.small_configs import small_config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 
 BLOCK = 16
@@ -28,23 +28,21 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
 
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {
+    config = small_config(
+        model={
             "path": str(make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)),
             "dtype": "float32",
         },
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 64, "max_episode_tokens": 96},
-        "rollout_server": {
+        sampling={"max_reply_tokens": 64, "max_episode_tokens": 96},
+        rollout_server={
             "max_episodes": PLACES,
             "enforce_eager": True,
             "drafts": "shared",
             "draft_tokens": DRAFT,
             "engine": {"block_size": BLOCK},
         },
-    }
-    found = engine_config(parse_config(table, source="test"), seed=0)
+    )
+    found = engine_config(config, seed=0)
     # vLLM plans ahead on GPUs.
     found.scheduler_config.async_scheduling = True
     return found

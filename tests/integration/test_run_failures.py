@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -192,20 +193,25 @@ async def test_a_killed_queue_is_started_again_and_loses_nothing(
     ],
     ids=["the only rank", "one of two ranks"],
 )
-async def test_a_run_that_cannot_go_on_ends_at_once_with_the_cause(
+async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(
     what: str, name: str, ranks: int, tmp_path: Path, tiny_model: Path
 ) -> None:
-    config = write_slow_run(
-        tmp_path, tiny_model, learner__world_size=ranks, learner__max_restarts=0
-    )
+    config = write_slow_run(tmp_path, tiny_model, learner__world_size=ranks)
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with connection(config, run) as client:
             await until_step(client, 2)
         everything = descendants(run.process.pid)
-        (victim,) = [p for p in run.find(what) if p.environ().get("RANK", "0") == name[-1]]
-        kill(victim)
+        async with asyncio.timeout(RUN_LIMIT_S):
+            while run.process.returncode is None:
+                for found in run.find(what):
+                    # A process may end while it is looked at.
+                    with contextlib.suppress(psutil.Error):
+                        if found.environ().get("RANK", "0") == name[-1]:
+                            found.kill()
+                await asyncio.sleep(0.05)
         assert await run.wait(END_LIMIT_S) == 1
         await until_gone(everything)
+    assert run.out.count("the trainer starts again") == 3
     log = tmp_path / "run" / "logs" / f"{name}.log"
     assert run.err == f"slipstream: {name} was killed by SIGKILL (log: {log})\n"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.fakes.small_configs import small_config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from slipstream.core.types import PolicyVersion  # noqa: E402
 from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
 from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
@@ -26,19 +26,17 @@ SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)
 @pytest.mark.slow
 async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> None:
     make_model_folder(tmp_path, num_key_value_heads=2, tie_word_embeddings=True)
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(tmp_path), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 40, "max_episode_tokens": 60},
-        "rollout_server": {
+    config = small_config(
+        model={"path": str(tmp_path), "dtype": "float32"},
+        sampling={"max_reply_tokens": 40, "max_episode_tokens": 60},
+        rollout_server={
             "max_episodes": 8,
             "threads": 1,
             "enforce_eager": True,
             "tensor_parallel_size": 2,
         },
-    }
-    config, shared = parse_config(table, source="test"), set(Path("/dev/shm").iterdir())
+    )
+    shared = set(Path("/dev/shm").iterdir())
     async with started_engine(config) as engine:
         assert engine.num_workers == 2
         generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""The classes with which users write an agent: an environment that calls the model by itself."""
+"""The classes with which users write an agent: an environment that calls the model itself."""
 
 from __future__ import annotations
 

@@ -7,23 +7,18 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.run_folder import FIXED, GROWING, check_resumable
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
+from support.fakes.small_configs import small_config
 
 
 def config(**changes: object) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
-    }
+    tables: dict[str, dict[str, object]] = {"algorithm": {"group_size": 4, "groups_per_step": 8}}
     for key, value in changes.items():
         section, name = key.split("__")
-        table.setdefault(section, {})[name] = value
-    return parse_config(table, source="test")
+        tables.setdefault(section, {})[name] = value
+    return small_config(**tables)
 
 
 CHANGED = {

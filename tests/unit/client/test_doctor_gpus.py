@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client.doctor import fit, gpus
+from slipstream.client.doctor import fit, machine
 from slipstream.client.doctor.fit import Needs, check_fit
-from slipstream.client.doctor.gpus import check_build, check_gpus
+from slipstream.client.doctor.machine import check_build, check_gpus
 from slipstream.client.launch import placement
 from slipstream.client.launch.checks import Finding, Verdict
 from slipstream.core.machine.gpus import Gpu
@@ -49,7 +49,7 @@ class FakeNvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     nvml = FakeNvml()
-    monkeypatch.setattr(gpus, "Nvml", lambda: nvml)
+    monkeypatch.setattr(machine, "Nvml", lambda: nvml)
     return nvml
 
 
@@ -111,9 +111,9 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(
     sections: dict[str, dict[str, Any]], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(gpus, "version_of", lambda name: "2.13.0+cpu")
-    monkeypatch.setattr(gpus, "uses_gpus", lambda: False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(machine, "version_of", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "uses_gpus", lambda: False)
     config = config_of(**sections)
     seen = "none is used: torch 2.13.0+cpu is a build for CPUs"
     here = f"{seen}, and this machine has 2 x NVIDIA H200 with 140 GiB"
@@ -127,7 +127,7 @@ def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(
         assert (without.verdict, without.seen) == (Verdict.OK, seen)
         assert (beside.verdict, beside.seen) == (Verdict.ADVICE, here)
         assert "requirements/gpu.txt" in beside.remedy
-    monkeypatch.setattr(gpus, "uses_gpus", lambda: True)
+    monkeypatch.setattr(machine, "uses_gpus", lambda: True)
     assert not list(check_build(GPUS[:2], config))
 
 

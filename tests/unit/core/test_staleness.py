@@ -20,8 +20,8 @@ from slipstream.core.staleness import (
     may_finish,
     may_lease,
     may_lease_counted,
-    must_start_afresh,
 )
+from support.references.plain_staleness import must_start_afresh
 from support.rigs.fuzz_budget import times
 
 # All small runs are gone through besides; FUZZ=5 tries the schedules of a long test.

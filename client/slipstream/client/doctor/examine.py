@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.client.doctor.fit import check_fit
-from slipstream.client.doctor.gpus import check_build, check_gpus
-from slipstream.client.doctor.machine import check_machine, check_packages
+from slipstream.client.doctor.machine import check_build, check_gpus, check_machine, check_packages
 from slipstream.client.launch.checks import Finding, Scene, Verdict, find_all, problem
 from slipstream.client.launch.preflight import run_module
 from slipstream.client.terminal import say

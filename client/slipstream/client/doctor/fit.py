@@ -25,7 +25,7 @@ RANK_GIB, ENGINE_GIB = 0.6, 1.5
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
 GRADIENT_BYTES = 4
-# Share of a GPU that activations and logits need beside parameters, gradients and optimizer.
+# Share of a GPU that activations and logits need besides parameters, gradients, optimizer.
 ACTIVATION_SHARE = 0.15
 # Largest part of an engine's share for weights: beyond it the KV cache is too small to be useful.
 WEIGHT_SHARE = 0.7
@@ -95,7 +95,7 @@ def needs_of(config: Config) -> Needs | None:
     is_half = config.model.dtype != "float32"
     weight_bytes = 2 if is_half else 4
     state = MOMENT_BYTES + (MASTER_BYTES if is_half else 0)
-    # The distributed optimizer's own float32 weights are saved beside the model's.
+    # The distributed optimizer's own float32 weights are saved next to the model's.
     saved = MOMENT_BYTES + (MASTER_BYTES if is_half or learner.use_distributed_optimizer else 0)
     saved_bytes = weight_bytes + (0 if config.lora.rank else saved)
     rank_bytes = 0.0
@@ -105,7 +105,7 @@ def needs_of(config: Config) -> Needs | None:
     ):
         replicas = learner.world_size / split if learner.use_distributed_optimizer else 1
         trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
-        # Adapters are small beside the weights, which then have neither gradients nor moments.
+        # Adapters are small next to the weights, which then have neither gradients nor moments.
         rank_bytes += number / split * (weight_bytes + (0 if config.lora.rank else trained))
     if config.weights.delta == "gpu" and not config.lora.publishes_adapters:
         # A rank that sends keeps what it sent; payloads take at most an eighth of that.

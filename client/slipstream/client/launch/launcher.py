@@ -1,4 +1,4 @@
-"""The commands that start services: everything on this machine, or one part of a run by itself."""
+"""The commands that start services: everything on this machine, or one part of a run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def run_learner(
 
 
 async def _place(scene: Scene, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement]:
-    """Makes the checks after those of the settings; returns the settings after sharing a GPU."""
+    """Makes the checks that follow the settings'; returns the settings after sharing a GPU."""
     await require(scene, Stage.PLACE)
     config, placement, _ = fit_here(scene.config, ranks=ranks, servers=servers)
     await require(replace(scene, config=config), Stage.START)
@@ -247,7 +247,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     child = await _run_program("export", EXPORT, arguments, log, environ)
     if child.process.returncode:
         raise RunFailed(child.describe_end())
-    say(f"version {chosen} lies in {written}")
+    say(f"version {chosen} is in {written}")
     return 0
 
 

@@ -15,7 +15,7 @@ from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
 
-# Share of a GPU that an engine takes beside the learner, unless the settings say it. Models that
+# Share of a GPU that an engine takes next to the learner, unless the settings say it. Models that
 # fit one GPU together with gradients and optimizer gain little from larger caches.
 SHARED_UTILIZATION = 0.4
 

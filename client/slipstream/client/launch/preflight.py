@@ -68,7 +68,7 @@ CHECKED_CALLS = 3
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Parts of gRPC's texts about a certificate that is not taken: it will not get better.
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
-# Ports below every usual range from which the kernel assigns ports by itself.
+# Ports below every usual range from which the kernel assigns ports.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
 # Seconds after which a check that still runs is announced.
@@ -286,7 +286,7 @@ async def check_environments(
 
     A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
-    The run's preflight.log is written anew, with the last lines that each environment printed. A
+    The run's preflight.log is written again, with the last lines that each environment printed. A
     refusal makes no folder for this log, unless the environment has printed something.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
@@ -366,7 +366,7 @@ def _told_when_slow(what: str) -> Iterator[None]:
 
 
 def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
-    """Returns a port that is free at this moment, and that the kernel does not assign by itself.
+    """Returns a port that is free at this moment, and that the kernel does not assign on its own.
 
     Otherwise one of the many short-lived listeners of a run could take it before its owner listens.
     ConfigError when none of the `FREE_PORT_ATTEMPTS` of `ports` that are tried is free.
@@ -386,7 +386,7 @@ class Ended:
     # The exit code, or None if the program did not end within its limit.
     code: int | None
     lines: tuple[str, ...]
-    # What it wrote to stdout.
+    # The text that it wrote to stdout.
     output: str = ""
 
 

@@ -58,28 +58,31 @@ class RunCalls:
 
     async def milestones(self) -> Milestones | None:
         """Returns how far the run is, or None if the controller does not answer."""
-        status = await self._status()
-        return None if status is None else Milestones(status.step, status.checkpoint_step)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            status = await self.status()
+            return Milestones(status.step, status.checkpoint_step)
+        return None
 
     async def has_trainer(self) -> bool:
         """Whether a trainer has loaded and registered; False when the controller is silent."""
-        status = await self._status()
-        return status is not None and status.state != status_pb2.RUN_STATE_STARTING
+        return await self._state() not in (None, status_pb2.RUN_STATE_STARTING)
 
     async def is_stopping(self) -> bool:
         """Whether the trainer saves and exports now; False when the controller does not answer."""
-        status = await self._status()
-        return status is not None and status.state == status_pb2.RUN_STATE_STOPPING
+        return await self._state() == status_pb2.RUN_STATE_STOPPING
 
-    async def _status(self) -> status_pb2.RunStatus | None:
+    async def status(self) -> status_pb2.RunStatus:
+        """Returns the run at this moment; raises AioRpcError if the controller does not answer."""
+        async with self.channel() as channel:
+            status: status_pb2.RunStatus
+            status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
+                status_pb2.GetStatusRequest(), metadata=self.metadata, timeout=ANSWER_LIMIT_S
+            )
+            return status
+
+    async def _state(self) -> int | None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async with self.channel() as channel:
-                status: status_pb2.RunStatus = await status_pb2_grpc.StatusServiceStub(
-                    channel
-                ).GetStatus(
-                    status_pb2.GetStatusRequest(), metadata=self.metadata, timeout=ANSWER_LIMIT_S
-                )
-                return status
+            return (await self.status()).state
         return None
 
 
@@ -100,35 +103,23 @@ async def end_in_order(
 
 
 async def tell_waits(
-    display: Display,
-    address: str,
-    credentials: Credentials,
-    *,
-    first_s: float = FIRST_S,
-    longest_s: float = LIMIT_S,
+    display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
 ) -> None:
-    """Asks the controller at `address` whenever nothing was shown for long; never returns."""
+    """Asks the controller whenever nothing was shown for long; never returns."""
     patience_s, last_line_s = first_s, 0.0
-    async with open_channel(address, credentials) as channel:
-        stub = status_pb2_grpc.StatusServiceStub(channel)
-        while True:
-            if display.spoke_s != last_line_s:
-                patience_s = first_s
-            if display.quiet_s < patience_s:
-                last_line_s = display.spoke_s
-                await asyncio.sleep(patience_s - display.quiet_s)
-                continue
-            try:
-                status = await stub.GetStatus(
-                    status_pb2.GetStatusRequest(),
-                    timeout=ANSWER_LIMIT_S,
-                    metadata=call_metadata(credentials),
-                )
-                display.tell(wait_line(run_from_pb(status)))
-            except grpc.aio.AioRpcError as error:
-                display.warn(f"the controller gives no answer: {error.code().name}")
+    while True:
+        if display.spoke_s != last_line_s:
+            patience_s = first_s
+        if display.quiet_s < patience_s:
             last_line_s = display.spoke_s
-            patience_s = min(2 * patience_s, longest_s)
+            await asyncio.sleep(patience_s - display.quiet_s)
+            continue
+        try:
+            display.tell(wait_line(run_from_pb(await calls.status())))
+        except grpc.aio.AioRpcError as error:
+            display.warn(f"the controller gives no answer: {error.code().name}")
+        last_line_s = display.spoke_s
+        patience_s = min(2 * patience_s, longest_s)
 
 
 def wait_line(run: RunStatus) -> str:

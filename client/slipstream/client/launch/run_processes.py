@@ -15,10 +15,15 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 
 import grpc.aio
-from slipstream.client.launch.children import Child, start_child, stop_signal, with_full_disk
+from slipstream.client.launch.children import (
+    Child,
+    RestartPolicy,
+    start_child,
+    stop_signal,
+    with_full_disk,
+)
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
-from slipstream.client.launch.restarts import RestartPolicy
 from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls, end_in_order, tell_waits
 from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.run_folder import node_folder, write_config
@@ -67,7 +72,6 @@ class RunProcesses:
     ) -> None:
         """`stop_limit_s`: a controller that does not answer a stop for so long is ended."""
         self._config, self._placement = config, placement
-        self._credentials = credentials
         self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
         self._logs = config.run_dir / LOGS
         self._resolved = write_config(config, node_folder(config, node_rank))
@@ -111,7 +115,7 @@ class RunProcesses:
         await asyncio.to_thread(remove_abandoned)
 
     def start_controller(self, *, num_servers: int) -> None:
-        """Starts the controller; this command starts `num_servers` rollout servers beside it."""
+        """Starts the controller; this command starts `num_servers` rollout servers too."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
         if self._config.automatic:
@@ -164,8 +168,7 @@ class RunProcesses:
             return await self._wait_for_trainers()
         keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
         forward_stop = asyncio.ensure_future(self._forward_stop())
-        address = self._config.controller.address
-        waits = asyncio.ensure_future(tell_waits(self._display, address, self._credentials))
+        waits = asyncio.ensure_future(tell_waits(self._display, self._calls))
         tasks = (keep_trainers, forward_stop, waits)
         try:
             controller = await self._keep_controller()

@@ -13,10 +13,15 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slipstream.client.launch.children import Child, start_child
+from slipstream.client.launch.children import (
+    FINAL_CODES,
+    FIRST_PAUSE_S,
+    Child,
+    RestartPolicy,
+    start_child,
+)
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.restarts import FINAL_CODES, FIRST_PAUSE_S, RestartPolicy
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret

@@ -58,7 +58,7 @@ class ControllerClient:
 
     def __init__(self, config: Config, *, retry_s: float = RETRY_S) -> None:
         credentials = Credentials.load(config.security)
-        # What the trainer registered with, with its newest version; None before it has registered.
+        # The hello of the registration, with the newest version; None before it.
         self._hello: pb.TrainerHello | None = None
         # Why the trainer could not register again with a controller that was started again.
         self._fault: Exception | None = None
@@ -362,7 +362,7 @@ def unpack_directives(data: bytes) -> list[pb.Directive]:
 
 
 def read_order(directives: Sequence[pb.Directive]) -> Order:
-    """Reads the order of an answer; ProtocolError when its messages do not fit together."""
+    """Reads the order of an answer. Raises ProtocolError if its messages do not fit together."""
     if not directives:
         raise ProtocolError("the controller answered Next without an order")
     first = directives[0]

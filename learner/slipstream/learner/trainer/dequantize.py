@@ -1,4 +1,4 @@
-"""Rewrites a folder with MXFP4 experts, as gpt-oss is published, in bfloat16.
+"""Converts a folder with MXFP4 experts, as gpt-oss is published, to bfloat16.
 
 Run it once before training: `python -m slipstream.learner.trainer.dequantize SOURCE TARGET`. The
 new folder takes four times the disk of the old one; learner and rollout servers load it.
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def dequantize(source: Path, target: Path) -> None:
-    """Writes or replaces `target`. Raises ConfigError for a folder of another kind."""
+    """Writes or replaces `target`. Raises ConfigError if `source` has no MXFP4 experts."""
     values = read_model_table(source)
     method = values.get("quantization_config", {}).get("quant_method")
     if method != "mxfp4":
@@ -60,19 +60,13 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for name in sorted(places):
         if name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)
-            packed = (_read(places, f"{whole}{kind}") for kind in (_BLOCKS, _SCALES))
-            yield whole, _unpacked(*packed)
+            blocks, scales = (_read(places, f"{whole}{kind}") for kind in (_BLOCKS, _SCALES))
+            # One expert at a time: the routine needs much memory.
+            experts = [slice(place, place + 1) for place in range(len(blocks))]
+            found = [convert_moe_packed_tensors(blocks[one], scales[one]) for one in experts]
+            yield whole, torch.cat(found)
         elif not name.endswith(_SCALES):
             yield name, _read(places, name).bfloat16()
-
-
-def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns the matrices of all experts, one expert at a time: the routine needs much memory."""
-    found = [
-        convert_moe_packed_tensors(blocks[place : place + 1], scales[place : place + 1])
-        for place in range(len(blocks))
-    ]
-    return torch.cat(found)
 
 
 def _read(places: dict[str, Path], name: str) -> Tensor:

@@ -89,11 +89,6 @@ def export(config: Config, path: Path, out: Path) -> None:
     policy.ranks.close()
 
 
-def _is_of_layout(key: str) -> bool:
-    """Whether a setting of Megatron's model depends on the layout of ranks."""
-    return any(part in key for part in _OF_LAYOUT)
-
-
 def on_one_rank(config: Config, path: Path) -> Config:
     """Returns a run's settings changed for one rank; errors name the checkpoint."""
     table = config.model_dump(mode="json", exclude_none=True)
@@ -105,7 +100,7 @@ def on_one_rank(config: Config, path: Path) -> Config:
         for name in _OF_RANKS & part.keys():
             del part[name]
         settings = part.get("transformer", {})
-        for name in [name for name in settings if _is_of_layout(name)]:
+        for name in [name for name in settings if any(part in name for part in _OF_LAYOUT)]:
             del settings[name]
     # These were the run's starting weights; the checkpoint replaces them.
     table["checkpoint"].pop("load", None)

@@ -74,11 +74,12 @@ def open_policy(
     meeting = os.environ.get("MASTER_ADDR", config.weights.host)
     narrow_sockets(os.environ, gloo=meeting, nccl=(config.weights.host, meeting))
     ranks = Ranks(launch, config.learner, seed=config.run.seed, activity=activity)
-    change: Change = defer_projections
-    if config.lora.rank:
-        change = adapters(config, ranks)
-    if config.algorithm.router_replay != "off":
-        change = _both(change, replay_routers)
+    adapt = adapters(config, ranks) if config.lora.rank else defer_projections
+
+    def change(chunks: list[Megatron]) -> list[Megatron]:
+        chunks = adapt(chunks)
+        return chunks if config.algorithm.router_replay == "off" else replay_routers(chunks)
+
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
     held = NamedAdapters(
         config.lora.adapters,
@@ -89,10 +90,6 @@ def open_policy(
         memory=model.memory,
     )
     return Policy(**vars(model), adapters=held)
-
-
-def _both(first: Change, second: Change) -> Change:
-    return lambda chunks: second(first(chunks))
 
 
 def load_trained(
@@ -214,7 +211,7 @@ def _load(
 
 
 def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
-    """Returns what lets `chunks` share beginnings, unless settings or the model forbid it."""
+    """Returns the hooks by which `chunks` share beginnings; None if they must not."""
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
 
     min_tokens = config.learner.shared_prefix_tokens
@@ -229,7 +226,7 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
 
 def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
-    """Returns the hooks that let `chunks` take images; None without a vision tower."""
+    """Returns the hooks by which `chunks` take images; None without a vision tower."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     from slipstream.learner.trainer.families.vision import Vision

@@ -39,12 +39,12 @@ class RecordedStep:
 
 
 def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
-    """Yields the steps of a journal in order; ProtocolError for a damaged journal."""
+    """Yields the steps of a journal in order. Raises ProtocolError if it is damaged."""
     records = list(read_records(journal))
     digests = {
         record["step"]: str(record["digest"]) for record in records if record["kind"] == "step"
     }
-    # What was set aside is not among them.
+    # Batches that were set aside are not among them.
     for batch in read_history(records).batches.values():
         message = read_batch(journal, batch.step, batch.crc32, batch.attempt)
         yield RecordedStep(message, digests.get(batch.step))

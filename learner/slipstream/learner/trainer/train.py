@@ -322,9 +322,9 @@ class Trainer:
                 self._save()
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
-        """Asks the controller to set the batch aside and keeps the weights; else raises `fault`.
+        """Asks the controller to set the batch aside, and raises `fault` if it refuses.
 
-        StartAgain when an earlier mini-batch, or the policy's part of the step, changed weights.
+        Raises StartAgain if an earlier mini-batch or the policy's part of the step changed weights.
         """
         answer = b""
         if self._ranks.is_main:

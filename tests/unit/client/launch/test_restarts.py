@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.client.launch.restarts import MAX_PAUSE_S, RestartPolicy
+from slipstream.client.launch.children import MAX_PAUSE_S, RestartPolicy
 from slipstream.core.exit_codes import FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 
 

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 from slipstream.client.launch.display import Display
-from slipstream.client.launch.run_calls import tell_waits, wait_line
+from slipstream.client.launch.run_calls import RunCalls, tell_waits, wait_line
 from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
@@ -58,7 +58,8 @@ async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> N
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
     await server.start()
-    telling = asyncio.create_task(tell_waits(display, address, OPEN, first_s=0.01, longest_s=0.02))
+    calls = RunCalls(address, OPEN)
+    telling = asyncio.create_task(tell_waits(display, calls, first_s=0.01, longest_s=0.02))
     async with asyncio.timeout(20):
         await controller.asked.wait()
     telling.cancel()
@@ -74,7 +75,7 @@ async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> N
 async def test_a_controller_without_an_answer_is_told(tmp_path: Path) -> None:
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
-    telling = asyncio.create_task(tell_waits(display, "127.0.0.1:1", OPEN, first_s=0.01))
+    telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN), first_s=0.01))
     await until(out.getvalue, 20)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)

@@ -183,3 +183,11 @@ def test_settings_need_no_file() -> None:
         load_config(None, ["model.path=models/tiny"])
     with pytest.raises(ConfigError, match=r"^command line: algorithm\.group_size: input should"):
         load_config(None, ["run.steps=4", "model.path=m", "algorithm.group_size=x"])
+
+
+def test_the_page_has_every_setting_that_a_run_chooses(tmp_path: Path) -> None:
+    page = Path(__file__).parents[4] / "docs" / "configuration.md"
+    _, _, rest = page.read_text().partition("## What a run chooses by itself\n")
+    rows = rest.partition("\n## ")[0]
+    for key in chosen(tmp_path).automatic:
+        assert f"{key.rpartition('.')[2]}`" in rows, key

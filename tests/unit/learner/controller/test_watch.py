@@ -1,16 +1,30 @@
-"""What ends a run that cannot go on."""
+"""The watches over the run, its leases and its checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from slipstream.core.types import GroupId, Purpose, ServerId
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.watch import RunWatch
+from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.watch import (
+    CANCEL_LIMIT_S,
+    CheckpointWatch,
+    LeaseWatch,
+    RunWatch,
+)
 from slipstream.v1 import status_pb2
+from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
+from support.rigs.waiting import until
 
 
 @dataclass
@@ -66,3 +80,175 @@ async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None
         assert run.progress.pending_publish is None
         assert order.begun
         watched.watching.cancel()
+
+
+A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
+
+
+def group(name: str, holder: ServerKey | None = A) -> Group:
+    return Group(
+        group_id=GroupId(name),
+        environment="e",
+        task_index=0,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        size=2,
+        deadline_step=1,
+        holder=holder,
+    )
+
+
+def late(watch: LeaseWatch, groups: list[Group], **served_s: float) -> list[str]:
+    clocks = {ServerKey(ServerId(name), 1): time_s for name, time_s in served_s.items()}
+    return [group.group_id for group in watch.overdue(groups, clocks).groups]
+
+
+def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_end() -> None:
+    watch, slow = LeaseWatch(10.0), group("slow")
+    assert late(watch, [slow], a=100.0) == []
+    assert late(watch, [slow], a=110.0) == []
+    assert late(watch, [slow], a=110.1) == ["slow"]
+    assert late(watch, [slow], a=125.0) == []
+
+
+def test_time_in_which_the_server_does_not_serve_is_nobodys_delay() -> None:
+    watch, slow = LeaseWatch(10.0), group("slow")
+    # However long the wall clock runs, the server's own clock stands still.
+    for _ in range(5):
+        assert late(watch, [slow], a=100.0) == []
+
+
+def test_an_attempt_that_ended_is_progress_whatever_came_of_it() -> None:
+    watch, slow = LeaseWatch(10.0), group("slow")
+    assert late(watch, [slow], a=0.0) == []
+    slow.attempts[1] = 0
+    assert late(watch, [slow], a=9.0) == []
+    assert late(watch, [slow], a=18.0) == []
+    slow.attempts[1] = 1
+    assert late(watch, [slow], a=20.0) == []
+    assert late(watch, [slow], a=30.1) == ["slow"]
+
+
+def test_another_holder_has_its_own_time() -> None:
+    watch, slow = LeaseWatch(10.0), group("slow")
+    assert late(watch, [slow], a=0.0, b=50.0) == []
+    assert late(watch, [slow], a=10.1, b=50.0) == ["slow"]
+    slow.holder = None
+    assert late(watch, [slow], a=30.0, b=50.0) == []
+    slow.holder, slow.num_leases = B, 2
+    assert late(watch, [slow], a=30.0, b=50.0) == []
+    assert late(watch, [slow], a=90.0, b=60.0) == []
+    assert late(watch, [slow], a=90.0, b=60.1) == ["slow"]
+
+
+def test_what_is_complete_or_handed_back_is_not_waited_for() -> None:
+    watch, done = LeaseWatch(10.0), group("done")
+    late(watch, [done], a=0.0)
+    done.ended.update((0, 1))
+    assert late(watch, [done], a=50.0) == []
+
+
+def test_a_server_that_does_not_end_what_was_taken_back_is_told() -> None:
+    watch, slow = LeaseWatch(10.0), group("slow")
+    late(watch, [slow], a=0.0)
+    assert late(watch, [slow], a=11.0) == ["slow"]
+    assert watch.overdue([slow], {A: 11.0 + CANCEL_LIMIT_S}).servers == ()
+    assert watch.overdue([slow], {A: 11.1 + CANCEL_LIMIT_S}).servers == (A,)
+
+
+def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one() -> None:
+    watch, slow = LeaseWatch(10.0), group("slow")
+    late(watch, [slow], a=0.0)
+    assert late(watch, [slow], a=11.0) == ["slow"]
+    # The server's cancelled episodes come back: still the same lease.
+    slow.attempts[0] = 0
+    assert late(watch, [slow], a=12.0) == []
+    assert late(watch, [slow], a=30.0) == []
+    slow.num_leases = 2
+    assert late(watch, [slow], a=31.0) == []
+    assert late(watch, [slow], a=41.1) == ["slow"]
+
+
+def texts(events: EventLog) -> list[str]:
+    return [event.text for event in events.kept()]
+
+
+REMOVALS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder": (shutil.rmtree, "manifest.json is missing or damaged"),
+    "manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "file": (lambda path: (path / "tensors").unlink(), "tensors: No such file or directory"),
+    "cut": (lambda path: (path / "tensors").write_bytes(b"w"), "has 1 bytes instead of 7"),
+}
+
+
+@pytest.mark.parametrize(("remove", "lack"), REMOVALS.values(), ids=REMOVALS.keys())
+async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(
+    tmp_path: Path, remove: Callable[[Path], object], lack: str
+) -> None:
+    events = EventLog()
+    save_checkpoint(tmp_path, 30)
+    watch = CheckpointWatch(tmp_path, events, look_s=0.01)
+    watch.begin(30)
+    path = save_checkpoint(tmp_path, 40)
+    watch.saved(40)
+    async with asyncio.timeout(60):
+        watching = asyncio.ensure_future(watch.watch_forever())
+        await asyncio.sleep(0)
+        remove(path)
+        await until(lambda: texts(events))
+        watching.cancel()
+    (told,) = texts(events)
+    assert told.startswith(f"{path} was removed or damaged under the live run (")
+    assert lack in told
+    rest = "; remove what is left" if (path / "manifest.json").exists() else ""
+    assert told.endswith(f"){rest}: a resume begins from version 30")
+
+
+async def test_the_last_checkpoint_that_goes_is_told_as_well(tmp_path: Path) -> None:
+    events = EventLog()
+    watch = CheckpointWatch(tmp_path, events, look_s=0.01)
+    for step in (30, 40):
+        save_checkpoint(tmp_path, step)
+        watch.saved(step)
+    async with asyncio.timeout(60):
+        watching = asyncio.ensure_future(watch.watch_forever())
+        for number, step in enumerate((40, 30), start=1):
+            shutil.rmtree(tmp_path / f"step-{step:06d}")
+            await until(lambda number=number: len(texts(events)) >= number)
+        watching.cancel()
+    assert [text.rpartition(": ")[2] for text in texts(events)] == [
+        "a resume begins from version 30",
+        "a resume begins from the start",
+    ]
+
+
+async def test_the_trainer_removes_old_checkpoints_without_a_word(tmp_path: Path) -> None:
+    events = EventLog()
+    watch = CheckpointWatch(tmp_path, events, look_s=0.001)
+    watch.begin(0)
+    watching = asyncio.ensure_future(watch.watch_forever())
+    for step in range(1, 60):
+        await asyncio.to_thread(save_checkpoint, tmp_path, step, keep_last=1)
+        await asyncio.sleep(0.002)
+        watch.saved(step)
+    watching.cancel()
+    assert texts(events) == []
+
+
+def test_a_start_tells_what_it_passes_over(tmp_path: Path) -> None:
+    events = EventLog()
+    save_checkpoint(tmp_path, 30)
+    CheckpointWatch(tmp_path, events).begin(30)
+    assert texts(events) == []
+    path = save_checkpoint(tmp_path, 40)
+    (path / "manifest.json").unlink()
+    CheckpointWatch(tmp_path, events).begin(40)
+    assert texts(events) == [
+        f"{path} is no whole checkpoint, it has no manifest.json: a resume begins from version 30"
+    ]
+    shutil.rmtree(path)
+    CheckpointWatch(tmp_path, events).begin(40)
+    assert texts(events)[1:] == [f"{path} is not there any more: a resume begins from version 30"]
+    shutil.rmtree(tmp_path)
+    CheckpointWatch(tmp_path, events).begin(40)
+    assert texts(events)[2:] == [f"{path} is not there any more: a resume begins from the start"]

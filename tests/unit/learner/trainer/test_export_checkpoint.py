@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config, ParallelSection
 from slipstream.learner.trainer import export_checkpoint
 from slipstream.learner.trainer.export_checkpoint import on_one_rank
+from support.fakes.small_configs import small_config
 from support.rigs.run_processes import empty_model, write_config
 
 STAGES = {
@@ -22,16 +22,9 @@ STAGES = {
 
 
 def config(learner: dict, **sections: dict) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
-        "learner": learner,
-    }
-    for name, values in sections.items():
-        table.setdefault(name, {}).update(values)
-    return parse_config(table, source="test")
+    model = {"path": "models/tiny"} | sections.pop("model", {})
+    learner = learner | sections.pop("learner", {})
+    return small_config(model=model, learner=learner, **sections)
 
 
 @pytest.mark.parametrize(

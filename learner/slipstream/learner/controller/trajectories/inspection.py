@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.core.errors import ProtocolError
 from slipstream.core.reservation import max_text_bytes
-from slipstream.core.settings.sampling_section import MAX_TURNS
+from slipstream.core.settings.sampling_section import MAX_TURNS, SamplingSection
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
@@ -57,13 +57,8 @@ class KnownFacts:
     # Number of token ids. 0 if it is unknown.
     vocabulary: int
     max_staleness: int
-    # Largest sizes of an episode that leases allow: of each branch, and of all together.
-    max_episode_tokens: int
-    max_total_tokens: int
-    max_branches: int
-    max_turns: int
-    max_images: int
-    max_image_bytes: int
+    # Largest sizes of an episode.
+    sampling: SamplingSection
     # Likely tokens that the reference's server gives. None if no server answers for it.
     reference_top_k: int | None = None
 
@@ -95,21 +90,22 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have this size. Empty if it can."""
-    size, most = len(trajectory.token_ids), facts.max_episode_tokens
+    size, most = len(trajectory.token_ids), facts.sampling.max_episode_tokens
     if trajectory.branches:
         if excess := _excess_of_branches(trajectory, facts):
             return excess
     elif size > most:
         return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
-    if turns > facts.max_turns:
-        return f"it has {turns} turns, sampling.max_turns is {facts.max_turns}"
+    most = facts.sampling.max_turns or MAX_TURNS
+    if turns > most:
+        return f"it has {turns} turns, sampling.max_turns is {most}"
     if trajectory.has_reward and trajectory.num_sampled_tokens == 0:
         return "it has a reward and no sampled token"
-    number, most = len(trajectory.images), facts.max_images
+    number, most = len(trajectory.images), facts.sampling.max_images
     if number > most:
         return f"it has {number} images, sampling.max_images is {most}"
-    largest, most = max(map(len, trajectory.images), default=0), facts.max_image_bytes
+    largest, most = max(map(len, trajectory.images), default=0), facts.sampling.max_image_bytes
     if largest > most:
         return f"it has an image of {largest} bytes, sampling.max_image_bytes is {most}"
     for name, text in (("prompt", trajectory.prompt_text), ("reply", trajectory.reply_text)):
@@ -121,17 +117,17 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
     """The reason why no episode of this run can have these branches. Empty if it can."""
-    number, most = len(trajectory.branches), facts.max_branches
+    number, most = len(trajectory.branches), facts.sampling.max_branches
     if number > most:
         return f"it has {number} branches, sampling.max_branches is {most}"
-    most = facts.max_episode_tokens
+    most = facts.sampling.max_episode_tokens
     for place, part in enumerate(trajectory.sequences(), 1):
         size = part.tokens.stop - part.tokens.start
         if size > most:
             return f"branch {place} has {size} tokens, sampling.max_episode_tokens is {most}"
         if trajectory.has_reward and part.sampled.start == part.sampled.stop:
             return f"branch {place} has no sampled token"
-    size, most = len(trajectory.token_ids), facts.max_total_tokens
+    size, most = len(trajectory.token_ids), facts.sampling.total_tokens
     if size > most:
         return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
     return ""
@@ -306,7 +302,6 @@ class Inspector:
 
     def _facts(self) -> KnownFacts:
         progress, config = self._progress, self._run.config
-        sampling = config.sampling
         reference = config.reference
         is_served = reference is not None and reference.server is not None
         return KnownFacts(
@@ -315,12 +310,7 @@ class Inspector:
             vocabulary=self._vocabulary,
             # Not the bound for new leases, which may be lower by now.
             max_staleness=config.algorithm.max_staleness,
-            max_episode_tokens=sampling.max_episode_tokens,
-            max_total_tokens=sampling.total_tokens,
-            max_branches=sampling.max_branches,
-            max_turns=sampling.max_turns or MAX_TURNS,
-            max_images=sampling.max_images,
-            max_image_bytes=sampling.max_image_bytes,
+            sampling=config.sampling,
             reference_top_k=reference.top_k if reference is not None and is_served else None,
         )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class ExpertAdapter(torch.nn.Module):
-    """The adapters of the matrices in one `GroupedLinear`: scale * B A beside each.
+    """The adapters of the matrices in one `GroupedLinear`: each adds scale * B A.
 
     Both factors are split over the expert tensor parallel ranks. The first factor of a matrix that
     is split by rows is split by rows too, and its outputs are gathered. That of a matrix that is
@@ -49,7 +49,7 @@ class ExpertAdapter(torch.nn.Module):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """Returns what the adapter of one expert adds to [tokens, out]; a part of it, if summed."""
+        """Returns one expert's addition to [tokens, out]; a rank's part if outputs are summed."""
         group = self._group
         inner = self.first(self.dropout(inputs), expert)
         if self._by_rows:

@@ -76,7 +76,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
     """Gives passes in which adapters drop a share of their inputs, `config.lora.dropout`.
 
-    What they drop follows from `run.seed` and `place` alone, so a step that is trained again drops
+    The dropped inputs depend only on `run.seed` and `place`, so a step that is trained again drops
     the same. All other passes drop nothing.
     """
     if not config.lora.dropout:

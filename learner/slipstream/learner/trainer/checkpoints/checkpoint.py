@@ -122,7 +122,7 @@ class Checkpointer:
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
 
-        # What a save has left may fill the disk, and the check writes a file.
+        # An interrupted save may fill the disk, and the check writes a file: clean up first.
         chosen = self._disk.together(self._newest_step)
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
@@ -138,10 +138,18 @@ class Checkpointer:
 
         path = checkpoint_path(self._folder, step)
         manifest = self._disk.together(lambda: self._check(path))
-        settings = [_optimizer_settings(model.optimizer) for model in self._models]
+        # A checkpoint must not overwrite the settings of parameter groups.
+        settings = [
+            [
+                {name: value for name, value in group.items() if name not in ("params", "step")}
+                for group in _groups(model.optimizer)
+            ]
+            for model in self._models
+        ]
         load_models(self._models, path / STATE_FOLDER, self._disk)
         for model, values in zip(self._models, settings, strict=True):
-            _restore_settings(model.optimizer, values)
+            for group, kept in zip(_groups(model.optimizer), values, strict=True):
+                group.update(kept)
         if manifest.layout == self._layout():
             _set_random_state(load_file(path / _random_name(self._ranks.rank)))
         else:
@@ -159,7 +167,14 @@ class Checkpointer:
         published = self.finish()
         partial = checkpoint_path(self._folder, version.step)
         partial = partial.with_name(partial.name + PARTIAL_SUFFIX)
-        self._disk.together(lambda: self._prepare(partial))
+
+        def make_folder() -> None:
+            if self._ranks.is_main:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                (partial / STATE_FOLDER).mkdir(parents=True)
+
+        self._disk.together(make_folder)
         self._disk.together(self._host.begin)
         pending = begin_save(
             self._models,
@@ -170,7 +185,14 @@ class Checkpointer:
         )
         random = _random_state()
         self._last_step = version.step
-        entries = self._disk.start(lambda: self._write_files(pending, random, partial))
+
+        def write_files() -> list[FileEntry]:
+            path = partial / _random_name(self._ranks.rank)
+            write_safetensors(path, random, self._disk.moved)
+            return [*pending.write(), *self._described(partial, [path])]
+
+        # This rank's files are written in its thread, while training goes on.
+        entries = self._disk.start(write_files)
         self._write = _Write(version, weight_digest.hex(), partial, pending, entries)
         return published if self._settings.asynchronous else self.finish()
 
@@ -213,20 +235,6 @@ class Checkpointer:
         own = manifest.files[self._ranks.rank :: self._ranks.world_size]
         check_files(path, own, self._disk.moved)
         return manifest
-
-    def _prepare(self, partial: Path) -> None:
-        if self._ranks.is_main:
-            if partial.exists():
-                shutil.rmtree(partial)
-            (partial / STATE_FOLDER).mkdir(parents=True)
-
-    def _write_files(
-        self, pending: PendingSave, random: dict[str, Tensor], partial: Path
-    ) -> list[FileEntry]:
-        """Writes this rank's files in its thread during training; returns their entries."""
-        path = partial / _random_name(self._ranks.rank)
-        write_safetensors(path, random, self._disk.moved)
-        return [*pending.write(), *self._described(partial, [path])]
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:
         """Returns the entries of the files that rank 0 wrote beside its own part."""
@@ -282,20 +290,8 @@ class Checkpointer:
         )
 
 
-def _optimizer_settings(optimizer: Megatron | None) -> list[dict[str, object]]:
-    """Returns each parameter group's settings, which a checkpoint must not overwrite."""
-    if optimizer is None:
-        return []
-    return [
-        {name: value for name, value in group.items() if name not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-
-
-def _restore_settings(optimizer: Megatron | None, settings: list[dict[str, object]]) -> None:
-    if optimizer is not None:
-        for group, values in zip(optimizer.param_groups, settings, strict=True):
-            group.update(values)
+def _groups(optimizer: Megatron | None) -> list[dict[str, object]]:
+    return [] if optimizer is None else optimizer.param_groups
 
 
 def _random_name(rank: int) -> str:

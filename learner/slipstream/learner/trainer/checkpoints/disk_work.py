@@ -86,13 +86,16 @@ class DiskWork:
                 return self._result(future, any(failed for _, failed, *_ in states))
 
     def is_done(self, future: Future[Result]) -> bool:
-        """Whether the work of all ranks is done; CheckpointError for a silent disk."""
+        """Whether all ranks have done their work. Raises CheckpointError for a silent disk."""
         return all(is_done for is_done, *_ in self._meet(future))
 
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
-        """Returns the state of each rank's work; CheckpointError when a disk is silent too long."""
+        """Returns each rank's state. Raises CheckpointError if a disk was silent too long."""
         limit_s = self._ranks.timeout_s
-        found = self._ranks.gather_bytes(self._state(future))
+        is_done, silent_s = future.done(), time.monotonic() - self._moved_s
+        failed = is_done and future.exception() is not None
+        own = _STATE.pack(is_done, failed, self._num_bytes, silent_s)
+        found = self._ranks.gather_bytes(own)
         states = [_STATE.unpack(state) for state in found]
         for rank, (is_done, _, _, silent_s) in enumerate(states):
             if not is_done and silent_s > limit_s:
@@ -101,11 +104,6 @@ class DiskWork:
                     f"{limit_s:g} s (learner.timeout_s)"
                 )
         return states
-
-    def _state(self, future: Future[Result]) -> bytes:
-        is_done = future.done()
-        failed = is_done and future.exception() is not None
-        return _STATE.pack(is_done, failed, self._num_bytes, time.monotonic() - self._moved_s)
 
     def _result(self, future: Future[Result], any_failed: bool) -> Result:
         error = future.exception()
@@ -134,7 +132,13 @@ def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -
     mark = f".seen-by-all-{secrets.token_hex(8)}".encode() if ranks.is_main else None
     path = folder / ranks.broadcast_bytes(mark).decode()
     disk = DiskWork(folder, ranks)
-    disk.together(lambda: _make(path) if ranks.is_main else None)
+
+    def make() -> None:
+        if ranks.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    disk.together(make)
     seen = disk.together(lambda: _is_seen(path, disk, limit_s))
     blind = b"" if seen else f"rank {ranks.rank} on {socket.gethostname()}".encode()
     who = [name.decode() for name in ranks.gather_bytes(blind) if name]
@@ -144,11 +148,6 @@ def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -
             f"checkpoints need a run.dir that all nodes of the learner share: {', '.join(who)} "
             f"cannot see what rank 0 writes to {folder}; checkpoint.every_steps = 0 makes none"
         )
-
-
-def _make(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
 
 
 def _is_seen(path: Path, disk: DiskWork, limit_s: float) -> bool:

@@ -242,7 +242,7 @@ class _SafePlanner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
 
 
 class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads like Megatron's strategy, but files cannot run code, and each rank reads by itself.
+    """Loads like Megatron's strategy, but files cannot run code, and ranks read independently.
 
     torch would make all ranks wait in a collective for the slowest reader.
     """
@@ -415,7 +415,7 @@ def detach(state: dict[str, Any]) -> None:
 
 
 def was_distributed(saved: Tree) -> bool:
-    """Whether `saved`, the structure around an optimizer's tensors, is of the distributed kind."""
+    """Whether `saved`, the structure around the tensors, is the distributed optimizer's."""
     return any("param_state_sharding_type" in part for part in _dicts(saved))
 
 

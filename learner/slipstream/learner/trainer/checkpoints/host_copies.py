@@ -31,6 +31,7 @@ class HostCopies:
     """The copies of one device's tensors that one save holds in main memory.
 
     `reserve` once, in the background; then for each save `begin`, and `copy` or `empty` and `wait`.
+    Keep it until the process ends: memory that is freed while pinned gives wrong copies later.
     """
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:

@@ -56,7 +56,7 @@ _DTYPES = {
 }
 
 
-# What the reader of pickles raises where bytes are not those that were written.
+# Errors of the reader of pickles for damaged bytes.
 _OF_DAMAGE = (
     *(OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError),
     *(LookupError, OverflowError, MemoryError, ImportError),
@@ -82,7 +82,7 @@ def _member(kind: object, name: str) -> object:
 
 
 def read_index(path: Path) -> Metadata:
-    """Returns the index in `path`; CheckpointError for anything but the records of an index."""
+    """Returns the index in `path`. Raises CheckpointError if it holds anything else."""
     try:
         with path.open("rb") as file:
             index = _Unpickler(file).load()

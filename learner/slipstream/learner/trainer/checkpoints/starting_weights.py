@@ -35,7 +35,7 @@ def load_models_from(models: Sequence[StoredModel], path: Path, ranks: Ranks) ->
 
 
 def check_saved(path: Path, ranks: Ranks) -> None:
-    """CheckpointError when a file of a run's checkpoint is not the one that was saved; collective.
+    """Raises CheckpointError if a file of a run's checkpoint changed since its save; collective.
 
     Files that a converter made have no manifest to be checked by.
     """

@@ -72,11 +72,11 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         on_device = [data.detach() for data in found if _is_on_device(data)]
         copies = iter(self._host.copy(on_device))
         self._items = [
-            (item, next(copies) if _is_on_device(data) else self._as_written(data))
+            (item, next(copies) if _is_on_device(data) else self._kept(data))
             for item, data in zip(plan.items, found, strict=True)
         ]
 
-    def _as_written(self, data: Any) -> Any:  # noqa: ANN401 - a tensor in main memory, or bytes
+    def _kept(self, data: Any) -> Any:  # noqa: ANN401 - a tensor in main memory, or bytes
         if not isinstance(data, torch.Tensor):
             return data
         tensor = data.detach()
@@ -194,7 +194,7 @@ class KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
             self._kept = Path(checkpoint_dir) / COMMON_STATE_FNAME, encoded.getvalue()
 
     def write(self) -> None:
-        """Writes what is kept; OSError where the disk refuses it."""
+        """Writes the kept state. Raises OSError if the disk refuses it."""
         if self._kept is not None:
             path, encoded = self._kept
             path.write_bytes(encoded)
@@ -232,7 +232,7 @@ def first_cause(error: BaseException) -> str:
     """Returns one line: what failed on the first rank that failed, or the error's first line."""
     if not isinstance(error, CheckpointException):
         return str(error).partition("\n")[0]
-    # torch tells the failures of all ranks to the first of them alone.
+    # torch reports the failures of all ranks to the first rank only.
     for rank, (failure, _) in error.failures.items():
         return f"{type(failure).__name__} on rank {rank}: {failure}"
     return "another rank failed"

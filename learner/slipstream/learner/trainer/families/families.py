@@ -74,14 +74,14 @@ class MistralBridge(DenseBridge):
     source=Ministral3ForCausalLM, target=GPTModel, model_type="ministral3"
 )
 class Ministral3Bridge(DenseBridge):
-    """Ministral 3, its language model alone: a Llama with YaRN.
+    """The language model of Ministral 3: a Llama with YaRN.
 
     Bridge's own recipe is for the model with images.
     """
 
 
 class _GemmaBridge(FamilyBridge):
-    """What Gemma 2 and 3 share.
+    """The parts that Gemma 2 and 3 share.
 
     Norms multiply by 1 + weight and stand before and after attention and MLP. Embeddings are scaled
     by the root of the hidden size; scores by a number of config.json.
@@ -174,7 +174,7 @@ class OlmoeBridge(FamilyBridge):
     source=MixtralForCausalLM, target=GPTModel, model_type="mixtral"
 )
 class MixtralBridge(FamilyBridge):
-    """Mixtral: the weights of a token's experts are a softmax over these experts alone.
+    """Mixtral: the weights of a token's experts are a softmax over only these experts.
 
     Source: arXiv:2401.04088, section 2.1.
     """

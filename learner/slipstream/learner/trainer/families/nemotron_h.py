@@ -1,4 +1,4 @@
-"""A recipe for Nemotron-H, each of whose layers is Mamba-2, attention or an MLP alone.
+"""A recipe for Nemotron-H, each of whose layers is either Mamba-2, attention or an MLP.
 
 Importing this module after Bridge registers the recipe: see `compat.install`.
 """
@@ -29,10 +29,6 @@ _MIXER = f"{_LAYER}mixer."
 _FORMS = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "mlp"}
 
 
-def _is_of_experts(name: str) -> bool:
-    return "moe" in name or name == "mtp_num_layers"
-
-
 @MegatronModelBridge.register_bridge(
     source=NemotronHForCausalLM, target=GPTModel, model_type="nemotron_h"
 )
@@ -44,7 +40,11 @@ class NemotronHBridge(FamilyBridge):
 
     # transformers' settings have numbers of experts for every model.
     CONFIG_MAPPING = (
-        *(pair for pair in MegatronModelBridge.CONFIG_MAPPING if not _is_of_experts(pair[1])),
+        *(
+            pair
+            for pair in MegatronModelBridge.CONFIG_MAPPING
+            if "moe" not in pair[1] and pair[1] != "mtp_num_layers"
+        ),
         ("layer_norm_epsilon", "layernorm_epsilon"),
         ("mamba_num_heads", "mamba_num_heads"),
         ("mamba_head_dim", "mamba_head_dim"),

@@ -149,7 +149,7 @@ class Qwen3NextBridge(FamilyBridge):
         linear_out_tensor: Tensor,
         is_expert: bool = False,
     ) -> dict[str, Tensor] | None:
-        """Returns the second factor of each of the files' matrices; None: there is only one."""
+        """Returns the second factor of each of the files' matrices; None if there is one."""
         config = megatron_model[0].config
         parts = _parts(config, base_hf_weight_names, linear_out_tensor)
         if parts is not None:
@@ -272,14 +272,14 @@ class _MixtureLayers(_Layers):
     source=Qwen3_5ForCausalLM, target=GPTModel, model_type="qwen3_5_text"
 )
 class Qwen35Bridge(_Layers):
-    """Qwen3.5, its language model alone."""
+    """The language model of Qwen3.5."""
 
 
 @MegatronModelBridge.register_bridge(
     source=Qwen3_5MoeForCausalLM, target=GPTModel, model_type="qwen3_5_moe_text"
 )
 class Qwen35MixtureBridge(_MixtureLayers):
-    """Qwen3.5 with experts, its language model alone; the files have each expert apart."""
+    """The language model of Qwen3.5 with experts; the files hold each expert separately."""
 
 
 @MegatronModelBridge.register_bridge(

@@ -64,7 +64,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 
 class VisionBridge(FamilyBridge):
-    """What models with a vision tower share; the classes below have these three."""
+    """The parts that models with a vision tower share; each class sets the three below."""
 
     tower: Megatron
     # Folders of the tower and of the decoder in the files.
@@ -177,7 +177,7 @@ class Vision:
     def __init__(
         self, chunks: list[Megatron], hf_config: Megatron, processor: ImageProcessor
     ) -> None:
-        """`chunks` are unwrapped; ConfigError for a layout in which they cannot take images."""
+        """Takes unwrapped `chunks`. Raises ConfigError if their layout cannot take images."""
         self.processor = processor
         rope = hf_config.text_config.rope_parameters
         has_axes = "mrope_section" in rope

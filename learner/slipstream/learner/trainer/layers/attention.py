@@ -55,16 +55,16 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group: dist.ProcessGroup = pg_collection.cp
-        # Scores stay below this number; None: they are not capped.
+        # Scores stay below this number; None if they are not capped.
         self.score_cap: float | None = getattr(config, "score_cap", None)
-        # Tokens before a query that it sees; None: all of them.
+        # Tokens before a query that it sees; None for all of them.
         self.window: int | None = None
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             self.window = config.window_size[0]
         self.most_scores = MOST_SCORES
-        # Score of a place beside the tokens, for each head; None: there is no such place.
+        # Sink of each head: the score of a place without a token. None if there are no sinks.
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             self.softmax_offset = new_scores(config)
@@ -116,7 +116,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         parts = [
             self._attend_group(query, key, value, group)
             if group.band is None
-            # What the backward pass needs of all blocks would not fit: each is computed again.
+            # Activations of all blocks would not fit: the backward pass computes each again.
             else checkpoint(
                 self._attend_group,
                 *(query, key, value, group),

@@ -27,7 +27,7 @@ def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
     return {
         # The choice of experts must not depend on the rounding of bfloat16.
         "moe_router_dtype": "fp32",
-        # A policy's loss is the objective alone; `learner.transformer` may set a coefficient.
+        # A policy's loss is only the objective; `learner.transformer` may set a coefficient.
         "moe_aux_loss_coeff": 0.0,
         # Bridge always lets the probabilities of the chosen experts add up to 1.
         "moe_router_pre_softmax": not normalizes_experts(sizes),
@@ -98,7 +98,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         self.num_experts = num_experts
         self.kinds = ("weight", "bias") if has_bias else ("weight",)
         self.groups = groups
-        # Low-rank adapters of the matrices; None: there are none.
+        # Low-rank adapters of the matrices; None if there are none.
         self.adapter: Megatron = None
         device = torch.device("cpu") if config.use_cpu_initialization else None
         for place in range(num_experts):

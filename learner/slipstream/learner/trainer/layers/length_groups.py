@@ -30,9 +30,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Masks:
-    """The keys that a query sees beside the causal rule, and what masks may cost."""
+    """Limits of a query's keys besides causality, and of the memory of masks."""
 
-    # Tokens before a query that it sees; None: all of them.
+    # Tokens before a query that it sees; None for all of them.
     window: int | None = None
     # Whether the kernel knows causal attention, and then holds no scores.
     has_kernel: bool = True
@@ -68,9 +68,9 @@ class LengthGroup:
     is_query: Tensor
     # [sequences, longest]: places of all tokens of each sequence.
     keys: Tensor
-    # [sequences, 1, queries, keys]: which keys a query sees; None: those up to its own place.
+    # [sequences, 1, queries, keys]: which keys a query sees; None for causal attention.
     mask: Tensor | None
-    # The rule of a block's mask; None: `mask` holds it.
+    # The rule of a block's mask; None if `mask` holds the mask.
     band: Band | None = None
 
     def to(self, device: torch.device) -> LengthGroup:
@@ -86,7 +86,7 @@ def rows(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: Megatron) -> Tensor:
-    """Returns what `mix` makes of packed `tokens`, which it gets one sequence a row, [tokens, ...].
+    """Applies `mix`, which takes one sequence a row, to packed `tokens` [tokens, ...].
 
     The whole of each sequence is on this rank. Trailing padding must have no effect.
     """

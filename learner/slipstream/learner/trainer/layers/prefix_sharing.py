@@ -36,7 +36,7 @@ class PrefixSharing:
         from megatron.core.transformer.attention import SelfAttention
 
         self.min_tokens = min_tokens
-        # What sharing has left out of the newest step, over all replicas.
+        # Work that sharing saved in the newest step, over all replicas.
         self.saved = SavedWork()
         self._positions: Tensor | None = None
         for chunk in chunks:

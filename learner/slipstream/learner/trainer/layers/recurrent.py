@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-# Tokens that the scan multiplies as one matrix; the result depends on it by rounding alone.
+# Tokens that the scan multiplies as one matrix; it changes results only by rounding.
 _LEAST_CHUNK, _CHUNK = 16, 128
 
 
@@ -228,7 +228,7 @@ class PlainNorm(RMSNorm):
         """Normalises the last dimension, of this rank's heads."""
         weight: Tensor = self.weight
         if self._sums_gradients:
-            # Megatron sums the gradients of tensor parallel ranks with sequence parallelism alone.
+            # Megatron sums gradients of tensor parallel ranks only with sequence parallelism.
             weight = copy_to_tensor_model_parallel_region(weight)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 

@@ -10,7 +10,7 @@ routing replay (R3), arXiv:2510.11370.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class LayerReplay:
         self._num_experts = layer.config.num_moe_experts
         self._splits_tokens = layer.config.sequence_parallel
         self._tp_group = layer.mlp.tp_group
-        # Experts of the micro batch that the layer works on; None: the router chooses.
+        # Experts of the current micro batch; None if the router chooses.
         self._expert_ids: Tensor | None = None
         self._is_inside = self._has_gradient = False
         # Experts of micro batches whose expert MLPs alone, without the rest of the layer, are
@@ -71,11 +71,17 @@ class LayerReplay:
         expert_ids = self._now()
         if expert_ids is None:
             return values, own
-        given = self._rank_part(expert_ids[:, self._place], len(scores)).long()
-        is_known = _are_different(given) & (given < self._num_experts).all(-1)
+        given = expert_ids[:, self._place].long()
+        if self._splits_tokens:
+            given = given[self._tp_group.rank() * len(scores) :][: len(scores)]
+        ordered = given.sort(dim=-1).values
+        are_different = (ordered[:, 1:] != ordered[:, :-1]).all(-1)
+        is_known = are_different & (given < self._num_experts).all(-1)
         # Each token is counted once: the first pass of a recomputed layer has no gradient.
         if torch.is_grad_enabled():
-            self._count(own, given, is_known)
+            is_other = ~(given[:, :, None] == own[:, None, :]).any(-1) & is_known[:, None]
+            found = torch.stack([is_other.sum(), is_known.sum() * given.shape[1]])
+            self._counts = found if self._counts is None else self._counts + found
         chosen = torch.where(is_known[:, None], given, own)
         return scores.gather(1, chosen), chosen
 
@@ -97,28 +103,12 @@ class LayerReplay:
             self._again.append(self._expert_ids)
         return self._expert_ids
 
-    def _count(self, own: Tensor, given: Tensor, is_known: Tensor) -> None:
-        is_other = ~(given[:, :, None] == own[:, None, :]).any(-1) & is_known[:, None]
-        found = torch.stack([is_other.sum(), is_known.sum() * given.shape[1]])
-        self._counts = found if self._counts is None else self._counts + found
-
-    def _rank_part(self, expert_ids: Tensor, num_tokens: int) -> Tensor:
-        """Returns this tensor parallel rank's part, if the ranks split the tokens."""
-        if not self._splits_tokens:
-            return expert_ids
-        return expert_ids[self._tp_group.rank() * num_tokens :][:num_tokens]
-
     def _enter(self, _: Megatron, __: tuple[object, ...], named: dict[str, Any]) -> None:
         self._expert_ids = named["packed_seq_params"].expert_ids
         self._is_inside, self._has_gradient = True, torch.is_grad_enabled()
 
     def _leave(self, *_: object) -> None:
         self._expert_ids, self._is_inside = None, False
-
-
-def _are_different(ids: Tensor) -> Tensor:
-    ordered = ids.sort(dim=-1).values
-    return (ordered[:, 1:] != ordered[:, :-1]).all(-1)
 
 
 class GroupsByBest:
@@ -164,14 +154,6 @@ def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
     return chunks
 
 
-def _replays(chunks: Sequence[Megatron]) -> Iterator[LayerReplay]:
-    for chunk in chunks:
-        for module in chunk.modules():
-            replay = vars(module).get("router_replay")
-            if isinstance(replay, LayerReplay):
-                yield replay
-
-
 def routing_metrics(
     chunks: Sequence[Megatron], ranks: Ranks, trajectories: Sequence[Trajectory]
 ) -> dict[str, float]:
@@ -181,8 +163,9 @@ def routing_metrics(
     replay and no router asked for them.
     """
     totals = torch.zeros(2, dtype=torch.int64)
-    for replay in _replays(chunks):
-        counts = replay.take_counts()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        replay = vars(module).get("router_replay")
+        counts = replay.take_counts() if isinstance(replay, LayerReplay) else None
         if counts is not None:
             totals += counts.cpu()
     differing, replayed = ranks.sum(totals).tolist()

@@ -130,7 +130,7 @@ def _mlp_alone(layer: Megatron, norm: Megatron) -> Megatron:
     return replace(layer, submodules=changed)
 
 
-# What a recipe says in `layer_forms` of a layer -> the function that makes it of Megatron's.
+# Form of a layer in a recipe's `layer_forms` -> function that makes it of Megatron's layer.
 _FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
     "whole": lambda layer, _: layer,
     "delta net": _with_delta_net,

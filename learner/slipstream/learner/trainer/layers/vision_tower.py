@@ -20,7 +20,7 @@ class Tower(torch.nn.Module):
         self.inner = inner
 
     def _apply(self, fn: Any, recurse: bool = True) -> Tower:  # noqa: ANN401
-        """Moves and casts the parameters; tables of angles are moved alone."""
+        """Moves and casts the parameters; moves tables of angles without a cast."""
         tables = [
             (module, name, table)
             for module in self.inner.modules()
@@ -104,7 +104,7 @@ class PixtralTower(Tower):
     def forward(self, images: ImageInputs) -> list[Tensor]:
         """Returns features [tokens of images with features, hidden size].
 
-        Each image is computed by itself, without the mask of all pairs of patches that
+        Each image is computed separately, without the mask of all pairs of patches that
         transformers' forward makes for images together.
         """
         parts: Megatron = self.inner

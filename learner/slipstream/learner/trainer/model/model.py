@@ -45,12 +45,12 @@ class ParallelModel:
     attention_length: float
     # A micro batch with at most this many logits keeps them for the backward pass.
     kept_logits: int
-    # Element type of the logits; None: that of the parameters.
+    # Element type of the logits; None for that of the parameters.
     logits_dtype: torch.dtype | None
     memory: HostMemory
-    # None: common beginnings of sequences are computed once for each sequence.
+    # None if common beginnings of sequences are computed for each sequence.
     sharing: PrefixSharing | None
-    # None: the model sees no images.
+    # None if the model sees no images.
     vision: Vision | None
 
     @property
@@ -98,9 +98,9 @@ class TrainedModel(ParallelModel):
     optimizer: Megatron
     # Makes weights of the optimizer's masters.
     rounding: Rounding
-    # The scale of the loss in float16; None: gradients need none.
+    # The scaler of the loss in float16; None for other types.
     scaler: Megatron = None
-    # None: what `learner.transformer` says is recomputed.
+    # The plan of `learner.recompute = "auto"`; None if `learner.transformer` decides.
     recompute: Recompute | None = None
 
     def zero_grad(self) -> None:
@@ -117,9 +117,9 @@ class TrainedModel(ParallelModel):
     def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        `again` makes the same gradients anew. It is called after numbers of float16 overflowed on
-        any rank, with half the scale of the loss, until none does: no batch is left out. Raises
-        UntrainableBatch, with unchanged weights and scale, when the norm is not finite on any rank.
+        `again` computes the same gradients again. It is called with half the scale of the loss
+        after numbers of float16 overflowed on any rank, until none does: no batch is left out.
+        Raises UntrainableBatch, with unchanged weights and scale, if the norm is not finite.
         """
         before = None if self.scaler is None else self.scaler.state_dict()
         try:
@@ -241,7 +241,7 @@ def token_alignment(settings: Megatron) -> int:
 def shared_scaler(optimizer: Megatron) -> Megatron:
     """Makes all parts of an optimizer use the first one's scale of the loss; returns its scaler.
 
-    Megatron gives each part a scaler of its own, but scales the loss by the first one's alone:
+    Megatron gives each part a scaler of its own, but scales the loss only by the first one's:
     after an overflow in one part the others would divide by a wrong scale. None if the scale is
     constant, or there is none.
     """

@@ -32,7 +32,7 @@ class _Waiting:
     # The torch optimizers' moments, and what each of their groups counts.
     moments: list[dict[Tensor, Any]]
     counts: list[Any]
-    # The state of the loss's scaler; None without one.
+    # The state of the loss's scaler; None if there is none.
     scale: dict[str, Any] | None
 
 

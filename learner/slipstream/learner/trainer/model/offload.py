@@ -93,8 +93,10 @@ class HostMemory:
         away = _Away()
         for storage in _storages(self._tensors[part]()):
             away.storages.append((storage, storage.nbytes()))
-            kept = part is not Part.GRADIENTS
-            away.copies.append(_to_host(_bytes(storage)) if kept else None)
+            copy, data = None, _bytes(storage)
+            if part is not Part.GRADIENTS:
+                copy = torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
+            away.copies.append(copy)
             storage.resize_(0)
         self._away[part] = away
         if torch.cuda.is_available():
@@ -125,13 +127,6 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _to_host(data: Tensor) -> Tensor:
-    if not data.is_cuda:
-        return data.clone()
-    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-    return host.copy_(data)
 
 
 def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:

@@ -49,7 +49,7 @@ _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
 # float32, so that the right scale may be below 1. The same scale once more, which is Megatron's
 # hysteresis, would overflow again: the pass is repeated with the same batch.
 _LOSS_SCALES = {"initial_loss_scale": 2.0**16, "min_loss_scale": 2.0**-16, "hysteresis": 1}
-# Ways of exchanging keys and values between context parallel ranks; None is p2p.
+# Ways of exchanging keys and values between context parallel ranks; None stands for p2p.
 _KINDS_FOR_PACKED = (None, "p2p", "a2a")
 # Without TransformerEngine these settings fail late, or change nothing.
 _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
@@ -138,7 +138,10 @@ def provider_of(
         _check_windows(config, kind, has_windows=values.get("window_size") is not None)
     check_fp8(values, config.learner)
     if values.get("deterministic_mode"):
-        _choose_deterministic_kernels()
+        # This comes before the process runs its first kernel.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        torch.use_deterministic_algorithms(True)
     for name, value in values.items():
         setattr(provider, name, value)
     with refusals_of("learner.transformer"):
@@ -172,7 +175,7 @@ def check_fp8(
 def _check_shared_sequences(config: Config, kind: object) -> None:
     """Raises ConfigError where TransformerEngine 2.11 cannot split packed sequences over ranks.
 
-    TransformerEngine itself would refuse them at the first micro batch, in words for programmers.
+    TransformerEngine would refuse them only at the first micro batch, by an assertion.
     """
     if config.learner.parallel.cp == 1:
         return
@@ -198,13 +201,6 @@ def _check_windows(config: Config, kind: object, *, has_windows: bool) -> None:
             "learner.transformer.cp_comm_type must be a2a for a model with attention windows and "
             f"learner.parallel.cp {config.learner.parallel.cp}, got {kind!r}"
         )
-
-
-def _choose_deterministic_kernels() -> None:
-    """Makes this process use deterministic kernels; call it before the first kernel runs."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    torch.use_deterministic_algorithms(True)
 
 
 def _without_transformer_engine(config: Config) -> dict[str, object]:
@@ -236,7 +232,7 @@ def _window_settings(hf_config: Megatron) -> dict[str, object]:
 
 
 def ddp_config_of(config: Config) -> Megatron:
-    """Returns Megatron's settings of data parallelism; ConfigError when Megatron refuses one."""
+    """Returns Megatron's settings of data parallelism. Raises ConfigError for a refused one."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values: dict[str, object] = {
@@ -270,7 +266,7 @@ def _overlap(learner: LearnerSection) -> dict[str, object]:
 
 
 def optimizer_config_of(config: Config) -> Megatron:
-    """Returns Megatron's settings of the optimizer; ConfigError when Megatron refuses one."""
+    """Returns Megatron's settings of the optimizer. Raises ConfigError for a refused one."""
     from megatron.core.optimizer import OptimizerConfig
 
     learner = config.learner

@@ -74,11 +74,11 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a pass with one kept layer took, in bytes for each token of its largest micro batch."""
+    """Memory of a pass with one kept layer, in bytes a token of its largest micro batch."""
 
     # One layer's activations of one micro batch.
     layer: float
-    # Everything else that is allocated during the pass alone.
+    # Everything else that is allocated only during the pass.
     rest: float
 
 
@@ -115,7 +115,7 @@ class Recompute:
         self._layers = max(len(block.layers) for block in blocks)
         self._last = max(blocks, key=lambda block: len(block.layers)).layers[-1]
         self._learner, self._memory = learner, memory
-        # What the first training pass took; None before it.
+        # Memory of the first training pass; None before it.
         self.measured: Measured | None = None
         # The last layer says nothing about Mamba layers, which keep most.
         forms = getattr(blocks[0].config, "layer_forms", None) or ()

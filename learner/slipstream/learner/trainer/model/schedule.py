@@ -19,7 +19,7 @@ from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.shares import masked_outputs
 from slipstream.learner.trainer.outputs.logprobs import (
     Projection,
-    likely_tokens,
+    top_tokens,
     vocab_parallel_logprobs,
 )
 from slipstream.learner.trainer.untyped import Megatron
@@ -90,8 +90,8 @@ def forward_logprobs(
         states, weight, targets = hidden[0], model.output_weight, micro_batch.targets
         if top_k:
             places = torch.cat(rows[place])
-            likely = likely_tokens(states[places], weight, top_k, projection)
-            ids = targets.new_zeros(len(targets), top_k).index_copy(0, places, likely)
+            top = top_tokens(states[places], weight, top_k, projection)
+            ids = targets.new_zeros(len(targets), top_k).index_copy(0, places, top)
             targets = torch.cat([targets[:, None], ids], dim=1)
         logprobs, _ = _logprobs(states, weight, targets, rows[place], projection)
         if top_k:

@@ -30,10 +30,10 @@ from torch import Tensor
 # and [] on the other stages.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
 
-# Shares of a micro batch that the longest bundle takes.
-_PARTS = (1, 2, 4, 8)
-# A micro batch costs its tokens and this part of the largest one.
-_LAUNCH = 32
+# Bundles take at most a micro batch divided by one of these numbers.
+_BUNDLE_DIVISORS = (1, 2, 4, 8)
+# A micro batch costs its tokens and the largest micro batch's tokens divided by this number.
+_LAUNCH_DIVISOR = 32
 
 
 def batch_outputs(
@@ -53,7 +53,7 @@ def batch_outputs(
     )
     found = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens, width=width))
     return [
-        np.concatenate([_sampled_outputs(part, next(found)) for part in trajectory.sequences()])
+        np.concatenate([_with_unpredicted(part, next(found)) for part in trajectory.sequences()])
         for trajectory in batch.trajectories
     ]
 
@@ -153,7 +153,7 @@ def _shared_plan(
     if not tree.share:
         return None
     found = []
-    for parts in _PARTS:
+    for parts in _BUNDLE_DIVISORS:
         made = tree.bundles(max_tokens // parts)
         sizes = [num_tokens(bundle) for bundle in made]
         plan = plan_micro_batches(
@@ -165,7 +165,10 @@ def _shared_plan(
             squares=[num_squares(bundle) for bundle in made],
         )
         work = max(
-            sum(sum(sizes[place] for place in places) + max_tokens // _LAUNCH for places in bins)
+            sum(
+                sum(sizes[place] for place in places) + max_tokens // _LAUNCH_DIVISOR
+                for places in bins
+            )
             for bins in plan
         )
         chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
@@ -175,6 +178,7 @@ def _shared_plan(
     return best
 
 
-def _sampled_outputs(part: TokenSequence, found: LogprobArray) -> LogprobArray:
+def _with_unpredicted(part: TokenSequence, found: LogprobArray) -> LogprobArray:
+    """Puts zeros before `found` for the sampled tokens of `part` that nothing predicts."""
     unpredicted = part.sampled.stop - part.sampled.start - len(found)
     return np.concatenate([np.zeros((unpredicted, *found.shape[1:]), dtype=np.float32), found])

@@ -76,7 +76,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Computes logits in chunks; only these logits are changed in place, no saved tensor is."""
+    """Computes logits in chunks. Only these are changed in place, never a saved tensor."""
 
     @staticmethod
     def forward(
@@ -314,8 +314,8 @@ def _bring_to_all_ranks(
 
 
 @torch.no_grad()
-def likely_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
-    """Returns the `top_k` most likely tokens of each row, int64 [rows, top_k], without an order.
+def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
+    """Returns the top k tokens of each row, int64 [rows, top_k], without an order.
 
     Arguments are those of `vocab_parallel_logprobs`; a cap and a temperature change no order.
     Collective over the group, and the same on all its ranks.

@@ -42,7 +42,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK; raises ConfigError for a missing one."""
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK. Raises ConfigError if one is missing."""
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
         except KeyError as error:

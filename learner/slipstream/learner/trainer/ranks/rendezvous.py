@@ -156,7 +156,7 @@ def _unanswered(host: str, port: int, within: str) -> TimeoutError:
 def _all_here(
     store: Store, launch: tuple[int, int], place: str, timeout: timedelta, recognition: timedelta
 ) -> Store:
-    """Returns the part of the store that only ranks of this start know, once all have joined.
+    """Returns the part of the store that only this start's ranks know, once all have joined.
 
     `launch` has rank and world size.
     """

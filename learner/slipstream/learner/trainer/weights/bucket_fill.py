@@ -28,7 +28,7 @@ from slipstream.learner.trainer.weights.export_plan import (
 from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from torch import Tensor
 
-# Size from which a block is copied by itself: it takes longer than starting the next copy.
+# Size from which a block is copied separately: it takes longer than starting the next copy.
 _LARGE_BYTES = 16 << 20
 # A copy with gaps is split into at most this many contiguous blocks.
 _MOST_BLOCKS = 64
@@ -130,7 +130,7 @@ class BridgeFilling:
         self.senders = senders
         self.tensors = tuple(
             TensorSpec(name, _name_of(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in self._export()
+            for name, tensor in exported(policy, self._dtype, kind)
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
@@ -139,7 +139,7 @@ class BridgeFilling:
 
     def begin(self) -> None:
         """See `Filling`."""
-        self._pending = self._export()
+        self._pending = exported(self._policy, self._dtype, self._kind)
 
     def fill(self, place: int) -> None:
         """See `Filling`."""
@@ -152,9 +152,6 @@ class BridgeFilling:
                 _place_of(span, lane).copy_(tensor)
         if place == len(self._buckets) - 1:
             assert next(self._pending, None) is None
-
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return exported(self._policy, self._dtype, self._kind)
 
 
 @dataclass
@@ -266,10 +263,10 @@ class PlannedFilling:
         sorted_out = [self._sort(bucket) for bucket in buckets]
         gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
         device = lanes[0].device
-        own = max((g.num_elements for g in gathers), default=0)
-        others = max((g.num_elements * (g.num_parts - 1) for g in gathers), default=0)
-        packed = torch.empty(own, dtype=self._dtype, device=device)
-        gathered = torch.empty(others, dtype=self._dtype, device=device)
+        of_own = max((g.num_elements for g in gathers), default=0)
+        of_others = max((g.num_elements * (g.num_parts - 1) for g in gathers), default=0)
+        packed = torch.empty(of_own, dtype=self._dtype, device=device)
+        gathered = torch.empty(of_others, dtype=self._dtype, device=device)
         self._whole: list[Copies] = []
         self._steps: list[list[_Step]] = []
         for place, (whole, of_bucket) in enumerate(sorted_out):
@@ -280,7 +277,8 @@ class PlannedFilling:
                 mine = packed[: gather.num_elements]
                 rest = gathered[: gather.num_elements * (gather.num_parts - 1)]
                 sent = mine.view(torch.uint8)
-                parts = [sent, *_bytes_of_each(rest, gather.num_parts - 1)] if is_lead else None
+                others = rest.view(torch.uint8).view(gather.num_parts - 1, -1).unbind()
+                parts = [sent, *others] if is_lead else None
                 steps.append(
                     _Step(
                         group=gather.group,
@@ -324,12 +322,6 @@ def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[s
     return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
 
 
-def _plan(policy: Policy, kind: Kind) -> list[Piece]:
-    if kind is Kind.ADAPTERS:
-        return plan_adapters(policy)
-    return plan_merged(policy) if kind is Kind.MERGED else plan_matrices(policy)
-
-
 def open_filling(
     policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
 ) -> Filling:
@@ -341,7 +333,10 @@ def open_filling(
     pieces: list[Piece] = []
     problem = ""
     try:
-        pieces = _plan(policy, kind)
+        if kind is Kind.ADAPTERS:
+            pieces = plan_adapters(policy)
+        else:
+            pieces = plan_merged(policy) if kind is Kind.MERGED else plan_matrices(policy)
     except UnknownMapping as error:
         problem = str(error)
     problems = [data.decode() for data in policy.ranks.gather_bytes(problem.encode())]
@@ -373,7 +368,3 @@ def _whole(piece: Piece, span: Span, lane: Tensor) -> tuple[Tensor, Tensor]:
         # The vocabulary is padded.
         part = part[: target.shape[0]]
     return target.view(part.shape), part
-
-
-def _bytes_of_each(data: Tensor, num_parts: int) -> list[Tensor]:
-    return list(data.view(torch.uint8).view(num_parts, -1).unbind())

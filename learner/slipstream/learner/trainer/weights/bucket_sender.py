@@ -39,7 +39,7 @@ class BucketSender(Protocol):
     ) -> weights_pb2.Communicator:
         """Begins a new communicator on the leader and returns where its members meet.
 
-        Does not wait for members. Raises ConfigError when nothing can listen on `weights.host`.
+        Does not wait for members. Raises ConfigError if nothing can listen on `weights.host`.
         """
 
     def connect(
@@ -48,7 +48,7 @@ class BucketSender(Protocol):
         rank: int,
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Waits for all members; WeightSyncError after the join deadline or once `abandoned`."""
+        """Waits for all members. Raises WeightSyncError after the deadline or if `abandoned`."""
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """Begins the broadcast of a bucket, from its root to all others.
@@ -58,7 +58,7 @@ class BucketSender(Protocol):
         """
 
     def finish(self) -> Wire:
-        """Waits until all buckets are sent; returns time and bytes. WeightSyncError when late."""
+        """Waits until all buckets are sent. Raises WeightSyncError after the deadline."""
 
     @property
     def communicator_id(self) -> str | None:
@@ -80,7 +80,7 @@ class BucketSenders:
         self._made: dict[str, BucketSender] = {}
 
     def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of one transport; ConfigError when that needs a GPU."""
+        """Returns the sender of a transport. Raises ConfigError if it needs a GPU."""
         if transport not in self._made:
             self._made[transport] = self._make(transport)
         return self._made[transport]

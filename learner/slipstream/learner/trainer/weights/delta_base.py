@@ -169,7 +169,7 @@ class DeltaBase:
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
-        """What the weights of the last pass changed since the base; None if that saves nothing."""
+        """The changes of the last pass's weights since the base; None if a delta saves nothing."""
         if not self._name or all(map(travels_whole, self._buckets, self._changed)):
             return None
         return weights_pb2.Delta(base=self._name, changed=self._changed)

@@ -14,7 +14,6 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
@@ -31,13 +30,18 @@ def hf_tensors(
     model: copy a tensor that is kept beyond the next training step. If parameters are offloaded,
     copy a tensor that is kept beyond the next tensor.
     """
+    from slipstream.learner.trainer.adapters.expert_adapters import merged_tasks
+
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
+        tasks = None
+        if merge and _adapted_experts(policy):
+            tasks = merged_tasks(policy.bridge.get_conversion_tasks(policy.chunks))
         for name, weight in policy.bridge.export_hf_weights(
             policy.chunks,
             cpu=to_host,
             show_progress=False,
-            conversion_tasks=_merged_tasks(policy) if merge else None,
+            conversion_tasks=tasks,
             merge_adapter_weights=merge,
         ):
             if name.endswith(VOCABULARY):
@@ -52,6 +56,8 @@ def adapter_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields both factors of every adapter by PEFT's names, with the rules of `hf_tensors`."""
+    from slipstream.learner.trainer.adapters.expert_adapters import factor_tasks
+
     has_vision = policy.vision is not None
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
@@ -63,11 +69,12 @@ def adapter_tensors(
             yield name, weight.detach().to(dtype).contiguous()
         matrices = _adapted_experts(policy)
         for factor in ("lora_A", "lora_B") if matrices else ():
+            tasks = policy.bridge.get_conversion_tasks(policy.chunks)
             for name, weight in policy.bridge.export_hf_weights(
                 policy.chunks,
                 cpu=to_host,
                 show_progress=False,
-                conversion_tasks=_factor_tasks(policy, factor, matrices),
+                conversion_tasks=factor_tasks(tasks, factor, matrices),
                 merge_adapter_weights=False,
             ):
                 name = peft_name(name, factor, has_vision=has_vision)
@@ -85,21 +92,6 @@ def _adapted_experts(policy: Policy) -> list[str]:
     flags = torch.tensor([float(any(each in name for name in here)) for each in matrices])
     found = policy.ranks.max(flags).tolist()
     return [name for name, flag in zip(matrices, found, strict=True) if flag]
-
-
-def _merged_tasks(policy: Policy) -> list[Megatron] | None:
-    """Returns Bridge's tasks with the adapters of experts merged; None if experts have none."""
-    if not _adapted_experts(policy):
-        return None
-    from slipstream.learner.trainer.adapters.expert_adapters import merged_tasks
-
-    return merged_tasks(policy.bridge.get_conversion_tasks(policy.chunks))
-
-
-def _factor_tasks(policy: Policy, factor: str, matrices: list[str]) -> list[Megatron]:
-    from slipstream.learner.trainer.adapters.expert_adapters import factor_tasks
-
-    return factor_tasks(policy.bridge.get_conversion_tasks(policy.chunks), factor, matrices)
 
 
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
@@ -130,7 +122,7 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
 
 
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
-    """Writes the adapters alone, in the format of the library PEFT; collective.
+    """Writes only the adapters, in the format of the library PEFT; collective.
 
     Adapters with names get a folder each inside `target`, which appears only when it is complete;
     an existing `target` is replaced.

@@ -22,11 +22,6 @@ MAX_SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
-def _is_untrained(name: str, *, layers: int) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens, or of a tower left alone."""
-    return name.startswith(TOWERS) or is_further(name, layers=layers)
-
-
 class HfFolderWriter:
     """Writes a folder in safetensors files of bounded size, so that only one is in memory.
 
@@ -76,7 +71,9 @@ class HfFolderWriter:
         layers = read_model_sizes(source).layers
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for name, (path, _) in held_tensors(source).items():
-            if name in written or not _is_untrained(name, layers=layers):
+            # Layers that predict further tokens, and towers that a run leaves out.
+            is_untrained = name.startswith(TOWERS) or is_further(name, layers=layers)
+            if name in written or not is_untrained:
                 continue
             with safe_open(path, framework="pt") as file:
                 tensor = file.get_tensor(name)

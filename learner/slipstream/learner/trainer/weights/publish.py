@@ -11,7 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 from slipstream.core.errors import WeightSyncError
@@ -32,6 +33,8 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # Seconds between two questions whether all members are still there.
 _ASK_PERIOD_S = 0.5
@@ -102,7 +105,7 @@ class WeightPublisher:
         Returns the first problem of any rank.
         """
         published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
-        # The share of the changes that are sent: the pass that sends them sets it anew.
+        # The share of the changes that are sent: the pass that sends them overwrites it.
         changed_share, digests = published.changed_share, None
         problem = self._connect(order, announced, sender) if order.new_communicator else ""
         if not problem:
@@ -262,31 +265,25 @@ class _Sends:
 
     def __call__(self, place: int, bucket: Bucket, data: Tensor) -> Release:
         """See `Send`."""
-        if self._sender is None or self.problem:
-            return _nothing
-        try:
-            release = self._sender.send(bucket, data)
-        except WeightSyncError as error:
-            self.problem = f"bucket {place}: {error}"
-            return _nothing
-        return lambda: self._release(place, release)
+        sender, where = self._sender, f"bucket {place}: "
+        release = None
+        if sender is not None:
+            release = self._tried(lambda: sender.send(bucket, data), where)
+        return _nothing if release is None else lambda: self._tried(release, where)
 
     def finish(self) -> Wire:
         """Waits until every bucket is sent."""
-        wire = Wire()
-        if self._sender is not None and not self.problem:
-            try:
-                wire = self._sender.finish()
-            except WeightSyncError as error:
-                self.problem = str(error)
-        return wire
+        return (self._sender and self._tried(self._sender.finish)) or Wire()
 
-    def _release(self, place: int, release: Release) -> None:
-        if not self.problem:
-            try:
-                release()
-            except WeightSyncError as error:
-                self.problem = f"bucket {place}: {error}"
+    def _tried(self, act: Callable[[], Result], where: str = "") -> Result | None:
+        """Returns the result of `act`; None after the first problem."""
+        if self.problem:
+            return None
+        try:
+            return act()
+        except WeightSyncError as error:
+            self.problem = f"{where}{error}"
+            return None
 
 
 def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:

@@ -1,11 +1,11 @@
-"""The weights that servers are sent: all in one stream, or matrices and each adapter apart.
+"""The published weights: all in one stream, or the matrices and each adapter in one of its own.
 
-Matrices under adapters never change: a server needs them once, and from then on adapters alone.
+Matrices under adapters never change: a server needs them once, and later only the adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -127,13 +127,22 @@ class Published:
         found: list[WeightDigests] = []
         first = 0
         for name, stream in self._parts(adapters_alone=adapters_alone):
-            with self._active(name):
+            held = None if name is None else self._held
+            with nullcontext() if held is None else held.active(name or ""):
                 part = stream.run(None if send is None else _from(first, send))
-            found.append(_of_adapter(name, part) if name else part)
+            if name:
+                # Tensors of another adapter have the same names.
+                by_name = {f"{name}/{key}": d for key, d in part.by_name.items()}
+                part = replace(part, by_name=by_name)
+            found.append(part)
             first += len(stream.buckets)
         if not adapters_alone:
             self._check(found[0])
-        return _joined(found)
+        return WeightDigests(
+            by_name={name: digest for part in found for name, digest in part.by_name.items()},
+            buckets=tuple(digest for part in found for digest in part.buckets),
+            export_s=sum(part.export_s for part in found),
+        )
 
     def digests(self) -> WeightDigests:
         """Returns the digests of all tensors.
@@ -149,15 +158,10 @@ class Published:
         return replace(found, by_name=self._unchanged | found.by_name)
 
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
-        """Returns the streams of a pass, each with its adapter; None: it has the matrices."""
+        """Returns the streams of a pass, each with its adapter, or None for the matrices."""
         assert self._adapters or not adapters_alone
         matrices = [] if adapters_alone else [(None, self._weights)]
         return [*matrices, *self._adapters.items()]
-
-    def _active(self, name: str | None) -> AbstractContextManager[None]:
-        if name is None or self._held is None:
-            return nullcontext()
-        return self._held.active(name)
 
     def _check(self, matrices: WeightDigests) -> None:
         """Raises RunFailed when matrices changed: servers that get adapters alone keep the old."""
@@ -199,16 +203,3 @@ def _from(first: int, send: Send) -> Send:
         return send(first + place, bucket, data)
 
     return numbered
-
-
-def _of_adapter(name: str, found: WeightDigests) -> WeightDigests:
-    """Puts the adapter's name before those of its tensors, which others have too."""
-    return replace(found, by_name={f"{name}/{key}": d for key, d in found.by_name.items()})
-
-
-def _joined(found: Sequence[WeightDigests]) -> WeightDigests:
-    return WeightDigests(
-        by_name={name: digest for part in found for name, digest in part.by_name.items()},
-        buckets=tuple(digest for part in found for digest in part.buckets),
-        export_s=sum(part.export_s for part in found),
-    )

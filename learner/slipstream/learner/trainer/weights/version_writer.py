@@ -81,8 +81,11 @@ class RankObjects:
         storage does not take them in time.
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
-        changed = self._keep(digests) if whole else self._count()
         wires = self._buckets
+        for place, data in self._taken.items():
+            (self._base.keep if whole else self._base.count)(place, data)
+        changed = [0] * len(wires) if whole else self._base.counts()
+        self._base.settle(changed, sent=digests if whole else ())
         if not whole:
             link.delta.changed.extend(changed)
             wires = on_the_wire(self._buckets, changed)
@@ -98,20 +101,6 @@ class RankObjects:
             link.objects.append(self._put(folder, len(link.objects), group, parts, until))
         self._base.settle([0] * len(self._buckets), sent=digests)
         return link
-
-    def _keep(self, digests: Sequence[bytes]) -> list[int]:
-        for place, data in self._taken.items():
-            self._base.keep(place, data)
-        nothing_changed = [0] * len(self._buckets)
-        self._base.settle(nothing_changed, sent=digests)
-        return nothing_changed
-
-    def _count(self) -> list[int]:
-        for place, data in self._taken.items():
-            self._base.count(place, data)
-        changed = self._base.counts()
-        self._base.settle(changed)
-        return changed
 
     def _encoded(self, wires: Sequence[Bucket], *, whole: bool) -> Iterator[tuple[int, Tensor]]:
         """Yields each own bucket as it travels, and makes it the base of the next version."""
@@ -170,9 +159,9 @@ class VersionWriter:
         client: ControllerClient,
         whole_every: int = 20,
     ) -> None:
-        """Opens `weights.storage_url`; ConfigError when fsspec cannot.
+        """Opens `weights.storage_url`. Raises ConfigError if fsspec cannot.
 
-        One of `whole_every` versions is whole; those between are what changed.
+        One of `whole_every` versions is whole; those between hold only changes.
         """
         assert weights.storage_url is not None
         self._published, self._weights = published, weights
@@ -209,7 +198,7 @@ class VersionWriter:
         whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
         objects = self._opened_objects()
         # Ranks that send nothing take part in the same pass.
-        take = _pass_by if objects is None else objects.take
+        take = (lambda *_: _nothing) if objects is None else objects.take
         digests = self._published.run(take, is_publish=False)
         if objects is None:
             return
@@ -285,7 +274,7 @@ class VersionWriter:
                 self._ranks.flags.set(_failed(report.folder, self._published.sender))
                 return
             report.error = cause
-            # What was written of it would fill a full disk.
+            # Its objects would fill a full disk.
             self._remove(report.folder, set(), Until.after(_CLOSE_LIMIT_S, self._abandoned))
         report.write_s = time.monotonic() - started_s
         self._report(report, until)
@@ -308,7 +297,7 @@ class VersionWriter:
         self._ranks.flags.set(_stored(key))
 
     def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
-        """Returns what another sender has written; WeightSyncError when it could not."""
+        """Returns another sender's link. Raises WeightSyncError if that sender failed."""
         key, rank = _part(folder, sender), self._published.senders[sender]
         what = f"rank {rank} could not write version {folder}"
         # A folder shows a file before its last byte.
@@ -359,11 +348,6 @@ class VersionWriter:
             self._storage.remove([key for key in found if key not in kept], until)
         except WeightSyncError as error:
             logger.warning("old versions stay in storage: %s", error)
-
-
-def _pass_by(place: int, bucket: Bucket, data: Tensor) -> Release:
-    """The `Send` of a rank that sends nothing."""
-    return lambda: None
 
 
 def _part(folder: str, sender: int | None) -> str:

@@ -148,7 +148,7 @@ class WeightStream:
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
-        self._own = [self._is_own(bucket) for bucket in self.buckets]
+        self._own = [self.senders[b.root] == policy.ranks.rank for b in self.buckets]
         device = policy.ranks.device
         # Ranks that do not send need no lanes.
         size = self.largest_bucket if self.sender is not None else 0
@@ -157,7 +157,7 @@ class WeightStream:
         # Number of first buckets that are already filled.
         self._ahead = 0
         self._digests = open_digests(self.buckets, device)
-        self._stream = _new_stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._base: DeltaBase | None = None
         if delta != "off":
             self._base = DeltaBase(
@@ -252,7 +252,7 @@ class WeightStream:
         wires = self.buckets if delta is None else on_the_wire(self.buckets, delta.changed)
         ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
-        clock = PassClock(self._stream)
+        clock, base = PassClock(self._stream), self._base
         with self.resident():
             if not ahead:
                 self._policy.gather_parameters()
@@ -264,13 +264,13 @@ class WeightStream:
                     if release is not None:
                         release()
                     # The last pass has digested and encoded it.
-                    is_early = delta is not None and self._has_early(place)
+                    is_early = delta is not None and base is not None and base.has_early(place)
                     if place >= ahead and not is_early:
                         with clock.measure():
                             self._filling.fill(place)
                     # The lane of the bucket before is not filled again yet.
-                    if self._base is not None:
-                        self._base.finish()
+                    if base is not None:
+                        base.finish()
                     buffer, wire = self._lanes[lane][: bucket.num_bytes], wires[place]
                     data = buffer[: wire.num_bytes]
                     is_payload = self._own[place] and wire.num_bytes < bucket.num_bytes
@@ -281,15 +281,14 @@ class WeightStream:
                     # The digest is taken while the bucket travels; the lane is refilled later on
                     # the same stream.
                     if self._own[place] and not is_payload:
-                        self._note(place, buffer, is_sent=is_sent)
+                        self._digests.add(place, buffer.data_ptr(), self._handle)
+                        if base is not None:
+                            (base.keep if is_sent else base.count)(place, buffer)
                 found = self._digests.read(self._handle)
         digests = self._share(found, clock.total_s())
         if self._base is not None:
             self._base.settle(digests.changed, sent=digests.buckets if is_sent else ())
         return digests
-
-    def _has_early(self, place: int) -> bool:
-        return self._base is not None and self._base.has_early(place)
 
     def _payload(self, place: int, buffer: Tensor, *, is_early: bool) -> Tensor:
         """Returns the payload of an own bucket, in its `buffer` unless the last pass encoded it."""
@@ -299,12 +298,6 @@ class WeightStream:
         self._digests.add(place, buffer.data_ptr(), self._handle)
         self._base.encode(place, buffer)
         return buffer
-
-    def _note(self, place: int, buffer: Tensor, *, is_sent: bool) -> None:
-        """Takes the digest of an own bucket, and compares it with the base or keeps it as such."""
-        self._digests.add(place, buffer.data_ptr(), self._handle)
-        if self._base is not None:
-            (self._base.keep if is_sent else self._base.count)(place, buffer)
 
     @property
     def _handle(self) -> int:
@@ -319,9 +312,6 @@ class WeightStream:
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _is_own(self, bucket: Bucket) -> bool:
-        return self.senders[bucket.root] == self._policy.ranks.rank
 
     def _share(self, found: list[list[bytes]], export_s: float) -> WeightDigests:
         own = {
@@ -389,10 +379,3 @@ def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
     while a small bucket travels, there is not enough time to fill or to unpack a large one.
     """
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream

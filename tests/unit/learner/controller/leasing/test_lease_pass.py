@@ -15,6 +15,7 @@ from slipstream.learner.controller.leasing.scheduler import MAX_GRANTS_IN_A_PASS
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
 from support.fakes.fake_trajectories import GOOD
+from support.references.plain_staleness import must_start_afresh
 from support.rigs.counted_work import counted
 from support.rigs.lease_rig import Rig
 
@@ -66,7 +67,7 @@ class PlainScheduler(Scheduler):
             ]
             view = staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
             verdicts = [book.may_reassign(group, step) for step in able]
-            if staleness.must_start_afresh(view, views, book.step, book.groups_per_step, verdicts):
+            if must_start_afresh(view, views, book.step, book.groups_per_step, verdicts):
                 self._abandon(group)
                 self._again.append(group)
         return granted

@@ -1,8 +1,14 @@
-"""What publishing is said to have cost."""
+"""The costs of publishing, and the gap that its probes measure."""
 
 from __future__ import annotations
 
-from slipstream.learner.controller.publishing.publish_totals import PublishTotals
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.learner.controller.publishing.publish_totals import PublishTotals, logit_gap
 from slipstream.v1 import fleet_pb2, trainer_pb2
 
 
@@ -37,3 +43,78 @@ def test_a_server_was_paused_no_longer_than_the_controller_saw() -> None:
     names = ("publish_prepare_s", "publish_stop_s", "publish_receive_s", "publish_resume_s")
     names += ("publish_steps_s", "publish_staged")
     assert [totals.gauges()[name] for name in names] == [2.0, 2.0, 0.25, 2.0, 2.0, 1.0]
+
+
+RECORDED = Path(__file__).parents[4] / "data" / "probe_logprobs.npz"
+# What misses small updates only moves logits by less than their rounding.
+TOO_SMALL = ("one layer stale", "embedding and head stale")
+
+
+def logs(*probabilities: float) -> np.ndarray:
+    return np.log(np.asarray(probabilities, dtype=np.float32))
+
+
+def default_tolerance(dtype: str) -> float:
+    table = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "nowhere", "dtype": dtype},
+        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 16},
+    }
+    return parse_config(table, source="test").probe_tolerance
+
+
+def recorded() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(learner, engine) by weights and fault."""
+    with np.load(RECORDED, allow_pickle=False) as file:
+        arrays = dict(file)
+    return {
+        name: (arrays[f"{name.rpartition('/')[0]}/learner"], values)
+        for name, values in arrays.items()
+        if not name.endswith("/learner")
+    }
+
+
+def test_gap_is_the_error_of_a_logit() -> None:
+    # d log p = (1 - p) x: 0.02 at p = 0.5 and 0.03 at p = 0.25 are errors of 0.04.
+    expected = logs(0.5, 0.25)
+    got = expected + np.asarray([0.02, -0.03], dtype=np.float32)
+    assert logit_gap(expected, got) == pytest.approx(0.04, rel=1e-4)
+
+
+def test_sure_tokens_do_not_turn_rounding_into_errors() -> None:
+    # 1 - p is taken as at least 0.01.
+    expected = np.asarray([-1e-7], dtype=np.float32)
+    assert logit_gap(expected, expected - np.float32(1e-6)) == pytest.approx(1e-4, rel=0.1)
+
+
+def test_few_bad_tokens_do_not_stand_for_all() -> None:
+    # Nine errors of 0 and one of 4 nats at p near 0: (sqrt(4) / 10) ** 2.
+    expected = np.full(10, -30.0, dtype=np.float32)
+    got = expected.copy()
+    got[3] -= 4.0
+    assert logit_gap(expected, got) == pytest.approx(0.04, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
+def test_a_value_that_is_not_finite_never_passes(bad: float) -> None:
+    expected = logs(0.5, 0.5)
+    got = expected.copy()
+    got[0] = bad
+    assert math.isnan(logit_gap(expected, got))
+
+
+def test_right_weights_pass_in_bfloat16_with_room() -> None:
+    gaps = {name: logit_gap(*both) for name, both in recorded().items() if "/right" in name}
+    assert len(gaps) >= 2
+    assert max(gaps.values()) < default_tolerance("bfloat16") / 2, gaps
+
+
+def test_faulty_weights_are_noticed_in_bfloat16() -> None:
+    gaps = {
+        name: logit_gap(*both)
+        for name, both in recorded().items()
+        if not name.endswith(("/right", *TOO_SMALL))
+    }
+    assert len(gaps) >= 14
+    assert min(gaps.values()) > 2 * default_tolerance("bfloat16"), gaps

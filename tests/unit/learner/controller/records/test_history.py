@@ -1,4 +1,4 @@
-"""Where a run goes on, from any prefix of its journal."""
+"""The state of a run, rebuilt from its journal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.history import (
     BusySeconds,
+    FilteredGroups,
+    FilterVerdict,
     JournaledStep,
     RunHistory,
     TrajectoryEnd,
     batch_name,
+    is_solved,
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
@@ -479,3 +482,44 @@ def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(
 ) -> None:
     with pytest.raises(ProtocolError, match=f"line 5 of the journal .*{field}"):
         read_history(records_up_to({**SET_ASIDE, field: value}))
+
+
+def filtered(**environments: list[float]) -> FilteredGroups:
+    groups = FilteredGroups()
+    for name, rewards in environments.items():
+        for reward in rewards:
+            groups.add(name, reward, solved=is_solved([reward, reward], 1.0))
+    return groups
+
+
+def test_a_run_goes_on_below_the_limit() -> None:
+    assert filtered(a=[1.0, 1.0], b=[0.0]).verdict(4) is FilterVerdict.GO_ON
+
+
+def test_solved_groups_of_all_environments_are_a_solved_task() -> None:
+    assert filtered(a=[1.0, 1.0], b=[1.0, 2.0]).verdict(4) is FilterVerdict.SOLVED
+
+
+def test_one_group_that_is_not_solved_is_no_success() -> None:
+    assert filtered(a=[1.0] * 30, b=[0.99]).verdict(4) is FilterVerdict.STUCK
+    assert filtered(a=[0.0] * 4).verdict(4) is FilterVerdict.STUCK
+
+
+def test_every_episode_of_a_solved_group_has_the_full_reward() -> None:
+    # Equal after a penalty: they were filtered, and one of them is not right.
+    assert not is_solved([1.0, 0.5], 1.0)
+    assert is_solved([0.5, 0.5], 0.5)
+
+
+def test_a_batch_begins_the_count_again() -> None:
+    groups = filtered(a=[1.0] * 4)
+    groups.clear()
+    assert groups.total == 0
+    groups.add("a", 1.0, solved=True)
+    assert groups.verdict(2) is FilterVerdict.GO_ON
+
+
+def test_the_cause_names_numbers_and_rewards_of_each_environment() -> None:
+    assert filtered(b=[0.0, 1.0], a=[1.0]).describe() == (
+        "a: 1 of 1 solved, mean reward 1; b: 1 of 2 solved, mean reward 0.5"
+    )

@@ -1,4 +1,4 @@
-"""What trajectories.jsonl says of an episode."""
+"""Episodes in a form for people."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Branch
+from slipstream.core.types import Branch, GroupId, Purpose
 from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.reporting.metrics import sampled_groups
 from slipstream.learner.controller.reporting.readable import (
     TokenTexts,
     open_token_texts,
@@ -136,3 +138,21 @@ async def test_a_model_without_tokenizer_json_is_one_warning(tmp_path: Path) -> 
     assert event.text == (
         f"trajectories.jsonl does not tell turns apart: {tmp_path} has no tokenizer.json"
     )
+
+
+def group_of(environment: str) -> Group:
+    return Group(GroupId("g"), environment, 0, 0, Purpose.TRAINING, 4, 0, None)
+
+
+def kept(*environments: str) -> list[int]:
+    groups = [group_of(name) for name in environments]
+    return [groups.index(group) for group in sampled_groups(groups)]
+
+
+def test_the_first_group_of_each_environment_is_kept() -> None:
+    assert kept("a", "a", "b", "a", "c", "b") == [0, 2, 4]
+
+
+def test_two_groups_are_kept_where_there_is_one_environment() -> None:
+    assert kept("a", "a", "a") == [0, 1]
+    assert kept("a") == [0]

@@ -1,10 +1,27 @@
-"""The forms in which a batch goes to the journal and to the trainer."""
+"""The groups of one step, and those of a batch that is set aside."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
+from slipstream.core import staleness
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import GroupId, Purpose, ServerId
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.records.history import (
+    RunHistory,
+    TrajectoryEnd,
+    attempt_of,
+    batch_name,
+    read_history,
+)
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
+    SetAside,
     chunks,
     from_record,
     header,
@@ -49,3 +66,155 @@ def test_chunks_are_within_their_bytes_and_never_empty(
     assert [message for part in parts for message in part] == list(batch.record.trajectories)
     assert all(part for part in parts)
     assert all(len(part) == 1 or sum(m.ByteSize() for m in part) <= limit for part in parts)
+
+
+SERVER = ServerKey(ServerId("s"), 7)
+
+
+def make_group(number: int) -> Group:
+    """A whole group of two members, each with the tokens of a made-up trajectory."""
+    made = make_batch(0, num_groups=1, group_size=2, vocab_size=8, max_tokens=8).trajectories
+    group_id = GroupId(f"g{number:06d}")
+    return Group(
+        group_id=group_id,
+        environment="e",
+        task_index=number,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        size=2,
+        deadline_step=0,
+        holder=None,
+        finished={t.member: dataclasses.replace(t, group_id=group_id) for t in made},
+    )
+
+
+BATCH = FormedBatch(0, "b000000", tuple(make_group(number) for number in range(8)))
+TOKENS = sum(t.num_sampled_tokens for t in BATCH.groups[0].in_order())
+
+
+def records(*more: dict) -> list[dict]:
+    """A journal that ends with `BATCH`, and `more`."""
+    start = {"kind": "start", "format": 1, "run_id": "r"}
+    leases = [
+        {
+            "kind": "lease",
+            "group": group.group_id,
+            "server": "server",
+            "epoch": 1,
+            "environment": "e",
+            "number": number,
+            "task": group.task_index,
+            "seed": 0,
+            "deadline": 0,
+        }
+        for number, group in enumerate(BATCH.groups)
+    ]
+    batch = {
+        "kind": "batch",
+        "step": 0,
+        "batch_id": "b000000",
+        "crc32": 1,
+        "groups": [group.group_id for group in BATCH.groups],
+        "tokens": [["server", 1, 8 * TOKENS]],
+    }
+    return [start, *leases, batch, *more]
+
+
+def aside(*named: str, by: str = "trainer") -> dict:
+    return {"kind": "batch_set_aside", **SetAside.of(BATCH, named, "why", by=by).record()}
+
+
+def test_a_batch_id_tells_how_many_of_its_step_were_set_aside() -> None:
+    assert [batch_name(16, attempt) for attempt in (0, 1, 12)] == [
+        "b000016",
+        "b000016-1",
+        "b000016-12",
+    ]
+    assert [attempt_of(name) for name in ("b000016", "b000016-1", "b000016-12", "b0")] == [
+        0,
+        1,
+        12,
+        0,
+    ]
+
+
+def test_the_first_few_groups_are_told_with_their_tasks() -> None:
+    text = SetAside.of(BATCH, [], "why", by="trainer").describe()
+    told = ", ".join(f"g{n:06d} (environment e, task {n})" for n in range(5))
+    assert text == (
+        f"batch b000000 of step 1 is set aside: why; never trained: {told} and 3 more, "
+        "in all 8 of e"
+    )
+
+
+def test_a_group_of_another_batch_is_refused() -> None:
+    with pytest.raises(
+        ProtocolError, match="b000000 of step 1 has no group g000099; it has g000000, "
+    ):
+        SetAside.of(BATCH, ["g000001", "g000099"], "why", by="user")
+
+
+def test_history_closes_the_ledger_of_what_is_over_and_opens_what_waits() -> None:
+    history = read_history(records(aside("g000003")))
+    assert (history.next_step, history.batches, history.set_aside_in_a_row) == (0, {}, 1)
+    assert [batch.batch_id for batch in history.set_aside] == ["b000000"]
+    assert history.ends[TrajectoryEnd.SET_ASIDE] == TOKENS
+    assert history.servers.count(ServerKey(ServerId("server"), 1)).received == TOKENS
+    assert set(history.put_back) == set(history.open_groups)
+    assert set(history.put_back) == {g.group_id for g in BATCH.groups} - {"g000003"}
+    assert {group.deadline_step for group in history.open_groups.values()} == {0}
+    assert (history.environments["e"].accepted, history.environments["e"].failed) == (0, 1)
+    ids = {t.trajectory_id for t in BATCH.groups[3].in_order()}
+    assert all(trajectory_id in history.ended for trajectory_id in ids)
+    assert history.trained_in.get(GroupId("g000003")) is None
+
+
+def test_the_users_word_begins_the_count_anew() -> None:
+    assert read_history(records(aside(by="user"))).set_aside_in_a_row == 0
+
+
+def test_history_refuses_to_set_a_trained_batch_aside() -> None:
+    step = {"kind": "step", "step": 0, "version": [0, 1], "digest": "d", "lags": [], "several": 0}
+    with pytest.raises(ProtocolError, match="does not wait for the trainer"):
+        read_history(records(step, aside()))
+    with pytest.raises(ProtocolError, match="does not wait for the trainer"):
+        read_history(records(aside(), aside()))
+    assert RunHistory().set_aside == []
+
+
+@pytest.mark.parametrize(("per_step", "max_staleness"), itertools.product((1, 2, 3), (0, 1, 2)))
+def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_staleness: int) -> None:
+    for num_back in range(per_step + 1):
+        book = LeaseBook(
+            groups_per_step=per_step,
+            group_size=2,
+            max_staleness=max_staleness,
+            num_steps=9,
+            attempts_per_lease=3,
+        )
+        lease_all(book, served_step=0)
+        for group in book.training_groups():
+            group.finished = dict(make_group(0).finished)
+        taken = book.take_batch()
+        assert taken is not None
+        # Others are leased while the trainer has the batch.
+        lease_all(book, served_step=0)
+        book.put_back(0, taken[:num_back])
+        deadlines = [group.deadline_step for group in book.training_groups()]
+        assert staleness.holds(deadlines, book.step, per_step)
+        # The lost groups can be leased again.
+        assert lease_all(book, served_step=0) >= per_step - num_back
+        for group in book.training_groups():
+            group.finished = dict(make_group(0).finished)
+        again = book.take_batch()
+        assert again is not None
+        assert set(taken[:num_back]) <= set(again)
+
+
+def lease_all(book: LeaseBook, *, served_step: int) -> int:
+    """Leases as much as may be; the number of groups."""
+    count = 0
+    while book.may_lease(served_step):
+        book.lease("e", 0, 0, SERVER, served_step)
+        count += 1
+    return count

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from slipstream.core.reference_logprobs import ReferenceLogprobs
+from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.types import (
     Branch,
     GroupId,
@@ -26,12 +27,15 @@ FACTS = KnownFacts(
     newest=PolicyVersion(1, 7),
     vocabulary=10,
     max_staleness=2,
-    max_episode_tokens=64,
-    max_total_tokens=96,
-    max_branches=2,
-    max_turns=4,
-    max_images=1,
-    max_image_bytes=3,
+    sampling=SamplingSection(
+        max_reply_tokens=8,
+        max_episode_tokens=64,
+        max_total_tokens=96,
+        max_branches=2,
+        max_turns=4,
+        max_images=1,
+        max_image_bytes=3,
+    ),
 )
 GROUP = Group(
     group_id=GroupId("g"),

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.outputs.logprobs import Projection, likely_tokens
+from slipstream.learner.trainer.outputs.logprobs import Projection, top_tokens
 from torch import Tensor
 
 ROWS, HIDDEN, VOCAB = 9, 5, 11
@@ -31,7 +31,7 @@ def test_likely_tokens_are_those_of_the_whole_vocabulary(
         group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
         projection = Projection(0.7, VOCAB, group, chunk_logits=chunk_logits)
         part = weight.chunk(size)[rank]
-        return likely_tokens(hidden, part, top_k, projection)
+        return top_tokens(hidden, part, top_k, projection)
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(work, range(size)))
