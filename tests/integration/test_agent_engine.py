@@ -25,7 +25,7 @@ from slipstream.rollout_server.engine_interface import (  # noqa: E402
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
+from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config  # noqa: E402
 from support.fakes.chat_models import make_chat_model  # noqa: E402
 from support.rigs.engine_rig import Reference  # noqa: E402

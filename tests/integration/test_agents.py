@@ -19,7 +19,7 @@ pytest.importorskip("anthropic")
 
 from slipstream.core.errors import ConfigError  # noqa: E402
 from slipstream.rollout_server.engine_interface import RequestRefused  # noqa: E402
-from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
+from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
 from support.fakes.agent_rig import (  # noqa: E402
     SAMPLING,
     AgentRig,

@@ -426,7 +426,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
 
 def gathering(engine: Engine, most_steps: int) -> Engine:
     """Returns `engine` whose prompts wait until there is one for every two replies."""
-    from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
+    from slipstream.rollout_server.inference.step_rules import PromptGathering
 
     engine.scheduler._gathering = PromptGathering(most_steps, replies_per_prompt=2)
     return engine

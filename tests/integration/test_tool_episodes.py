@@ -30,7 +30,7 @@ from slipstream.rollout_server.engine_interface import GenerationFailed  # noqa:
 from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway  # noqa: E402
 from slipstream.rollout_server.service import RolloutServer  # noqa: E402
-from slipstream.rollout_server.vllm.agents.opening import Agents  # noqa: E402
+from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
 from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
 from support.fakes import example_tools  # noqa: E402
 from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402

@@ -44,7 +44,7 @@ from slipstream.rollout_server.session import (
     hello,
 )
 from slipstream.rollout_server.stored_weights import StoredWeights
-from slipstream.rollout_server.vllm.agents.opening import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)

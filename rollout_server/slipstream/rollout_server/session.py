@@ -33,7 +33,7 @@ from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
-from slipstream.rollout_server.vllm.agents.opening import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -15,7 +15,7 @@ from slipstream.core.settings.config import Config
 from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.vllm.agents.opening import AgentApi, Agents
+from slipstream.rollout_server.vllm.agents.agent_services import AgentApi, Agents
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine

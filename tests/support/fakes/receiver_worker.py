@@ -253,7 +253,7 @@ def value_of(answer: dict[str, Any]) -> Any:
 
 
 def _worker(config: Any, model: Any) -> Any:
-    from slipstream.rollout_server.vllm.weights.plan_recording import KEEPING_BACKEND
+    from slipstream.rollout_server.vllm.weights.loader_update import KEEPING_BACKEND
     from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
     from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
     from vllm.config import WeightTransferConfig, set_current_vllm_config

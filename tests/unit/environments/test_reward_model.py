@@ -13,8 +13,7 @@ import pytest
 from slipstream.client.environment import Reply
 from slipstream.core.errors import ConfigError
 from slipstream.environments.judge import JudgeError
-from slipstream.environments.judged import Rewarded
-from slipstream.environments.reward_model import RewardModel
+from slipstream.environments.judged import Rewarded, RewardModel
 
 pytest.importorskip("openai")
 

@@ -16,11 +16,11 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.reference_check import check_reference_server
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,
     ReferenceServer,
     ScoredSequence,
+    check_reference_server,
 )
 from slipstream.rollout_server.session import SessionWaits
 from slipstream.v1 import fleet_pb2, trajectory_pb2

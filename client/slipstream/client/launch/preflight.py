@@ -54,7 +54,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 TAIL_BYTES = 65536
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
-REFERENCE_CHECK = "slipstream.rollout_server.reference_check"
+REFERENCE_CHECK = "slipstream.rollout_server.reference_server"
 RETRY_S = 0.2
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0

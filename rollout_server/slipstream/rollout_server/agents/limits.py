@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Found
-from slipstream.rollout_server.agents.messages import MessageKey
+from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Found, MessageKey
 from slipstream.rollout_server.engine_interface import Sampling
 
 # The calls that one episode may make to its judge.

@@ -12,7 +12,7 @@ import contextlib
 import logging
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.answering import Answering
+from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.episodes.calls import AgentEnd, EnvironmentSession

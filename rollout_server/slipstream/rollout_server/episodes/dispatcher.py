@@ -20,8 +20,7 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
 from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices
-from slipstream.rollout_server.episodes.episode_task import EpisodeTask
-from slipstream.rollout_server.episodes.lease import Identity, Lease
+from slipstream.rollout_server.episodes.lease import EpisodeTask, Identity, Lease
 from slipstream.v1 import fleet_pb2
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from slipstream.rollout_server.episodes.calls import (
 )
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
-from slipstream.rollout_server.vllm.agents.opening import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.v1 import trajectory_pb2
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import grpc
 import grpc.aio
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.call_table import CallTable
-from slipstream.rollout_server.episodes.calls import EnvironmentSession, StreamSession
+from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker, Suspects
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2

@@ -33,12 +33,12 @@ from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import EnvironmentSession
 from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.episode_task import EpisodeTask, trajectory_of
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
+from slipstream.rollout_server.episodes.lease import EpisodeTask, trajectory_of
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.rollout_server.reference_server import ReferenceFailed, ReferenceServer
-from slipstream.rollout_server.vllm.agents.opening import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")

@@ -1,14 +1,20 @@
-"""A lease of the controller, and the server epoch that runs it."""
+"""A lease of the controller, the episodes that it allows, and the trajectory of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from slipstream.core.errors import ProtocolError
+from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import SamplingSection
 from slipstream.core.template_values import read_values
-from slipstream.core.types import GroupId, Purpose, ServerId
+from slipstream.core.types import Failure, GroupId, Purpose, ServerId, Status, Trajectory
+from slipstream.protocol.codec import merge_spans
 from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import fleet_pb2
 
 _PURPOSES = frozenset(purpose.value for purpose in Purpose)
@@ -71,3 +77,86 @@ class Lease:
             timeout_s=message.timeout_s,
             template_values=message.chat_template_kwargs_json,
         )
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """One attempt at one member of a leased group."""
+
+    identity: Identity
+    lease: Lease
+    member: int
+    attempt: int
+
+    @property
+    def key(self) -> str:
+        """The episode's name at its environment, unique in the run."""
+        epoch = self.identity.server_epoch
+        return f"{self.lease.group_id}.{self.member}.{self.attempt}.{epoch:x}"
+
+    def is_trained(self, status: Status) -> bool:
+        """Whether an episode that ends with `status` is trained on."""
+        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
+        return self.lease.purpose is Purpose.TRAINING and has_reward
+
+
+def trajectory_of(
+    task: EpisodeTask,
+    recording: Recording,
+    status: Status,
+    failure: Failure | None,
+    *,
+    renderer: Renderer,
+    num_experts: int,
+) -> Trajectory:
+    """Closes the recording and returns the trajectory with the texts that `renderer` reads."""
+    identity, lease = task.identity, task.lease
+    recording.close()
+    prompt = recording.token_ids[: recording.prompt_tokens]
+    if recording.num_turns > 1:
+        reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
+    else:
+        reply_text = recording.last_text or renderer.decode(recording.last_reply)
+    is_trained = task.is_trained(status)
+    sampled: dict[str, Any] = recording.sampled_arrays
+    return Trajectory(
+        run_id=identity.run_id,
+        group_id=lease.group_id,
+        member=task.member,
+        attempt=task.attempt,
+        server_id=identity.server_id,
+        server_epoch=identity.server_epoch,
+        environment=lease.environment,
+        task_index=lease.task_index,
+        seed=lease.seed,
+        purpose=lease.purpose,
+        status=status,
+        failure=failure,
+        token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
+        run_lengths=tuple(recording.run_lengths),
+        **sampled,
+        version_spans=merge_spans(recording.spans),
+        reward=recording.reward if failure is None else 0.0,
+        metrics=recording.short_metrics,
+        num_turns=recording.num_turns,
+        generation_s=recording.generation_s,
+        environment_s=recording.environment_s,
+        prompt_text=recording.clip(renderer.decode_prompt(prompt)),
+        reply_text=recording.clip(reply_text),
+        # Only training replays the experts, and they take more bytes than all else.
+        routed_experts=_routed_experts(recording, num_experts) if is_trained else None,
+        branches=recording.branches,
+        is_given=recording.is_given,
+        reference=recording.reference if is_trained else None,
+        images=tuple(recording.images),
+        image_places=tuple(recording.image_places),
+        adapter=lease.sampling.adapter,
+        max_reply_tokens=recording.max_reply_tokens,
+    )
+
+
+def _routed_experts(recording: Recording, num_experts: int) -> RoutedExperts | None:
+    if not recording.expert_ids:
+        return None
+    num_tokens = len(recording.token_ids)
+    return RoutedExperts.of_parts(recording.expert_ids, num_experts, num_tokens=num_tokens)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.call_table import CallTable
-from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession, check_tools
+from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession, check_tools
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
 from slipstream.rollout_server.episodes.worker_process import WorkerProcess
 from slipstream.v1 import environment_pb2, trajectory_pb2

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ConfigError
-from slipstream.rollout_server.inference.prompt_gathering import PromptGathering
+from slipstream.rollout_server.inference.step_rules import PromptGathering
 from slipstream.rollout_server.vllm.drafting_scheduler import DraftingScheduler
 from slipstream.rollout_server.vllm.steady_decoding import (
     KnownSlots,

@@ -10,14 +10,14 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server.inference.prompt_gathering import graph_values
+from slipstream.rollout_server.inference.step_rules import graph_values
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.vision_values import tower_values
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
-from slipstream.rollout_server.vllm.weights.plan_recording import KEEPING_BACKEND
+from slipstream.rollout_server.vllm.weights.loader_update import KEEPING_BACKEND
 from slipstream.rollout_server.vllm.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, WeightTransferConfig

@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import PolicyVersion, VersionSpan
-from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Conversations
-from slipstream.rollout_server.agents.messages import MessageKey
+from slipstream.rollout_server.agents.conversations import (
+    AgentCall,
+    AgentTurn,
+    Conversations,
+    MessageKey,
+)
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
 from support.rigs.fuzz_budget import times
 

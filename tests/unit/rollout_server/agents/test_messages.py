@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slipstream.rollout_server.agents.messages import message_key, reply_keys
+from slipstream.rollout_server.agents.conversations import message_key, reply_keys
 
 
 def call(arguments: object, *, id: str = "c1", name: str = "add") -> dict[str, object]:

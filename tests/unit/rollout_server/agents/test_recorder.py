@@ -9,10 +9,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.agents.conversations import MessageKey
 from slipstream.rollout_server.agents.limits import HttpCall, ServedCall
-from slipstream.rollout_server.agents.messages import MessageKey
-from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
-from slipstream.rollout_server.agents.replies import CHAT_PATH
+from slipstream.rollout_server.agents.recorder import CHAT_PATH, LimitReached, Recorder
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     Sampling,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from slipstream.rollout_server.agents.replies import (
+from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.prompt_gathering import (
+from slipstream.rollout_server.inference.step_rules import (
     PROMPT_TOKENS,
     graph_sizes,
     graph_values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from slipstream.rollout_server.inference.prompt_gathering import (
+from slipstream.rollout_server.inference.step_rules import (
     REPLIES_PER_PROMPT,
     PromptGathering,
     prompts_wait,

@@ -10,7 +10,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
-from slipstream.rollout_server.weights.staging import Copying, Staging
+from slipstream.rollout_server.weights.update_copies import Copying, Staging
 
 CPU = torch.device("cpu")
 INCOMING = Incoming(buckets=(), bucket_deadline_s=1.0, own_buffers=False)

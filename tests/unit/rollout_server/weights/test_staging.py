@@ -12,7 +12,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server import memory
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
-from slipstream.rollout_server.weights.staging import Staging, room
+from slipstream.rollout_server.weights.update_copies import Staging, room
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -98,7 +98,7 @@ def test_the_next_update_is_not_written_by_one_that_was_abandoned() -> None:
 
 def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "slipstream.rollout_server.weights.staging.free_bytes", lambda: (5 * GIB, 20 * GIB)
+        "slipstream.rollout_server.weights.update_copies.free_bytes", lambda: (5 * GIB, 20 * GIB)
     )
     assert room(CPU, 0, 1) == 3 * GIB
     assert room(CPU, 0, 2) == 3 * GIB // 2

@@ -18,14 +18,14 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.limits import ServedCall
-from slipstream.rollout_server.agents.replies import MESSAGES_PATH, RESPONSES_PATH
+from slipstream.rollout_server.agents.recorder import MESSAGES_PATH, RESPONSES_PATH
 from slipstream.rollout_server.engine_interface import (
     PartSize,
     RequestRefused,
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.vllm.agents.prompting import CURRENT, PromptRenderer
+from slipstream.rollout_server.vllm.agents.agent_prompts import CURRENT, PromptRenderer
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
-from slipstream.rollout_server.vllm.weights import plan_recording, vllm_layers
+from slipstream.rollout_server.vllm.weights import loader_update, vllm_layers
 from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
+from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
-from slipstream.rollout_server.vllm.weights.plan_recording import LoaderUpdate
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
-from slipstream.rollout_server.weights.gloo_receiver import GlooReceiver, StorageReceiver
+from slipstream.rollout_server.weights.host_receivers import GlooReceiver, StorageReceiver
 from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.staging import Copying, Staging, room
+from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.distributed.weight_transfer.base import (
@@ -176,7 +176,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
             self._plan = self._replay = self._live = None
-            self._plan = plan_recording.recorded_plan(
+            self._plan = loader_update.recorded_plan(
                 self.model, self._buckets, self.device, self.vllm_config
             )
         self._layout = layout
@@ -361,11 +361,11 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def _conclude(self, check: Fp8Check, parameters: Mapping[str, torch.Tensor]) -> None:
         """Keeps the plan for later updates if it does what the loader did."""
         assert self._plan is not None
-        self._replay = plan_recording.proved_replay(self._plan, check, parameters, self.model)
+        self._replay = loader_update.proved_replay(self._plan, check, parameters, self.model)
         if self._replay is None:
             self._plan = None
         else:
-            self._live = plan_recording.live_base(self._plan, self._replay, self.device)
+            self._live = loader_update.live_base(self._plan, self._replay, self.device)
 
     def _settle(self) -> None:
         """Completes the new weights, also where a layer keeps a second form of them."""
@@ -383,5 +383,5 @@ def _id_of(order: weights_pb2.PublishOrder) -> str:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    for backend in (BACKEND, plan_recording.KEEPING_BACKEND):
+    for backend in (BACKEND, loader_update.KEEPING_BACKEND):
         WeightTransferEngineFactory.register_engine(backend, SlipstreamWeightTransfer)

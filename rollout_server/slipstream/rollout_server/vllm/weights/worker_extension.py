@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.rollout_server.vllm.weights.plan_recording import log
+from slipstream.rollout_server.vllm.weights.loader_update import log
 from slipstream.rollout_server.vllm.weights.weight_receiver import (
     JoinInfo,
     SlipstreamWeightTransfer,

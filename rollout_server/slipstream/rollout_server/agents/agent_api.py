@@ -15,8 +15,12 @@ from typing import Any, TypeAlias
 
 from slipstream.core.tool_schemas import NEED_PARSER
 from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, Refusal, ServedCall
-from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.agents.replies import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
+from slipstream.rollout_server.agents.recorder import (
+    CHAT_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    Recorder,
+)
 from slipstream.rollout_server.agents.sampling_rule import (
     SAMPLING_HEADER,
     RefusedRequest,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import RolloutServerSection
-from slipstream.rollout_server.agents.answering import Answering
+from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import AsMessages
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import Engine
@@ -61,12 +61,12 @@ class Agents:
 
     def _open(self) -> AgentApi:
         # These import vLLM's server, which takes a second.
+        from slipstream.rollout_server.vllm.agents.agent_prompts import CURRENT
         from slipstream.rollout_server.vllm.agents.application import (
             MODEL,
             as_messages,
             open_applications,
         )
-        from slipstream.rollout_server.vllm.agents.prompting import CURRENT
 
         parts = self._engine.vllm_parts
         try:

@@ -13,9 +13,8 @@ from typing import Any
 
 from slipstream.core.models.vision.data_urls import data_of_url
 from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
-from slipstream.rollout_server.agents.conversations import Found
+from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.limits import ServedCall
-from slipstream.rollout_server.agents.messages import message_key
 from slipstream.rollout_server.agents.recorder import LimitReached, Recorder
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from vllm.exceptions import VLLMValidationError
