@@ -21,6 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Together they have every loss, advantage, aggregation and layout of `RandomStep`.
 ORDINARY = (1, 3, 7, 18, 21, 22, 32, 45, 63, 68)
+# A step of several updates with larger gradients than this makes rounding as large as weights: one
+# seed in a thousand, by an estimate of the divergence that grows with the exponential.
+DIVERGED = 1e6
 SEEDS = ORDINARY if times(1) == 1 else random.sample(range(10**6), times(len(ORDINARY)))
 
 
@@ -45,6 +48,8 @@ def test_a_fuzzed_step_moves_the_weights_as_documented(
         plain.reference = PlainStep(config.reference.path, config)
     before = plain.weights()
     expected = plain.step(step.batch)
+    if expected["grad_norm"] > DIVERGED:
+        pytest.skip(f"the step diverges (gradients of {expected['grad_norm']:.0e})")
     for name in ("loss", "grad_norm"):
         assert found["metrics"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
     moves = {name: tensor - before[name] for name, tensor in plain.weights().items()}

@@ -1,4 +1,4 @@
-"""The trainer in float16: as good as float32 but for rounding, and what follows from its range."""
+"""The trainer in 16 bits: as good as float32 but for rounding, and what follows from its range."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ def test_float16_is_nearer_to_float32_than_bfloat16_is(
     assert gaps[0] < gaps[1] / 4
     for ours, theirs in zip(fine["metrics"], exact["metrics"], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=2e-3)
+        # After an update rounding decides about a route or a bound that is as good as reached.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=6e-3)
         assert ours["trained_tokens"] == theirs["trained_tokens"]
-        assert theirs.keys() == ours.keys() - {"gradient_overflows", "loss_scale"}
+        own = {"gradient_overflows", "loss_scale", "weights_moved"}
+        assert theirs.keys() == ours.keys() - own
 
 
 def test_passes_that_overflow_are_made_again_with_half_the_scale(
@@ -100,6 +102,21 @@ def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(
     exact = by_dtype["float32"]["one-moe"]["metrics"][0]
     assert found["metrics"]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-3)
     assert found["metrics"]["gradient_overflows"] == len(dense) - 1
+
+
+@pytest.mark.parametrize("layout", ["one", "one-moe", "dp2-distopt"])
+def test_bfloat16_weights_follow_small_updates_when_rounded_stochastically(
+    layout: str, rank_pool: RankPool, folder: Path
+) -> None:
+    world_size = 2 if layout.startswith("dp2") else 1
+    shares = {}
+    for rule in ("nearest", "stochastic"):
+        for found in answers(rank_pool, folder, f"rounded-{layout}@{rule}", world_size):
+            assert found["told"] == pytest.approx(found["share"], abs=1e-6)
+            assert found["are_masters"]
+            shares[rule] = found["share"]
+    # An update of 1e-5 is a few hundredths of the distance between two numbers.
+    assert 0 < 2 * shares["nearest"] < shares["stochastic"] < 0.5
 
 
 def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:

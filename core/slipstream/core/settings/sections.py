@@ -216,6 +216,10 @@ class LearnerSection(Section):
     adam_eps: float = Field(1e-8, gt=0)
     # Largest gradient norm; 0: no limit.
     grad_clip: float = Field(1.0, ge=0)
+    # How weights in bfloat16 are made of the optimizer's float32 masters after an update. nearest:
+    # one moves once its updates add up to half the distance to its neighbour; stochastic: up or
+    # down, each as often as it is near, so that served weights follow small learning rates.
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     # Split the optimizer's state over the data parallel ranks.
     use_distributed_optimizer: bool = False
     # A table of its own, below.

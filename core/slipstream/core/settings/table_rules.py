@@ -20,6 +20,17 @@ def precision_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that does not go with the model's type or engines in FP8."""
     server, model, lora = config.rollout_server, config.model, config.lora
     weights = config.weights
+    if config.learner.rounding == "stochastic":
+        if model.dtype != "bfloat16":
+            yield (
+                "learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', "
+                f"got {model.dtype!r}"
+            )
+        if config.learner.optimizer.get("use_precision_aware_optimizer"):
+            yield (
+                "learner.rounding = 'stochastic' excludes "
+                "learner.optimizer.use_precision_aware_optimizer, which makes weights itself"
+            )
     if server.computes_in_fp8 and not all(each.corrects for each in config.algorithms.distinct):
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "

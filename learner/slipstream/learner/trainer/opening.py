@@ -41,6 +41,7 @@ from slipstream.learner.trainer.model.offload import (
 )
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
+from slipstream.learner.trainer.model.rounding import Rounding
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
@@ -112,6 +113,8 @@ def load_trained(
     chunks = model.chunks
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
     scaler = shared_scaler(optimizer)
+    is_random = config.learner.rounding == "stochastic"
+    rounding = Rounding(optimizer, seed=config.run.seed if is_random else None)
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -132,7 +135,9 @@ def load_trained(
     if load_weights:
         check_attention(model)
         check_range(model, max_tokens=config.learner.micro_batch_tokens)
-    return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
+    return TrainedModel(
+        **vars(model), optimizer=optimizer, rounding=rounding, scaler=scaler, recompute=recompute
+    )
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
@@ -211,7 +216,8 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
     min_tokens = config.learner.shared_prefix_tokens
     replays = config.algorithm.router_replay != "off"
-    cause = refusal(chunks[0].config, config.learner, router_replay=replays)
+    on_gpu = next(chunks[0].parameters()).is_cuda
+    cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
     if min_tokens and cause:
         logger.info("common beginnings are computed for each sequence: %s", cause)
     if not min_tokens or cause:

@@ -1,4 +1,4 @@
-"""Settings of a run whose engines compute in FP8."""
+"""Settings of precision: engines in FP8, and how weights are rounded."""
 
 from __future__ import annotations
 
@@ -53,6 +53,32 @@ def test_what_does_not_go_with_quantised_weights_is_refused(
     with pytest.raises(ConfigError) as refused:
         config_with(QUANTISED, **tables)
     assert f"rollout_server.quantization = 'fp8_per_channel' {line}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"model": {"dtype": "float32"}}, "needs model.dtype = 'bfloat16', got 'float32'"),
+        ({"model": {"dtype": "float16"}}, "needs model.dtype = 'bfloat16', got 'float16'"),
+        (
+            {
+                "learner": {
+                    "use_distributed_optimizer": True,
+                    "optimizer": {"use_precision_aware_optimizer": True},
+                }
+            },
+            "excludes learner.optimizer.use_precision_aware_optimizer, which makes weights itself",
+        ),
+    ],
+)
+def test_stochastic_rounding_is_of_bfloat16_weights_with_masters(
+    tables: dict[str, dict[str, Any]], line: str
+) -> None:
+    learner = tables.pop("learner", {}) | {"rounding": "stochastic"}
+    config_with({}, learner={"rounding": "stochastic"})
+    with pytest.raises(ConfigError) as refused:
+        config_with({}, learner=learner, **tables)
+    assert f"learner.rounding = 'stochastic' {line}" in str(refused.value)
 
 
 @pytest.mark.parametrize("server", [QUANTISED, {"engine": {"kv_cache_dtype": "FP8_e4m3"}}])

@@ -143,8 +143,10 @@ class KeysByPath(torch.autograd.Function):
         return total.index_add_(0, paths.key_places, grad.float()).to(grad.dtype), None
 
 
-def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool) -> str:
+def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, on_gpu: bool) -> str:
     """Returns why a model of `config` cannot share beginnings in this layout; "" if it can."""
+    if on_gpu and config.params_dtype == torch.float32:
+        return "TransformerEngine has no fused attention for float32"
     if learner.parallel.cp > 1:
         return "context parallel ranks hold chunks of whole sequences"
     if config.multi_latent_attention:

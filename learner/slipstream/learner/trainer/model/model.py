@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.named_adapters import NamedAdapters
     from slipstream.learner.trainer.model.recompute import Recompute
+    from slipstream.learner.trainer.model.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class TrainedModel(ParallelModel):
     """A model with gradients and optimizer."""
 
     optimizer: Megatron
+    # Makes weights of the optimizer's masters.
+    rounding: Rounding
     # The scaler of the loss in float16; None for other types.
     scaler: Megatron = None
     # The plan of `learner.recompute = "auto"`; None if `learner.transformer` decides.

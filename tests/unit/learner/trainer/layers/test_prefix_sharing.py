@@ -38,14 +38,17 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
         ({}, {"moe_aux_loss_coeff": [0.0, 1e-3]}, False, "losses of routers"),
         ({}, {"moe_aux_loss_coeff": [0.0]}, False, ""),
         ({}, {"moe_z_loss_coeff": 1e-3}, False, "losses of routers"),
+        ({}, {"params_dtype": torch.float32}, False, "no fused attention"),
+        ({}, {"params_dtype": torch.float16}, False, ""),
     ],
 )
 def test_what_cannot_share_says_why(
     learner: dict[str, object], model: dict[str, object], replay: bool, cause: str
 ) -> None:
     plain = {"multi_latent_attention": False, "window_size": None}
-    plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "params_dtype": torch.bfloat16}
     known = SimpleNamespace(**(plain | model))
-    found = refusal(known, LearnerSection.model_validate(learner), router_replay=replay)
+    section = LearnerSection.model_validate(learner)
+    found = refusal(known, section, router_replay=replay, on_gpu=True)
     assert cause in found
     assert bool(found) == bool(cause)
