@@ -29,7 +29,6 @@ SCALE = ALPHA / RANK
 SLOW = (
     "pp2-ep2-moe",
     "experts-dp2-distributed",
-    "latent-pp2",
     "latent-cp2",
     "experts-tp2-ep2",
     "next-tp2",

@@ -169,6 +169,20 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
                 unwrapped(chunk).load_state_dict(part[key], strict=model.content == "all")
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
+                _count_alike(model.optimizer)
+
+
+def _count_alike(optimizer: Megatron) -> None:
+    """Gives all parts of `optimizer` the same number of updates, as they are all stepped together.
+
+    Megatron saves the numbers that rank 0 has. If its pipeline stage has no experts, the experts of
+    other stages are loaded without one, and would correct old moments like first ones.
+    """
+    groups = optimizer.param_groups
+    updates = max((group.get("step") or 0 for group in groups), default=0)
+    for group in groups:
+        if updates and not group.get("step"):
+            group["step"] = updates
 
 
 def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:
