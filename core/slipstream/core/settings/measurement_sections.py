@@ -135,6 +135,5 @@ class DebugSection(Section):
     # Continue after the end-of-text token, up to the limits: for benchmarks.
     ignore_eos: bool = False
     # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
-    # logits
-    # in half precision differently, so that their log-probabilities differ more.
+    # logits in half precision differently, so that their log-probabilities differ more.
     head_dtype: Literal["float32", "model"] = "float32"

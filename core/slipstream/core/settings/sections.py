@@ -197,8 +197,7 @@ class LearnerSection(Section):
     # have it, such as the prompt of a group; 0: each sequence computes its own.
     shared_prefix_tokens: int = Field(32, ge=0)
     # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; None: the
-    # first
-    # GPUs.
+    # first GPUs.
     devices: tuple[int | str, ...] | None = None
     # Largest share of its GPU's memory that torch may hold in a rank; None: no limit.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
