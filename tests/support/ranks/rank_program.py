@@ -25,7 +25,7 @@ SETTINGS = {
         "max_staleness": 1,
         "learning_rate": 1e-3,
         "warmup_steps": 2,
-        "correction": {"cap": 1.2},
+        "weight_args": {"cap": 1.2},
     },
     "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
     # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
