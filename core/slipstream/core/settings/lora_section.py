@@ -71,7 +71,7 @@ class LoraSection(Section):
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
-    # adapters alone, which vLLM computes beside the matrices. The first publish to a server, and
+    # adapters alone, which vLLM computes next to the matrices. The first publish to a server, and
     # the first after a restart of the trainer, then also carries the matrices. On GPUs vLLM
     # computes adapters in half precision only: not with `model.dtype` "float32".
     publish: Literal["merged", "adapters"] = "merged"

@@ -26,7 +26,7 @@ class PlayedSection(Section):
     args: dict[str, JsonValue] = {}
     # Limit of one reset or step of the environment.
     timeout_s: Seconds = 60.0
-    # Worker processes beside each rollout server.
+    # Worker processes next to each rollout server.
     num_workers: Positive = 1
     # Passed by name to the chat template for this environment, before those of
     # rollout_server.chat_template_kwargs.
@@ -87,7 +87,7 @@ class EvaluationSection(PlayedSection):
 
 
 class TrackingSection(Section):
-    """Trackers that get the metrics of a run, beside the screen and metrics.jsonl."""
+    """Trackers that get the metrics of a run, besides the screen and metrics.jsonl."""
 
     # Any of these together; for wandb and mlflow see docs/guides/watching.md.
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)

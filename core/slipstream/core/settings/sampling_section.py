@@ -41,7 +41,7 @@ class SamplingSection(Section):
     # Treatment of a task with a longer prompt. skip: the task is set aside and counted, and another
     # task takes its place; refuse: the run fails and names the task.
     long_prompts: Literal["skip", "refuse"] = "skip"
-    # Token ids beside the end-of-text token at which a reply ends, for example that of <|eom_id|>.
+    # Token ids besides the end-of-text token at which a reply ends, for example that of <|eom_id|>.
     # The token that ends a reply belongs to it, and is trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     # Texts at which a reply ends. The token that completes the first such text belongs to the reply
