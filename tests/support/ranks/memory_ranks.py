@@ -5,15 +5,17 @@ What a job saw lies in FOLDER/memory-JOB.pt afterwards, on rank 0; `parity_ranks
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 
-from support.ranks.parity_layouts import batches, probe
-from support.ranks.rank_program import kept, opened, score, settings_of
+from support.ranks.parity_layouts import SETTINGS, batches, probe
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -57,7 +59,12 @@ def jobs_of(world_size: int) -> list[str]:
 
 def config_of(name: str, folder: Path) -> Config:
     world_size, changes = (JOBS | GPU_JOBS | DETERMINISTIC_JOBS)[name]
-    return settings_of(folder / "llama", changes, {"learner": {"world_size": world_size}})
+    table = json.loads(json.dumps(SETTINGS))
+    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
+    for section, values in changes.items():
+        table[section] |= values
+    table["learner"]["world_size"] = world_size
+    return parse_config(table, source=name)
 
 
 def run_rank(folder: Path, job: str) -> None:
@@ -66,11 +73,14 @@ def run_rank(folder: Path, job: str) -> None:
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
     from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
-    policy = opened(config)
+    policy = open_policy(config, Launch.from_environment())
     step = TrainingStep(policy, config)
     stream = open_stream(policy, config)
     metrics, digests, between = [], [], []
@@ -79,19 +89,21 @@ def run_rank(folder: Path, job: str) -> None:
         between.append(num_bytes(policy))
         digests.append(stream.run().identity)
         assert num_bytes(policy) == between[-1]
-    logprobs = score(policy, probe(config))
+    logprobs = sequence_logprobs(policy, probe(config), max_tokens=64)
     with policy.memory.resident(*Part):
         inside = num_bytes(policy)
         dtypes = {part.value: dtypes_of(policy, part) for part in Part}
     result = {
         "metrics": metrics,
         "digests": digests,
-        "logprobs": logprobs,
+        "logprobs": torch.from_numpy(np.concatenate(logprobs)),
         "between": between,
         "inside": inside,
         "dtypes": dtypes,
     }
-    kept(policy, result, folder / f"memory-{job}.pt")
+    if policy.ranks.is_main:
+        torch.save(result, folder / f"memory-{job}.pt")
+    policy.ranks.close()
 
 
 def see_fp8(config: Config) -> dict:
