@@ -1,4 +1,4 @@
-"""The algorithms of deploy/algorithms train the quickstart's task, as files beside a configuration."""
+"""The algorithms of deploy/algorithms train the quickstart as files beside its configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 from support.rigs.run_processes import (  # noqa: E402
     ROOT,
     check_ledger,
-    rows_of,
     run_command,
     summary_of,
     write_config,
@@ -64,3 +63,27 @@ def test_it_learns_and_its_run_can_be_replayed(name: str, tmp_path: Path, tiny_m
     replay = run_command("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
     assert replay.returncode == 0, replay.stdout + replay.stderr
     assert len(replay.stdout.splitlines()) == summary["steps"]
+
+
+def test_all_five_are_functions_of_one_run(tmp_path: Path, tiny_model: Path) -> None:
+    functions = {
+        "loss": "gmpo",
+        "weight": "dppo",
+        "advantage": "maxrl",
+        "reward": "alp",
+        "filter": "difficulty",
+    }
+    # ALP's costs would make rewards negative, which MaxRL refuses.
+    arguments: dict[str, dict[str, float]] = {
+        "reward": {"beta": 0.0},
+        "filter": {"low": 0.0, "high": 1.0},
+        "loss": {"clip_high": 0.3},
+    }
+    settings = [
+        f"algorithm.{kind}=deploy.algorithms.{functions[kind]}:{kind}" for kind in functions
+    ]
+    settings += [f"algorithm.{kind}_args={json.dumps(arguments[kind])}" for kind in arguments]
+    summary, rows = run_smallest(tmp_path, tiny_model, *settings)
+    assert (summary["state"], summary["steps"]) == ("finished", 3)
+    steps = [row for row in rows if "step" in row]
+    assert all({"gmpo_clipped", "dppo_masked"} <= set(row) for row in steps)
