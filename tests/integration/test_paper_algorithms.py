@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -66,24 +65,19 @@ def test_it_learns_and_its_run_can_be_replayed(name: str, tmp_path: Path, tiny_m
 
 
 def test_all_five_are_functions_of_one_run(tmp_path: Path, tiny_model: Path) -> None:
-    functions = {
-        "loss": "gmpo",
-        "weight": "dppo",
-        "advantage": "maxrl",
-        "reward": "alp",
-        "filter": "difficulty",
-    }
     # ALP's costs would make rewards negative, which MaxRL refuses.
-    arguments: dict[str, dict[str, float]] = {
-        "reward": {"beta": 0.0},
-        "filter": {"low": 0.0, "high": 1.0},
-        "loss": {"clip_high": 0.3},
-    }
-    settings = [
-        f"algorithm.{kind}=deploy.algorithms.{functions[kind]}:{kind}" for kind in functions
-    ]
-    settings += [f"algorithm.{kind}_args={json.dumps(arguments[kind])}" for kind in arguments]
-    summary, rows = run_smallest(tmp_path, tiny_model, *settings)
+    settings = """
+        loss=deploy.algorithms.gmpo:loss
+        loss_args={ clip_high = 0.3 }
+        weight=deploy.algorithms.dppo:weight
+        advantage=deploy.algorithms.maxrl:advantage
+        reward=deploy.algorithms.alp:reward
+        reward_args={ beta = 0.0 }
+        filter=deploy.algorithms.difficulty:filter
+        filter_args={ low = 0.0, high = 1.0 }
+    """
+    lines = [f"algorithm.{line.strip()}" for line in settings.strip().splitlines()]
+    summary, rows = run_smallest(tmp_path, tiny_model, *lines)
     assert (summary["state"], summary["steps"]) == ("finished", 3)
     steps = [row for row in rows if "step" in row]
     assert all({"gmpo_clipped", "dppo_masked"} <= set(row) for row in steps)
