@@ -45,12 +45,7 @@ class AgentEpisode:
     """
 
     def __init__(
-        self,
-        environment: AgentEnvironment[Any],
-        task: object,
-        gateway: Gateway,
-        *,
-        on_busy: OnBusy,
+        self, environment: AgentEnvironment[Any], task: object, gateway: Gateway, *, on_busy: OnBusy
     ) -> None:
         self._environment = environment
         self._task = task

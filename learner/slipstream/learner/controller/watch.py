@@ -43,12 +43,7 @@ CANCEL_LIMIT_S = 60.0
 class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        take_back: Callable[[Group, str], None],
-    ) -> None:
+    def __init__(self, run: Run, books: Books, take_back: Callable[[Group, str], None]) -> None:
         """`take_back` is called with each group whose lease makes no progress, and the cause."""
         self._journal = books.journal
         self._run, self._progress = run, run.progress

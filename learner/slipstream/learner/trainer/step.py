@@ -17,10 +17,7 @@ from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.sequences import (
-    training_sequences,
-    weighted,
-)
+from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     Batch,

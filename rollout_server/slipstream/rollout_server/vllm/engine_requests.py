@@ -159,10 +159,7 @@ class Prompts:
         self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
 
     async def prompt(
-        self,
-        token_ids: Sequence[int],
-        images: Sequence[PlacedImage],
-        pauses: EnginePause,
+        self, token_ids: Sequence[int], images: Sequence[PlacedImage], pauses: EnginePause
     ) -> TokensInput | MultiModalInput:
         """Returns vLLM's input; ValueError for an image that cannot be read.
 

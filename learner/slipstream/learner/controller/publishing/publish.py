@@ -51,11 +51,7 @@ class Readiness:
     """
 
     def __init__(
-        self,
-        run: Run,
-        tasks: asyncio.TaskGroup,
-        reports: PhaseReports,
-        deliveries: Deliveries,
+        self, run: Run, tasks: asyncio.TaskGroup, reports: PhaseReports, deliveries: Deliveries
     ) -> None:
         self._run, self._settings = run, run.config.weights
         self._tasks, self._reports, self._deliveries = tasks, reports, deliveries

@@ -61,11 +61,7 @@ class AccountedReceiver(AsyncClosing):
 
 
 async def open_receiver(
-    stack: AsyncExitStack,
-    server: grpc.aio.Server,
-    journal: Journal,
-    history: RunHistory,
-    run: Run,
+    stack: AsyncExitStack, server: grpc.aio.Server, journal: Journal, history: RunHistory, run: Run
 ) -> TrajectoryReceiver:
     """Opens the receiver on `stack`, or adds its service to `server`; journals Redis's data mark.
 

@@ -46,12 +46,7 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Answers clients' calls about environments, and takes servers' reports on them."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        intake: Intake,
-    ) -> None:
+    def __init__(self, run: Run, books: Books, intake: Intake) -> None:
         self._run, self._progress = run, run.progress
         self._environments, self._fleet = books.environments, books.fleet
         self._journal = books.journal

@@ -73,9 +73,7 @@ class Relay:
         self._numbers = itertools.count(1)
 
     async def serve_episodes(
-        self,
-        requests: AsyncIterator[pb.WorkerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, requests: AsyncIterator[pb.WorkerMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
         """Serves one client, from its hello to the end of its stream; yields its commands."""
         try:
@@ -88,10 +86,7 @@ class Relay:
                 Reason.PROTOCOL,
             )
         client = ClientSession(
-            hello.spec,
-            hello.num_tasks,
-            hello.max_episodes,
-            Outbox(max_messages=self._max_messages),
+            hello.spec, hello.num_tasks, hello.max_episodes, Outbox(max_messages=self._max_messages)
         )
         refusal = self._on_arrival(client)
         if refusal:

@@ -67,13 +67,7 @@ class BatchFormer:
     checkpoint covers. `answered` finds reports that were repeated.
     """
 
-    def __init__(
-        self,
-        books: Books,
-        tasks: asyncio.TaskGroup,
-        *,
-        keep_batches: bool,
-    ) -> None:
+    def __init__(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> None:
         self._book, self._environments = books.leases, books.environments
         self._journal, self._ledger, self._receiver = books.journal, books.ledger, books.queue
         self._tasks = tasks

@@ -68,12 +68,7 @@ class GroupFilter:
         self._environments.group_accepted(group.environment, is_filtered=True)
         cause = "all rewards of its group are equal"
         self._journal.append(
-            "closed",
-            group=group.group_id,
-            how="filtered",
-            cause=cause,
-            solved=solved,
-            reward=mean,
+            "closed", group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean
         )
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)

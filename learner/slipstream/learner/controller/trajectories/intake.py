@@ -54,12 +54,7 @@ class Intake:
     `Endings`; a damaged one is quarantined. `take_back`, `withdraw` and `suspend` end leases early.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        endings: Endings,
-    ) -> None:
+    def __init__(self, run: Run, books: Books, endings: Endings) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue

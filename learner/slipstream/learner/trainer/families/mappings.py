@@ -11,11 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    GatedMLPMapping,
-    QKVMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
 from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor

@@ -234,12 +234,7 @@ class PlannedFilling:
     fills_any = True
 
     def __init__(
-        self,
-        policy: Policy,
-        dtype: str,
-        pieces: Sequence[Piece],
-        *,
-        senders: tuple[int, ...] = (),
+        self, policy: Policy, dtype: str, pieces: Sequence[Piece], *, senders: tuple[int, ...] = ()
     ) -> None:
         """Raises UnknownMapping when a rank outside `senders` would have to send."""
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)

@@ -30,11 +30,7 @@ class HfFolderWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        moved: Callable[[int], None],
-        *,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        self, folder: Path, moved: Callable[[int], None], *, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
         """Calls `moved` with the number of bytes after each write."""
         self._folder, self._moved = folder, moved

@@ -329,9 +329,7 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
     logprobs, adapters = [], []
     for name in names:
         own = probe_sequences(
-            parts.get(name),
-            vocab_size=policy.vocab_size,
-            max_tokens=max(2, min(MAX_TOKENS, room)),
+            parts.get(name), vocab_size=policy.vocab_size, max_tokens=max(2, min(MAX_TOKENS, room))
         )
         with policy.adapters.active(name):
             found = sequence_logprobs(policy, own, max_tokens=config.learner.micro_batch_tokens)

@@ -231,11 +231,7 @@ def text_of_an_image(
     template: str | None,
 ) -> str:
     """Returns what the chat template writes for an image; None stands for the tokenizer's own."""
-    parts = [
-        {"type": "text", "text": _BEFORE},
-        {"type": "image"},
-        {"type": "text", "text": _AFTER},
-    ]
+    parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
     message = {"role": "user", "content": parts}
     text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
     return text.partition(_BEFORE)[2].partition(_AFTER)[0]

@@ -17,12 +17,7 @@ from slipstream.rollout_server.vllm.weights import vllm_layers
 from slipstream.rollout_server.vllm.weights.fp8_linears import fp8_linears, loadable
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
-from slipstream.rollout_server.weights.copy_plan import (
-    NotCopied,
-    Parameters,
-    cut,
-    record,
-)
+from slipstream.rollout_server.weights.copy_plan import NotCopied, Parameters, cut, record
 from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
