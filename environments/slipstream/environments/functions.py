@@ -26,7 +26,6 @@ from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedPr
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-
 REWARDS = ("share", "all")
 PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")

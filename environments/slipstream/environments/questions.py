@@ -28,7 +28,6 @@ START_LIMIT_S = 60.0
 MAX_CHARACTERS = 4000
 LINE_BYTES = 1 << 16
 
-
 JUDGES = ("math_verify", "exact", "contains")
 # What a function of the user's may take.
 ARGUMENTS = ("reply", "question", "answer", "row")

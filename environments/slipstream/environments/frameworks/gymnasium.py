@@ -28,7 +28,6 @@ WHOLE = re.compile(r"(?<![\w.])[-+]?\d{1,18}(?![\w])(?!\.\d)")
 COLOURED = re.compile(r"(?:\x1b\[(?!0?m)[0-9;]+m)+([^\x1b]*)(?:\x1b\[0?m)+")
 CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
-
 # An environment of the package, and what it shows.
 Game: TypeAlias = Any
 Observation: TypeAlias = Any

@@ -36,7 +36,6 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 MAX_CHARACTERS = 40
 REFERENCE = re.compile(r"[\w.]+:\w+")
 
-
 # What `reset` of the server is given.
 Start: TypeAlias = Mapping[str, Any]
 CONNECT_TIMEOUT_S = 10.0

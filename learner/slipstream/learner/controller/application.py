@@ -26,8 +26,11 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.queue_account import AccountedReceiver, open_receiver
+from slipstream.learner.controller.records.ledger import (
+    AccountedReceiver,
+    TokenLedger,
+    open_receiver,
+)
 from slipstream.learner.controller.reporting.metrics import open_recorder
 from slipstream.learner.controller.restoration import RestoredParts, begin, journal_servers, restore
 from slipstream.learner.controller.results import Results

@@ -39,11 +39,9 @@ class Communicator(Protocol):
 
     def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
         """Enqueues a broadcast; WeightSyncError when NCCL refuses."""
-        ...
 
     def abort(self) -> None:
         """Releases this process's waits; no other method may be called afterwards."""
-        ...
 
 
 class Mark(Protocol):
@@ -51,11 +49,9 @@ class Mark(Protocol):
 
     def is_done(self) -> bool:
         """Whether the stream has reached this place; does not wait."""
-        ...
 
     def seconds_since(self, before: Mark) -> float:
         """Returns the device time between two marks that are done."""
-        ...
 
 
 class NcclBackend(Protocol):
@@ -63,19 +59,15 @@ class NcclBackend(Protocol):
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> Communicator:
         """Waits for all members without a limit; WeightSyncError when NCCL fails."""
-        ...
 
     def warm_up_room(self) -> Room:
         """Returns room for a first broadcast, which opens the members' connections."""
-        ...
 
     def mark(self, stream: int) -> Mark:
         """Marks the end of the work enqueued on `stream` so far."""
-        ...
 
     def use(self) -> None:
         """Makes this device the calling thread's current device."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 _OK = 200
 _Parts: TypeAlias = "asyncio.Queue[TextPart | Exception]"
 
-
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"

@@ -31,7 +31,6 @@ from slipstream.v1 import trajectory_pb2
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
 
-
 Answer = TypeVar("Answer")
 
 
@@ -44,7 +43,6 @@ class Ask(Protocol):
 
     async def __call__(self, call: Awaitable[Answer], /) -> Answer:
         """Returns the answer to `call`."""
-        ...
 
 
 class Give(Protocol):
@@ -52,7 +50,6 @@ class Give(Protocol):
 
     def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
         """Returns the tokens as if they had been sampled; `is_cut`: they are not the whole."""
-        ...
 
 
 class EnvironmentTalk:

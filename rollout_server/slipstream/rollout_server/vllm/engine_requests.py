@@ -43,7 +43,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 # Prefix of the ids of requests that score a probe and belong to no episode.
 PROBE_PREFIX = "probe/"
 
-
 # Images whose pixels are kept: the members of a group have the same images.
 _KEPT_IMAGES = 32
 

@@ -49,7 +49,6 @@ class BucketReceiver(Protocol):
 
         Returns the memory of each bucket in order, or nothing where it is not known beforehand.
         """
-        ...
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """Yields each bucket in order, in a uint8 tensor of its size, valid on the current stream.
@@ -58,22 +57,18 @@ class BucketReceiver(Protocol):
         before the memory is written again. WeightSyncError when a bucket misses its deadline; a
         transport with a stream of its own may notice that only in `digests`.
         """
-        ...
 
     def digests(self) -> list[bytes]:
         """Returns the digests of the last `receive`, after its end; waits for all its buckets.
 
         Returns none if it was not `digested`.
         """
-        ...
 
     def take_wire(self) -> Wire:
         """Returns the wire time of the last `receive`, after `digests`; 0 where it is not timed."""
-        ...
 
     def close(self) -> None:
         """Leaves the communicator, also when its other members are gone."""
-        ...
 
 
 class NoDigests:

@@ -35,7 +35,6 @@ MAX_JOINT_FAILURES = 2
 # server was sent away once and came back.
 MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 
-
 # A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
 MOST_TIME = 8
 # Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.

@@ -31,8 +31,7 @@ from slipstream.learner.controller.reporting.run_facts import (
     Interval,
     RunFacts,
 )
-from slipstream.learner.controller.reporting.trackers.opening import open_trackers
-from slipstream.learner.controller.reporting.trackers.tracker import Trackers
+from slipstream.learner.controller.reporting.trackers import Trackers, open_trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,

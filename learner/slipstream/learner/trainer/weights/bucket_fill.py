@@ -101,15 +101,12 @@ class Filling(Protocol):
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         """Assigns bucket k to lane k % len(lanes); lanes are uint8."""
-        ...
 
     def begin(self) -> None:
         """Starts a pass: `fill` follows for every bucket, from the first one."""
-        ...
 
     def fill(self, place: int) -> None:
         """Puts bucket number `place` together on its sender, on the current CUDA stream."""
-        ...
 
 
 class BridgeFilling:

@@ -25,10 +25,8 @@ from torch.distributed.distributed_c10d import Store
 
 Result = TypeVar("Result")
 
-
 # Seconds by which a call may outlast gloo's own deadline before its thread is left behind.
 _GRACE_S = 1.0
-
 
 # Messages of gloo begin with a file and line of its source, which users need not see.
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
