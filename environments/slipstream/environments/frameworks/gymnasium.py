@@ -147,8 +147,7 @@ class ActionReader:
         self, space: Space, names: Sequence[str], function: Callable[..., Any] | None
     ) -> None:
         """With `function` it alone decides; ConfigError when the space has no actions as text."""
-        self._space = space
-        self._function = function
+        self._space, self._function = space, function
         self._names = list(names)
         self._name: re.Pattern[str] | None = None
         kind = _kind(space)

@@ -162,10 +162,8 @@ class Evaluator:
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments
         self._fleet = books.fleet
-        self._intake = intake
-        self._publisher = publisher
-        self._scheduler = scheduler
-        self._on_result = on_result
+        self._intake, self._publisher = intake, publisher
+        self._scheduler, self._on_result = scheduler, on_result
         self._round: Round | None = None
         self._wanted_step: int | None = 0 if self._sections else None
         # The newest step whose version was ever to be evaluated.

@@ -138,9 +138,7 @@ class CheckpointWatch:
     """
 
     def __init__(self, folder: Path, events: EventLog, *, look_s: float = LOOK_S) -> None:
-        self._folder = folder
-        self._events = events
-        self._look_s = look_s
+        self._folder, self._events, self._look_s = folder, events, look_s
         # The version from which a resume would continue. 0 is the start.
         self._newest = 0
 

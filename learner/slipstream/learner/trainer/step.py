@@ -85,9 +85,7 @@ class TrainingStep:
     """
 
     def __init__(self, policy: Policy, config: Config, roles: Roles = NO_ROLES) -> None:
-        self._policy = policy
-        self._roles = roles
-        self._config = config
+        self._policy, self._roles, self._config = policy, roles, config
         self._max_tokens = config.learner.micro_batch_tokens
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`.

@@ -109,9 +109,7 @@ class ProfileWindow:
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
         """Takes the `folder` for traces."""
-        self._section = section
-        self._folder = folder
-        self._rank = rank
+        self._section, self._folder, self._rank = section, folder, rank
         self._profiler: profile | None = None
         self._steps: list[int] = []
 
@@ -168,8 +166,7 @@ class Trainer:
     """One rank of the trainer; every method is collective, only rank 0 uses `client`."""
 
     def __init__(self, config: Config, policy: Policy, client: ControllerClient) -> None:
-        self._config = config
-        self._policy = policy
+        self._config, self._policy = config, policy
         self._ranks = policy.ranks
         self._client = client
         roles = open_roles(config, policy)

@@ -113,8 +113,7 @@ class HandoverSender:
             raise ConfigError(
                 f"weights.host must be an address of this machine, got {host}: {error}"
             ) from error
-        self._communicator_id = communicator_id
-        self._hello_limit_s = hello_limit_s
+        self._communicator_id, self._hello_limit_s = communicator_id, hello_limit_s
         self._peers: dict[int, _Peer] = {}
 
     @property

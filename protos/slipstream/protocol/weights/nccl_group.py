@@ -110,8 +110,7 @@ class NcclGroup:
     """
 
     def __init__(self, backend: NcclBackend, communicator: Communicator) -> None:
-        self._backend = backend
-        self._communicator = communicator
+        self._backend, self._communicator = backend, communicator
         self._lock = threading.Lock()
         self._is_aborted = False
         self._cause = ""

@@ -116,9 +116,7 @@ class StreamSession:
         """
         self._table = table
         self._key = episode_key
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._on_close = on_close
+        self._timeout_s, self._on_timeout, self._on_close = timeout_s, on_timeout, on_close
         self._was_judged = False
         # What the agent says, once it is followed.
         self._answers: Answers | None = None

@@ -68,14 +68,9 @@ class EnvironmentTalk:
         give: Give,
     ) -> None:
         """`generate` samples a reply of at most the given number of tokens and records it."""
-        self._session = session
-        self._recording = recording
-        self._sampling = sampling
-        self._renderer = renderer
-        self._agents = agents
-        self._ask = ask
-        self._generate = generate
-        self._give = give
+        self._session, self._recording, self._sampling = session, recording, sampling
+        self._renderer, self._agents, self._ask = renderer, agents, ask
+        self._generate, self._give = generate, give
         # Reads replies; None: there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
@@ -224,8 +219,7 @@ class History:
     def __init__(
         self, renderer: Renderer, messages: Sequence[ChatMessage], inputs: TemplateInputs
     ) -> None:
-        self.inputs = inputs
-        self._renderer = renderer
+        self.inputs, self._renderer = inputs, renderer
         # `REPLY` stands where the model has replied; `_replies` are the replies in order.
         self._messages = list(messages)
         self._replies: list[ChatMessage] = []

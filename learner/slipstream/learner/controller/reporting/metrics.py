@@ -61,11 +61,8 @@ class RunRecorder:
         `events` gets hints and warnings. With `texts`, sampled episodes of several turns show each
         turn.
         """
-        self._folder = folder
-        self._config = config
-        self._trackers = trackers
-        self._texts = texts
-        self._events = events
+        self._folder, self._config, self._trackers = folder, config, trackers
+        self._texts, self._events = texts, events
         for name in (SUMMARY, SUSPENDED):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()

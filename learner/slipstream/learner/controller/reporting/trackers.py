@@ -94,8 +94,7 @@ class Trackers:
 
         A tracker for which more than `max_waiting` entries wait is abandoned.
         """
-        self._close_limit_s = close_limit_s
-        self._complain = complain
+        self._close_limit_s, self._complain = close_limit_s, complain
         self._writers = [
             _Writer(name, open_, complain, max_waiting) for name, open_ in opened.items()
         ]

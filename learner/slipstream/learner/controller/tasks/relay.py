@@ -64,10 +64,8 @@ class Relay:
 
         At most `max_messages` wait for one client or server.
         """
-        self._max_messages = max_messages
-        self._clock = clock
-        self._on_arrival = on_arrival
-        self._on_departure = on_departure
+        self._max_messages, self._clock = max_messages, clock
+        self._on_arrival, self._on_departure = on_arrival, on_departure
         self._clients: dict[str, ClientSession] = {}
         self._calls: dict[int, RelayedCall] = {}
         self._numbers = itertools.count(1)
