@@ -315,12 +315,11 @@ class Evaluator:
             return
         self._warned.add(section.name)
         samples = section.samples_per_task
-        self._run.events.add(
+        self._run.events.warn(
             f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and num_episodes = "
             f"{section.num_episodes} with samples_per_task = {samples} asks for "
             f"{section.num_episodes // samples}: a round takes each task once, "
-            f"{count * samples} episodes",
-            Severity.WARNING,
+            f"{count * samples} episodes"
         )
 
     def _lease(self, round_: Round) -> None:

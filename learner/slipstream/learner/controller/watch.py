@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slipstream.core.errors import CheckpointError
 from slipstream.core.types import GroupId
-from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.run import Run
@@ -174,7 +174,7 @@ class CheckpointWatch:
 
     def _warn(self, what: str) -> None:
         base = f"version {self._newest}" if self._newest else "the start"
-        self._events.add(f"{what}: a resume begins from {base}", Severity.WARNING)
+        self._events.warn(f"{what}: a resume begins from {base}")
 
 
 def _missing(folder: Path, step: int) -> str:

@@ -41,9 +41,8 @@ from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.roles import open_roles
 from slipstream.learner.trainer.step import TrainedStep, TrainingStep
-from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
-from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
+from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests

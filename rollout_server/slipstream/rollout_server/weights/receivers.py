@@ -18,22 +18,18 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverReceiver
-from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.protocol.weights.shared_buffers import open_buffers
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership, open_digests
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
 from torch._C import _distributed_c10d as c10d
 
 
-class HostReceiver:
+class HostReceiver(BucketReceiver):
     """Receives buckets in main memory, two buffers in turn; a transport says how one is taken."""
 
-    enqueues = False
-
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self._buffers: list[torch.Tensor] = []
-        self._digests: BucketDigests | None = None
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """See `BucketReceiver`: two buffers in turn."""
@@ -50,25 +46,13 @@ class HostReceiver:
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """See `BucketReceiver`; the tensors lie in main memory, or in `incoming.memory`."""
-        digests = self._digests = open_digests(
-            incoming.buckets, torch.device("cpu"), digested=incoming.digested
-        )
-        memory = self.prepare(incoming)
+        digests, memory = self._open_digests(incoming), self.prepare(incoming)
         self._begin(incoming)
         for place, bucket in enumerate(incoming.buckets):
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._take(bucket, buffer, incoming.bucket_deadline_s)
             digests.add(place, buffer.data_ptr(), 0)
             yield incoming.memory[place].copy_(buffer) if incoming.memory else buffer
-
-    def digests(self) -> list[bytes]:
-        """See `BucketReceiver`."""
-        assert self._digests is not None
-        return [bucket_digest(tensors) for tensors in self._digests.read(0)]
-
-    def take_wire(self) -> Wire:
-        """See `BucketReceiver`: not timed, since a bucket is received only when it is asked for."""
-        return Wire()
 
     def _begin(self, incoming: Incoming) -> None:
         """Begins an update."""
@@ -94,12 +78,14 @@ class GlooReceiver(HostReceiver):
                 wait_for_workers=False,
                 timeout=timeout,
             )
-            self._group: Any = _gloo_group(
-                c10d.PrefixStore(communicator.communicator_id, self._store),
-                membership.rank,
-                communicator.world_size,
-                local_address(communicator.store_host, communicator.store_port),
-                timeout,
+            meeting = c10d.PrefixStore(communicator.communicator_id, self._store)
+            host = local_address(communicator.store_host, communicator.store_port)
+            options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timeout
+            # torch gives the class no public stub.
+            self._group: Any = c10d.ProcessGroupGloo(
+                meeting, membership.rank, communicator.world_size, options
             )
         except RuntimeError as error:
             raise WeightSyncError(
@@ -129,15 +115,6 @@ class GlooReceiver(HostReceiver):
                 f"a bucket of {bucket.num_bytes} bytes did not arrive "
                 f"within {deadline_s:g} s: {error}"
             ) from error
-
-
-def _gloo_group(
-    store: c10d.Store, rank: int, world_size: int, local_address: str, timeout: timedelta
-) -> Any:  # noqa: ANN401 - torch gives the class no public stub
-    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=local_address)]
-    options._timeout = timeout
-    return c10d.ProcessGroupGloo(store, rank, world_size, options)
 
 
 class StorageReceiver(HostReceiver):
@@ -178,15 +155,13 @@ class StorageReceiver(HostReceiver):
 _CLOSE_LIMIT_S = 5.0
 
 
-class IpcReceiver:
+class IpcReceiver(BucketReceiver):
     """See `BucketReceiver`: bucket k of an update lies in buffer k modulo their number."""
-
-    enqueues = False
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
         """Joins and opens the buffers; WeightSyncError when that fails or misses the deadline."""
+        super().__init__(device)
         where = membership.communicator
-        self._device = device
         if device.type == "cuda":
             from slipstream.protocol.weights.cuda_digests import load_kernel
 
@@ -212,9 +187,6 @@ class IpcReceiver:
         self._copying = threading.Lock()
         # The number of buckets that were read since the communicator was made.
         self._number = 0
-        self._digests: BucketDigests | None = None
-        # The buckets of `_digests`, and whether these have any.
-        self._digested: tuple[tuple[Bucket, ...], bool] = (), False
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """See `BucketReceiver`."""
@@ -224,10 +196,7 @@ class IpcReceiver:
                 f"a bucket of {largest} bytes does not fit the shared buffers "
                 f"of {self._memory[0].numel()}"
             )
-        kind = incoming.buckets, incoming.digested
-        if self._digests is None or kind != self._digested:
-            self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
-            self._digested = kind
+        self._open_digests(incoming)
         if incoming.own_buffers:
             return []
         return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
@@ -256,15 +225,6 @@ class IpcReceiver:
             if incoming.own_buffers:
                 yield data
 
-    def digests(self) -> list[bytes]:
-        """See `BucketReceiver`."""
-        assert self._digests is not None
-        return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
-
-    def take_wire(self) -> Wire:
-        """See `BucketReceiver`: no bucket travels, so nothing is timed."""
-        return Wire()
-
     def close(self) -> None:
         """See `BucketReceiver`; the engine computes with copies and needs no buffer any more."""
         self._link.close()
@@ -277,10 +237,6 @@ class IpcReceiver:
                     self._buffers.close()
             finally:
                 self._copying.release()
-
-    @property
-    def _handle(self) -> int:
-        return torch.cuda.current_stream().cuda_stream if self._device.type == "cuda" else 0
 
     def _place(self, place: int, bucket: Bucket) -> torch.Tensor:
         if not self._memory:

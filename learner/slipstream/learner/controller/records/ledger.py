@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 
 import grpc.aio
 from slipstream.core.types import TrajectoryId
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.seen_ids import SeenIds
@@ -153,9 +152,7 @@ async def open_receiver(
         receiver = RedisReceiver(url, run.progress.run_id, opener(run.progress.run_key))
         await stack.enter_async_context(receiver)
         if history.queue_mark not in ("", receiver.mark):
-            run.events.add(
-                "the queue lost what waited there; it is generated again", Severity.WARNING
-            )
+            run.events.warn("the queue lost what waited there; it is generated again")
         journal.append("queue", mark=receiver.mark)
         return receiver
     from slipstream.protocol.queue.grpc import GrpcReceiver

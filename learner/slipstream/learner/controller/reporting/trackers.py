@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 
 from pydantic import JsonValue
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.reporting.result_files import parse_object, write_result
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker
 
@@ -200,7 +200,7 @@ def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
     loop = asyncio.get_running_loop()
 
     def complain(text: str) -> None:
-        loop.call_soon_threadsafe(events.add, text, Severity.WARNING)
+        loop.call_soon_threadsafe(events.warn, text)
 
     return Trackers(ways_to_open(config, folder, complain), complain)
 

@@ -21,7 +21,6 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
@@ -92,9 +91,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             )
         if cause:
             self._environments.load_failed(report.environment, session.key, cause)
-            self._run.events.add(
-                f"environment {report.environment} on {session.name}: {cause}", Severity.WARNING
-            )
+            self._run.events.warn(f"environment {report.environment} on {session.name}: {cause}")
         else:
             self._environments.loaded(report.environment, session.key, report.num_tasks)
         self._run.signal.notify()

@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError, RunFailed
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
@@ -73,9 +72,7 @@ class TrainerPlace:
         )
         if newcomer != self._turned_away:
             self._turned_away = newcomer
-            self._run.events.add(
-                f"a second trainer, of {newcomer}, waits: {text}", Severity.WARNING
-            )
+            self._run.events.warn(f"a second trainer, of {newcomer}, waits: {text}")
         await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.PLACE_TAKEN)
 
     def take(
@@ -269,10 +266,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
-            self._run.events.add(
+            self._run.events.warn(
                 f"step {trained.version.step} came out different when it was trained again: its "
-                f"weights are version {trained.version} now, and are sent again",
-                Severity.WARNING,
+                f"weights are version {trained.version} now, and are sent again"
             )
         self._on_step(trained, request)
         await self._former.durable()
@@ -344,7 +340,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.fail(cause)
         else:
             # The launcher of the ranks starts them again, or fails the run.
-            self._run.events.add(cause, Severity.WARNING)
+            self._run.events.warn(cause)
         return trainer_pb2.TrainerFailureReceipt()
 
     async def _set_aside(
@@ -366,7 +362,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._former.durable()
         if found is not None:
             self._progress.trainer_failed("")
-            self._run.events.add(found.describe(), Severity.WARNING)
+            self._run.events.warn(found.describe())
             self._progress.waits_for("the trainer to ask for its next batch")
         self._progress.moved()
         return True
