@@ -67,7 +67,13 @@ OWNERS = {
         "slipstream.protocol.weights.shared_buffers",
         "slipstream.learner.trainer",
     ),
-    "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),
+    "torch": (
+        *("slipstream.learner.trainer", "slipstream.rollout_server"),
+        *(
+            f"slipstream.learner.algorithms.{name}"
+            for name in ("inputs", "kl", "losses", "weights")
+        ),
+    ),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
 # Their pipes, queues and files pickle what goes through them.

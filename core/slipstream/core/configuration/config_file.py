@@ -53,7 +53,7 @@ def with_first_line(text: str) -> bytes:
 
 
 def check_whole(path: Path, data: bytes) -> None:
-    """ConfigError when the settings below the first line are not those that it tells of.
+    """Raises ConfigError when the settings below the first line are not those that it tells of.
 
     Files without such a line are those of users, and pass unless they are empty.
     """
@@ -82,7 +82,7 @@ LONGEST_VALUE = 80
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Returns the checked settings of `path` with `overrides` on top; None: of these alone.
+    """Returns the checked settings of `path` with `overrides` on top, only these if None.
 
     What both leave out the run chooses where it can (`automatic`).
 
@@ -132,7 +132,10 @@ def dump_config(config: Config) -> str:
 
 
 def check_model(config: Config) -> None:
-    """Checks the model folder and settings that depend on it, without loading; ConfigError."""
+    """Checks the model folder and settings that depend on it, without loading.
+
+    Raises ConfigError for the first problem.
+    """
     missing = check_sizes(config)
     if missing:
         raise ConfigError(missing[0])
@@ -149,7 +152,7 @@ def check_model(config: Config) -> None:
 
 
 def check_sizes(config: Config) -> list[str]:
-    """Checks all settings that depend on the model's config.json; ConfigError.
+    """Checks all settings that depend on the model's config.json; raises ConfigError.
 
     Returns one clause for each thing that the folder lacks to be loaded.
     """

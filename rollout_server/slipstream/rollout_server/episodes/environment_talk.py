@@ -71,7 +71,7 @@ class EnvironmentTalk:
         self._session, self._recording, self._sampling = session, recording, sampling
         self._renderer, self._agents, self._ask = renderer, agents, ask
         self._generate, self._give = generate, give
-        # Reads replies; None: there is nothing to read in them.
+        # Reads replies; None if there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
     async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
@@ -125,7 +125,7 @@ class EnvironmentTalk:
             if tools == history.inputs.tools and history.can_continue:
                 context = history.continuation(recording.token_ids[-1])
                 continue
-            # The template would write the beginning otherwise: the model reads all of it anew.
+            # The template would write the beginning otherwise: the model reads all of it again.
             history.inputs = history.inputs._replace(tools=tools)
             await self._offer(history.inputs)
             context = history.prompt()
@@ -146,7 +146,7 @@ class EnvironmentTalk:
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Opens the reader of replies to `inputs`.
 
-        EnvironmentFailed for tools that this run cannot offer.
+        Raises EnvironmentFailed for tools that this run cannot offer.
         """
         check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._ask(self._agents.reader(inputs))
@@ -208,7 +208,7 @@ class EnvironmentTalk:
 
 
 class History:
-    """What was said in one episode.
+    """The conversation of one episode.
 
     history = History(renderer, opening.messages, inputs)
     tokens = history.prompt()                   # before the first reply
@@ -229,7 +229,10 @@ class History:
         self.images: list[PlacedImage] = []
 
     def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
-        """Adds a reply and what follows it; EnvironmentFailed for the result of an unknown call."""
+        """Adds a reply and what follows it.
+
+        Raises EnvironmentFailed for the result of an unknown call.
+        """
         self._call_ids |= {call.id for call in reply.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:

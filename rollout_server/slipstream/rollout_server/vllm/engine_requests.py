@@ -160,7 +160,7 @@ class Prompts:
     async def prompt(
         self, token_ids: Sequence[int], images: Sequence[PlacedImage], pauses: EnginePause
     ) -> TokensInput | MultiModalInput:
-        """Returns vLLM's input; ValueError for an image that cannot be read.
+        """Returns vLLM's input. Raises ValueError for an image that cannot be read.
 
         vLLM keeps features of images by name: new weights make other features, so names have the
         version.

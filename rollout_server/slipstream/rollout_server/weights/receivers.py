@@ -58,7 +58,7 @@ class HostReceiver(BucketReceiver):
         """Begins an update."""
 
     def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
-        """Fills `buffer` with the next bucket; WeightSyncError after `deadline_s`."""
+        """Fills `buffer` with the next bucket. Raises WeightSyncError after `deadline_s`."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ class GlooReceiver(HostReceiver):
     """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins the communicator; WeightSyncError when a member misses the deadline."""
+        """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         super().__init__()
         communicator = membership.communicator
         timeout = timedelta(seconds=membership.join_deadline_s)
@@ -121,7 +121,7 @@ class StorageReceiver(HostReceiver):
     """See `BucketReceiver`: every worker of the engine reads the same file."""
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Opens the file that the order names; WeightSyncError when it is not there."""
+        """Opens the file that the order names. Raises WeightSyncError when it is not there."""
         super().__init__()
         path = membership.communicator.path
         if not path:
@@ -159,7 +159,10 @@ class IpcReceiver(BucketReceiver):
     """See `BucketReceiver`: bucket k of an update lies in buffer k modulo their number."""
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins and opens the buffers; WeightSyncError when that fails or misses the deadline."""
+        """Joins and opens the buffers.
+
+        Raises WeightSyncError when that fails or misses the deadline.
+        """
         super().__init__(device)
         where = membership.communicator
         if device.type == "cuda":
@@ -244,7 +247,7 @@ class IpcReceiver(BucketReceiver):
         return self._memory[place % len(self._memory)][: bucket.num_bytes]
 
     def _wait_done(self, deadline_s: float) -> None:
-        """Waits for the current stream's work; WeightSyncError after the deadline.
+        """Waits for the current stream's work. Raises WeightSyncError after the deadline.
 
         The work takes a fraction of a millisecond: sleeping would take longer.
         """
