@@ -459,7 +459,7 @@ def literals(tree: ast.AST) -> Iterator[str]:
 
 
 def events_of_the_controller() -> tuple[set[str], set[str]]:
-    """All texts in the controller, and those that are handed to `events.add` or `warn` where they stand."""
+    """All texts in the controller, and those handed to `events.add` or `warn` where they stand."""
     texts: set[str] = set()
     added: set[str] = set()
     for path in (ROOT / "learner" / "slipstream" / "learner" / "controller").rglob("*.py"):
