@@ -51,7 +51,7 @@ from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis_rights import ROLES
+from slipstream.protocol.queue.redis_checks import ROLES
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
