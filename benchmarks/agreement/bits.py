@@ -24,7 +24,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from slipstream.core.machine.process import die_with_parent
 from benchmarks.common.measure import (
     part,
     program,
-    progress,
     settings_of,
     table,
     write_result,
@@ -41,6 +40,7 @@ from benchmarks.common.measure import (
 from benchmarks.common.shapes import make_apart
 
 NAME = "bits"
+PARTS = ("check", "products", "speed", "learn")
 # Mode -> variables of its process.
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 MODES: dict[str, dict[str, dict[str, str]]] = {
@@ -57,7 +57,7 @@ MODES: dict[str, dict[str, dict[str, str]]] = {
 SHAPES = {"cuda": "0.6B", "cpu": "small"}
 # Modes whose process takes a learner's passes too.
 LEARNERS = ("eager", "eager, invariant", "usual", "fixed rows")
-START_LIMIT_S, TURN_LIMIT_S = 330.0, 150.0
+START_LIMIT_S, TURN_LIMIT_S = 330.0, 200.0
 TURNS = 2
 
 
@@ -67,7 +67,7 @@ class Child:
     def __init__(self, mode: str, arguments: argparse.Namespace) -> None:
         command = [*program("agreement.bits_engine"), "--mode", mode, "--device", arguments.device]
         command += ["--dtype", arguments.dtype, "--head-dtype", arguments.head_dtype]
-        command += ["--model", str(arguments.model)]
+        command += ["--model-folder", str(arguments.model_folder)]
         self.mode = mode
         self._path = arguments.out / f"{mode.replace(', ', '-').replace(' ', '-')}.log"
         variables = {
@@ -93,11 +93,16 @@ class Child:
             )
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """Returns the next answer; RuntimeError with the log's end if it has failed."""
+        """Returns the next answer; RuntimeError with the log's end if it has failed.
+
+        A silent program is ended: its answer would be taken for that of the next question.
+        """
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         line = self._process.stdout.readline() if ready else ""
         found: dict[str, Any] = json.loads(line) if line else {"failed": f"silent for {limit_s} s"}
+        if not line:
+            self.close()
         if "failed" in found:
             end = self._path.read_text(errors="replace")[-4000:]
             raise RuntimeError(f"{self.mode}: {found['failed']}\n{end}")
@@ -106,6 +111,8 @@ class Child:
     def do(self, name: str) -> dict[str, Any]:
         """Returns what `name` of its engine found."""
         assert self._process.stdin is not None
+        if self._process.poll() is not None:
+            raise RuntimeError(f"{self.mode}: its program has ended")
         print(name, file=self._process.stdin, flush=True)
         return self.answer(TURN_LIMIT_S)
 
@@ -119,7 +126,7 @@ def tables(found: dict[str, Any]) -> list[str]:
     """Returns the tables of what is known by now."""
     rows = [
         [mode, name, one["tokens"], one["differ"], f"{one['mean']:.2g}", f"{one['largest']:.2g}"]
-        for mode, checks in found["check"].items()
+        for mode, checks in found.get("check", {}).items()
         for name, one in checks["logprobs"].items()
     ]
     lines = table(["mode", "way", "tokens", "bits differ", "mean", "largest"], rows)
@@ -130,13 +137,13 @@ def tables(found: dict[str, Any]) -> list[str]:
             one["first"],
             ", ".join(f"{k} {n[1]}/{n[0]}" for k, n in one["kernels"].items() if n[1]),
         ]
-        for mode, checks in found["check"].items()
+        for mode, checks in found.get("check", {}).items()
         for name, one in checks["kernels"].items()
     ]
     lines += ["", *table(["mode", "way", "first", "kernel: rows that differ/equal inputs"], rows)]
     rows = [
         [mode, ", ".join(f"{turn['tokens_per_s']:,.0f}" for turn in turns)]
-        for mode, turns in found["speed"].items()
+        for mode, turns in found.get("speed", {}).items()
     ]
     lines += ["", *table(["mode", "tokens/s of each turn"], rows)]
     rows = [
@@ -148,7 +155,7 @@ def tables(found: dict[str, Any]) -> list[str]:
             one["with_two_threads"],
             ", ".join(f"{1e3 * seconds:.3f}" for seconds in one["seconds"].values()),
         ]
-        for mode, products in found["products"].items()
+        for mode, products in found.get("products", {}).items()
         for name, one in products.items()
     ]
     header = [
@@ -167,7 +174,7 @@ def tables(found: dict[str, Any]) -> list[str]:
             ", ".join(f"{one:,.0f}" for one in turns),
             "{:.2g} in {}".format(*learn["largest_gradient_error"][name]),
         ]
-        for mode, learn in found["learn"].items()
+        for mode, learn in found.get("learn", {}).items()
         for name, turns in learn["tokens_per_s"].items()
     ]
     lines += ["", *table(["mode", "learner's kernels", "tokens/s", "gradient error"], rows)]
@@ -180,8 +187,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=tuple(MODES), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--head-dtype", choices=("float32", "model"), default="float32")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--modes", nargs="+", help="default: all of the device")
-    parser.add_argument("--model", type=Path, help="a folder; default: the shape of the device")
+    parser.add_argument(
+        "--model-folder", type=Path, help="a folder; default: the shape of the device"
+    )
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     return parser.parse_args()
 
@@ -191,7 +201,7 @@ def main() -> int:
     arguments = parse_arguments()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"check": {}, "products": {}, "speed": {}, "learn": {}}
+    found: dict[str, Any] = {name: {} for name in PARTS if name in arguments.parts}
     failures: dict[str, str] = {}
 
     def write() -> None:
@@ -199,9 +209,9 @@ def main() -> int:
         write_result(NAME, record | {"failures": failures}, arguments.out / f"{NAME}.json")
 
     with tempfile.TemporaryDirectory() as name:
-        if arguments.model is None:
+        if arguments.model_folder is None:
             shape = SHAPES[arguments.device]
-            arguments.model = make_apart(Path(name) / shape, shape, dtype=arguments.dtype)
+            arguments.model_folder = make_apart(Path(name) / shape, shape, dtype=arguments.dtype)
         modes = arguments.modes or list(MODES[arguments.device])
         # On CPUs one engine at a time has memory enough.
         at_once = [modes] if arguments.device == "cuda" else [[mode] for mode in modes]
@@ -218,7 +228,19 @@ def measure(
     failures: dict[str, str],
     write: Callable[[], None],
 ) -> None:
-    """Has each engine check, then a learner pass, then the speeds in turns."""
+    """Has the engines do each part, one after the other; those that a learner needs last."""
+
+    def do(name: str, modes: Iterable[str]) -> None:
+        for mode in modes:
+            with part(f"{mode}: {name}", failures):
+                answer = children[mode].do(name)
+                failures.update(answer.pop("failures", {}))
+                if name == "speed":
+                    found[name].setdefault(mode, []).append(answer)
+                else:
+                    found[name][mode] = answer
+                write()
+
     for mode, child in list(children.items()):
         with part(f"{mode}: start", failures):
             try:
@@ -227,31 +249,19 @@ def measure(
                 del children[mode]
                 child.close()
                 raise
-        if mode not in children:
-            continue
-        with part(f"{mode}: check", failures):
-            found["check"][mode] = child.do("check")
-            write()
+            if "check" in found:
+                do("check", [mode])
     learners = [mode for mode in children if mode in LEARNERS]
-    for mode in learners:
-        with part(f"{mode}: products", failures):
-            found["products"][mode] = children[mode].do("products")
-            write()
-    for turn in range(TURNS):
-        for mode, child in children.items():
-            with part(f"{mode}: speed, turn {turn}", failures):
-                found["speed"].setdefault(mode, []).append(child.do("speed"))
-                progress(f"{mode}: {found['speed'][mode][-1]}")
-                write()
+    if "products" in found:
+        do("products", learners)
+    for _ in range(TURNS if "speed" in found else 0):
+        do("speed", children)
     # A learner's pass needs the memory.
     for mode in set(children) - set(learners):
         children[mode].close()
+    if "learn" in found:
+        do("learn", learners)
     for mode in learners:
-        with part(f"{mode}: learn", failures):
-            found["learn"][mode] = children[mode].do("learn")
-            told = found["learn"][mode].pop("failures")
-            failures.update({f"{mode}: {name}": text for name, text in told.items()})
-            write()
         children[mode].close()
 
 

@@ -182,7 +182,7 @@ class Engine:
         if mode.startswith("graphs"):
             more["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         self.llm = LLM(
-            model=str(arguments.model),
+            model=str(arguments.model_folder),
             dtype=arguments.dtype,
             enforce_eager=self.is_eager,
             enable_prefix_caching=False,
@@ -198,9 +198,9 @@ class Engine:
         )
         self.device = torch.device(arguments.device)
         self.model: Any = self.llm.apply_model(lambda model: model)[0]
-        self.vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
+        self.vocab = json.loads((arguments.model_folder / "config.json").read_text())["vocab_size"]
         if mode == "fixed rows":
-            _fix_rows(self.model, arguments.model)
+            _fix_rows(self.model, arguments.model_folder)
 
     def ask(
         self, prompts: list[list[int]], replies: list[int], *, scored: bool, first_seed: int = 0
@@ -295,7 +295,7 @@ class Engine:
         self, whole: list[list[int]], captures: dict[str, Capture]
     ) -> dict[str, list[list[float]]]:
         """Returns the log-probabilities of all tokens but the first by each learner's pass."""
-        weights, sizes = learner.load(self.arguments.model, self.device)
+        weights, sizes = learner.load(self.arguments.model_folder, self.device)
         dtype, head = (
             getattr(torch, self.arguments.dtype),
             getattr(torch, self.arguments.head_dtype.replace("model", self.arguments.dtype)),
@@ -336,7 +336,7 @@ class Engine:
 
     def products(self) -> dict[str, Any]:
         """Compares products of few rows with those of many, for each matrix and kernel."""
-        weights, _ = learner.load(self.arguments.model, self.device)
+        weights, _ = learner.load(self.arguments.model_folder, self.device)
         own = "model.layers.0."
         names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
         matrices = {name: weights[f"{own}{name}.weight"] for name in names}
@@ -395,7 +395,7 @@ class Engine:
         sequences = [[draw.randrange(8, self.vocab) for _ in range(length)] for _ in range(count)]
         packed = learner.Packed.of(sequences, self.device)
         dtype = getattr(torch, self.arguments.dtype)
-        weights, sizes = learner.load(self.arguments.model, self.device)
+        weights, sizes = learner.load(self.arguments.model_folder, self.device)
         usual = (sizes, dtype, self.device, torch.float32)
         kernels = {"torch": learner.TorchKernels(*usual)}
         failures: dict[str, str] = {}
@@ -528,7 +528,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("mode", "device", "dtype", "head-dtype"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model-folder", type=Path, required=True)
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     # Whatever libraries print belongs into the log.
