@@ -52,7 +52,7 @@ OWNERS = {
     "redis": (
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
-        "slipstream.protocol.queue.redis_durability",
+        "slipstream.protocol.queue.redis_checks",
         "slipstream.protocol.queue.redis_receiver",
         # `slipstream doctor` tries each right of a user.
     ),
@@ -67,7 +67,13 @@ OWNERS = {
         "slipstream.protocol.weights.shared_buffers",
         "slipstream.learner.trainer",
     ),
-    "torch": ("slipstream.learner.trainer", "slipstream.rollout_server"),
+    "torch": (
+        *("slipstream.learner.trainer", "slipstream.rollout_server"),
+        *(
+            f"slipstream.learner.algorithms.{name}"
+            for name in ("inputs", "kl", "losses", "token_functions", "weights")
+        ),
+    ),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
 # Their pipes, queues and files pickle what goes through them.

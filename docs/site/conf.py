@@ -52,6 +52,7 @@ CONTENTS = {
         "docs/guides/agents",
         "docs/guides/demonstrations",
         "docs/guides/distillation",
+        "docs/guides/own-algorithms",
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",
@@ -98,7 +99,11 @@ CONTENTS = {
     ],
 }
 # Pages below a page of the list.
-BELOW = {"docs/adr/README": "0*", "docs/performance": "/benchmarks/results/*"}
+BELOW = {
+    "docs/adr/README": "0*",
+    "docs/configuration": "settings/*",
+    "docs/performance": "/benchmarks/results/*",
+}
 # Badges lie beside the files of the repository on GitHub, whatever its address.
 BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 EXAMPLES = {
+    "quickstart": "slipstream quickstart run.steps=50",
     "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
     "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
     "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
@@ -25,6 +26,7 @@ EXAMPLES = {
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
     "dashboard": "slipstream dashboard runs --port 0",
+    "roles": "slipstream roles deploy/configs/quickstart.toml --for slurm --out slurm",
     "doctor": "slipstream doctor deploy/configs/quickstart.toml",
 }
 
@@ -130,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
+    first = commands.add_parser("quickstart", help="make a tiny model here and train it")
+    first.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    first.set_defaults(execute=_quickstart)
+
     run = commands.add_parser("run", help="everything on this machine")
     _add_config(run, is_optional=True)
     run.add_argument("--model", metavar="FOLDER", help="for model.path")
@@ -193,6 +199,16 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
     export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
     export.set_defaults(execute=_export)
+
+    roles = commands.add_parser("roles", help="what a scheduler starts for a run, and as its files")
+    roles.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
+    roles.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    roles.add_argument(
+        "--for", dest="target", choices=("slurm",), help="write files of this scheduler, not JSON"
+    )
+    roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
+    roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
+    roles.set_defaults(execute=_roles)
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
@@ -288,6 +304,12 @@ async def _run(arguments: argparse.Namespace) -> int:
     return await run_all(path, overrides, dry_run=arguments.dry_run)
 
 
+async def _quickstart(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launch.launcher import run_quickstart
+
+    return await run_quickstart(arguments.overrides)
+
+
 async def _learner(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_learner
 
@@ -316,6 +338,19 @@ async def _set_aside(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_set_aside
 
     return await run_set_aside(arguments.run, arguments.step, arguments.group)
+
+
+def _roles(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launch.print_roles import print_roles, print_schema
+    from slipstream.core.errors import ConfigError
+
+    if arguments.schema:
+        return print_schema()
+    if arguments.config is None:
+        raise ConfigError("roles needs a CONFIG.toml")
+    return print_roles(
+        arguments.config, arguments.overrides, target=arguments.target, out=arguments.out
+    )
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

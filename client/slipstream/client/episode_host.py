@@ -61,10 +61,10 @@ class EpisodeHost:
     ) -> None:
         """Without `environment` a Load command must come first.
 
-        `tracker` is told of every call. EnvironmentFailed when the environment gives no tasks.
+        `tracker` is told of every call. Raises EnvironmentFailed when the environment gives no
+        tasks.
         """
-        self._tracker = tracker
-        self._environment = environment
+        self._tracker, self._environment = tracker, environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
         self._agents = AgentEpisodes()

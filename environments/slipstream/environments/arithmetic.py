@@ -77,7 +77,7 @@ class Arithmetic(Environment[Addition]):
         format: Literal["number", "line"] = "number",
         format_credit: float = 0.1,
     ) -> None:
-        """`num_tasks`: different tasks; None: without end. `instruction` contains "{task}"."""
+        """`num_tasks`: different tasks, None for no end. `instruction` contains "{task}"."""
         self._min_digits = digits if min_digits is None else min_digits
         if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
             raise ValueError(
@@ -98,9 +98,7 @@ class Arithmetic(Environment[Addition]):
         self._digits = digits
         self._operations = tuple(operations)
         self._is_heldout = split == "heldout"
-        self._seed = seed
-        self._format = format
-        self._format_credit = format_credit
+        self._seed, self._format, self._format_credit = seed, format, format_credit
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
         self._task = Addition(0, "+", 0)
 

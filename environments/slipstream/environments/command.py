@@ -21,11 +21,7 @@ from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.question_files import read_rows
-from slipstream.environments.sandbox.kept_program import (
-    ProgramEnd,
-    ProgramLimits,
-    run_program,
-)
+from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
 from slipstream.environments.sandbox.sandbox import launched, why_not
 
@@ -77,7 +73,7 @@ class Command(AgentEnvironment[Row]):
 
         The limits hold for the program with all that it starts; 0 of `memory_gib` and
         `max_processes`: no limit. With `sandbox` both programs run in sandlock, and may read
-        `readable` too. ConfigError names what cannot work.
+        `readable` too. Raises ConfigError for arguments that cannot work.
         """
         if score_command is not None and score_file is not None:
             raise ConfigError("give score_command or score_file, not both")
@@ -204,7 +200,10 @@ class Command(AgentEnvironment[Row]):
 
 
 def _sandbox_limits(limits: ProgramLimits) -> Limits:
-    """Returns the limits of the sandbox for those of a program; ConfigError if there is none."""
+    """Returns the limits of the sandbox for those of a program.
+
+    Raises ConfigError if there is none.
+    """
     if not (limits.memory_bytes > 0 and limits.processes > 0):
         raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
     if reason := why_not("sandlock"):

@@ -26,7 +26,6 @@ from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedPr
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-
 REWARDS = ("share", "all")
 PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
@@ -153,7 +152,7 @@ class Functions(Environment[Exam]):
         Tests are a list of Python texts, or one text; one that defines `check` is called with the
         function. Without `function` all names are examined that tests use and do not define.
         `limit_s` is the limit of one call; `max_running` that of replies that are examined at one
-        time, 0: as many as there are cores. ConfigError names what cannot work.
+        time, 0: as many as there are cores. Raises ConfigError for arguments that cannot work.
         """
         if reward not in REWARDS:
             raise ConfigError(f"reward must be one of {', '.join(REWARDS)}, got {reward!r}")
@@ -163,9 +162,7 @@ class Functions(Environment[Exam]):
             raise ConfigError(f"limit_s must be above 0, got {limit_s}")
         if max_running < 0:
             raise ConfigError(f"max_running must be at least 0, got {max_running}")
-        self._instruction = instruction
-        self._reward = reward
-        self._limit_s = limit_s
+        self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
         columns = ExamColumns(question, tests, setup, function)
         self._exams = read_exams(Path(path), columns)
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
@@ -230,7 +227,9 @@ class Functions(Environment[Exam]):
 
 
 def _missing(finished: Finished, num_tests: int) -> list[str]:
-    """Returns outcomes of tests that the examiner did not come to; ValueError if that is a fault.
+    """Returns outcomes of tests that the examiner did not come to.
+
+    Raises ValueError if that is a fault.
 
     A limit is no fault: values of the code under test can make a test too long or too large.
     """

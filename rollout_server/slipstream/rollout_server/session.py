@@ -100,9 +100,9 @@ class SessionServices:
     environments: Environments
     waits: SessionWaits
     agents: Agents
-    # Answers for the reference model; None: no server does.
+    # Answers for the reference model; None if no server does.
     reference: ReferenceServer | None = None
-    # What the server fetched from storage; None: it takes weights from the trainer.
+    # What the server fetched from storage; None if it takes weights from the trainer.
     stored: StoredWeights | None = None
 
 
@@ -122,9 +122,7 @@ class Session:
         group: asyncio.TaskGroup,
     ) -> None:
         """Runs its tasks in `group`; the engine must be paused, with no open request."""
-        self._welcome = welcome
-        self._outbox = outbox
-        self._services = services
+        self._welcome, self._outbox, self._services = welcome, outbox, services
         self._ledger = EpochCounters(services.engine.use())
         self._dispatcher = Dispatcher(
             group,

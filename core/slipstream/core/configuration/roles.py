@@ -29,17 +29,12 @@ def reference_is_policy(config: Config) -> bool:
     is_other = section != ReferenceSection(top_k=section.top_k)
     # Replayed routers follow the policy's own forward pass.
     replays = config.algorithm.router_replay != "off"
-    return (
-        config.algorithms.measures_divergence
-        and config.lora.rank > 0
-        and not is_other
-        and not replays
-    )
+    return config.needs_reference and config.lora.rank > 0 and not is_other and not replays
 
 
 def reference_config(config: Config) -> Config | None:
     """Returns the settings for loading the reference model, or None without one of its own."""
-    if not config.algorithms.measures_divergence or reference_is_policy(config):
+    if not config.needs_reference or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
     if section.server is not None:
@@ -186,7 +181,10 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
 
 
 def _row_tokens(folder: Path) -> dict[str, object]:
-    """Returns the tokens at the ends of rows of an image; ConfigError for files without any."""
+    """Returns the tokens at the ends of rows of an image.
+
+    Raises ConfigError for files without any.
+    """
     path = folder / "tokenizer.json"
     try:
         return dict(row_tokens(_read_table(folder / "processor_config.json"), _read_table(path)))
@@ -211,7 +209,7 @@ def _processor(folder: Path) -> dict[str, object]:
 
 
 def _read_table(path: Path) -> dict[str, object]:
-    """Returns the table in a JSON file, {} without one; ConfigError if it cannot be read."""
+    """Returns the table in a JSON file, {} without one. Raises ConfigError if it cannot be read."""
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:

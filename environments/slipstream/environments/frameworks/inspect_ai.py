@@ -26,11 +26,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
-from slipstream.environments.sandbox.kept_program import (
-    ProgramEnd,
-    ProgramLimits,
-    run_program,
-)
+from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 
 # First and last sample of an episode, counted from 1.
 Span: TypeAlias = tuple[int, int]
@@ -68,7 +64,7 @@ class Inspect(AgentEnvironment[Span]):
 
         The first `samples` of the task are evaluated. `inspect` is the path of the command, which
         may be that of another virtual environment. Logs go to `log_dir`, or are removed with the
-        episode. ConfigError names what cannot work.
+        episode. Raises ConfigError for arguments that cannot work.
         """
         program = shutil.which(inspect)
         if program is None:
@@ -132,7 +128,10 @@ class Inspect(AgentEnvironment[Span]):
 
 
 def _read_log(logs: Path, ended: ProgramEnd) -> Log:
-    """Returns the log of an evaluation that has succeeded; RuntimeError says why it has not."""
+    """Returns the log of an evaluation that has succeeded.
+
+    Raises RuntimeError, which says why it has not.
+    """
     found = sorted(logs.glob("*.json")) if logs.is_dir() else []
     said = ended.limit or f"{ended.cause or 'exit status 0'}: {ended.last_line}"
     if not found:

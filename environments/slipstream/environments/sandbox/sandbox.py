@@ -73,7 +73,10 @@ class Sandbox:
         readable: Sequence[str] = (),
         backend: Backend | None = None,
     ) -> None:
-        """Without `backend` the first of `BACKENDS` that works here; ConfigError if none does."""
+        """Without `backend` the first of `BACKENDS` that works here.
+
+        Raises ConfigError if none does.
+        """
         self.limits = limits or Limits()
         if wrong := self.limits.wrong():
             raise ConfigError(wrong)
@@ -171,9 +174,7 @@ class StartedProgram:
         assert process.stderr is not None
         self.stdin = process.stdin
         self.stdout = process.stdout
-        self._process = process
-        self._limits = limits
-        self._cause_fd = cause_fd
+        self._process, self._limits, self._cause_fd = process, limits, cause_fd
         self._cause = ""
         self._errors = _Output(process.stderr, limits.output_bytes)
 
@@ -226,8 +227,7 @@ class _Output:
     """The beginning of what a program writes to one pipe; reads on its own from the start."""
 
     def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
-        self._stream = stream
-        self._most = most
+        self._stream, self._most = stream, most
         self.kept = bytearray()
         self.is_too_long = False
         self.reading = asyncio.create_task(self._read())
@@ -243,7 +243,10 @@ class _Output:
 
 
 def first_backend() -> Backend:
-    """Returns the first of `BACKENDS` that works here; ConfigError says why none does."""
+    """Returns the first of `BACKENDS` that works here.
+
+    Raises ConfigError, which says why none does.
+    """
     reasons = []
     for backend in BACKENDS:
         reason = why_not(backend)

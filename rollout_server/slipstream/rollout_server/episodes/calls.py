@@ -31,8 +31,8 @@ Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentF
 class Judgement:
     """An environment's answer to a reply; `messages` follow unless the episode is `done`.
 
-    `tools` are those from now on, see `TemplateInputs`; None: the same as before. `given_reply` is
-    the next reply; "": the model replies.
+    `tools` are those from now on (`TemplateInputs`), None for the same as before. `given_reply` is
+    the next reply, "" if the model replies.
     """
 
     reward: float
@@ -73,35 +73,29 @@ class EnvironmentSession(Protocol):
 
     async def reset(self, task_index: int, seed: int) -> Opening:
         """Starts the task; returns what the model reads first."""
-        ...
 
     async def step(
         self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
     ) -> Judgement:
         """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
 
-        `parsed` None: no parser has read it.
+        `parsed` is None if no parser has read it.
         """
-        ...
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
         """Returns the next call of an agent or its result, whenever it comes."""
-        ...
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
         """Hands a part of the answer to an agent's call over.
 
         Returns when the agent took it, and at once where it is the last part.
         """
-        ...
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
         """Returns the error of an agent that is `late`, with the place where it hangs."""
-        ...
 
     def close(self) -> None:
         """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
-        ...
 
 
 class StreamSession:
@@ -122,9 +116,7 @@ class StreamSession:
         """
         self._table = table
         self._key = episode_key
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._on_close = on_close
+        self._timeout_s, self._on_timeout, self._on_close = timeout_s, on_timeout, on_close
         self._was_judged = False
         # What the agent says, once it is followed.
         self._answers: Answers | None = None
@@ -308,7 +300,7 @@ class CallTable:
     async def call(
         self, command: environment_pb2.WorkerCommand, *, timeout_s: float
     ) -> environment_pb2.WorkerMessage:
-        """Sends `command` and waits for its answer; EnvironmentFailed when there is none."""
+        """Sends `command` and waits for its answer. Raises EnvironmentFailed when there is none."""
         number = self.notify(command)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()

@@ -31,7 +31,6 @@ from slipstream.v1 import trajectory_pb2
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
 
-
 Answer = TypeVar("Answer")
 
 
@@ -44,7 +43,6 @@ class Ask(Protocol):
 
     async def __call__(self, call: Awaitable[Answer], /) -> Answer:
         """Returns the answer to `call`."""
-        ...
 
 
 class Give(Protocol):
@@ -52,7 +50,6 @@ class Give(Protocol):
 
     def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
         """Returns the tokens as if they had been sampled; `is_cut`: they are not the whole."""
-        ...
 
 
 class EnvironmentTalk:
@@ -71,15 +68,10 @@ class EnvironmentTalk:
         give: Give,
     ) -> None:
         """`generate` samples a reply of at most the given number of tokens and records it."""
-        self._session = session
-        self._recording = recording
-        self._sampling = sampling
-        self._renderer = renderer
-        self._agents = agents
-        self._ask = ask
-        self._generate = generate
-        self._give = give
-        # Reads replies; None: there is nothing to read in them.
+        self._session, self._recording, self._sampling = session, recording, sampling
+        self._renderer, self._agents, self._ask = renderer, agents, ask
+        self._generate, self._give = generate, give
+        # Reads replies; None if there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
     async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
@@ -133,7 +125,7 @@ class EnvironmentTalk:
             if tools == history.inputs.tools and history.can_continue:
                 context = history.continuation(recording.token_ids[-1])
                 continue
-            # The template would write the beginning otherwise: the model reads all of it anew.
+            # The template would write the beginning otherwise: the model reads all of it again.
             history.inputs = history.inputs._replace(tools=tools)
             await self._offer(history.inputs)
             context = history.prompt()
@@ -154,7 +146,7 @@ class EnvironmentTalk:
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Opens the reader of replies to `inputs`.
 
-        EnvironmentFailed for tools that this run cannot offer.
+        Raises EnvironmentFailed for tools that this run cannot offer.
         """
         check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._ask(self._agents.reader(inputs))
@@ -216,7 +208,7 @@ class EnvironmentTalk:
 
 
 class History:
-    """What was said in one episode.
+    """The conversation of one episode.
 
     history = History(renderer, opening.messages, inputs)
     tokens = history.prompt()                   # before the first reply
@@ -227,8 +219,7 @@ class History:
     def __init__(
         self, renderer: Renderer, messages: Sequence[ChatMessage], inputs: TemplateInputs
     ) -> None:
-        self.inputs = inputs
-        self._renderer = renderer
+        self.inputs, self._renderer = inputs, renderer
         # `REPLY` stands where the model has replied; `_replies` are the replies in order.
         self._messages = list(messages)
         self._replies: list[ChatMessage] = []
@@ -238,7 +229,10 @@ class History:
         self.images: list[PlacedImage] = []
 
     def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
-        """Adds a reply and what follows it; EnvironmentFailed for the result of an unknown call."""
+        """Adds a reply and what follows it.
+
+        Raises EnvironmentFailed for the result of an unknown call.
+        """
         self._call_ids |= {call.id for call in reply.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:

@@ -43,7 +43,6 @@ from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")
 
-
 # Seconds between two attempts after an infrastructure failure, so that a lost client or controller
 # can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
 # which the controller removes a silent server.
@@ -59,7 +58,7 @@ class EpisodeServices:
     renderer: Renderer
     ledger: EpochCounters
     agents: Agents
-    # The server of the reference model; None: the run has none.
+    # The server of the reference model; None if the run has none.
     reference: ReferenceServer | None = None
     retry_s: float = RETRY_S
 

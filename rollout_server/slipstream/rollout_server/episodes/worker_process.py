@@ -67,15 +67,13 @@ class WorkerProcess:
     _num_starting: ClassVar[int] = 0
 
     def __init__(self, process: asyncio.subprocess.Process, record: int, cause: int) -> None:
-        self._process = process
-        self._record = record
-        self._cause = cause
+        self._process, self._record, self._cause = process, record, cause
 
     @classmethod
     async def start(
         cls, command: Sequence[str], *, limits: WorkerLimits, token: str, log: int
     ) -> Self:
-        """Starts `command` with `--record`; OSError when no process can be started."""
+        """Starts `command` with `--record`. Raises OSError when no process can be started."""
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
         WorkerProcess._num_starting += 1

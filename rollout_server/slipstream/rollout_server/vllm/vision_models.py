@@ -40,21 +40,16 @@ def _stand_in_for_torchvision() -> None:
 
 _stand_in_for_torchvision()
 
-from vllm.model_executor.models import (  # noqa: E402
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_vl,
-    qwen3_vl_moe,
-)
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe  # noqa: E402
 
 
 class ImagesAlone:
-    """What vLLM asks about a model's images before it starts."""
+    """Answers vLLM's questions about a model's images before it starts."""
 
     ctx: Any
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns the kinds of inputs beside text; None: any number of them."""
+        """Returns the kinds of inputs besides text; None for any number of them."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(
@@ -120,7 +115,7 @@ class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen35Images:
-    """What vLLM asks about a Qwen3.5's images, without its classes of `delta_models`."""
+    """Answers for a Qwen3.5's images, without its classes of `delta_models`."""
 
 
 @functools.cache

@@ -5,6 +5,8 @@ Both call transformers' PIL processor, on every host: torchvision would resize o
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +55,8 @@ class ImageProcessor:
     def tokens(self, token_id: int, data: bytes) -> list[int]:
         """Returns the tokens that stand for an image in a prompt, by its header alone.
 
-        `token_id` takes features. ValueError for bytes that are no image, or too many pixels.
+        `token_id` takes features. Raises ValueError for bytes that are no image, or too many
+        pixels.
         """
         with opened(data) as image:
             width, height = image.size
@@ -65,7 +68,7 @@ class ImageProcessor:
         return np.ones(height * width, dtype=np.bool_)
 
     def pixels(self, data: bytes) -> Pixels:
-        """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
+        """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
         found = self.inner(images=[decoded(data)], return_tensors="np")
         grid = found["image_grid_thw"][0]
         values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
@@ -73,14 +76,17 @@ class ImageProcessor:
 
 
 def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-    """Returns an image of red, green and blue; ValueError for one whose pixels cannot be read."""
+    """Returns an image of red, green and blue.
+
+    Raises ValueError for one whose pixels cannot be read.
+    """
     with opened(data) as image:
         return image.convert("RGB")
 
 
 @contextmanager
 def opened(data: bytes) -> Iterator[Any]:
-    """Gives an image whose header is read; ValueError for one that cannot be read."""
+    """Gives an image whose header is read. Raises ValueError for one that cannot be read."""
     from PIL import Image
 
     try:
@@ -93,3 +99,17 @@ def opened(data: bytes) -> Iterator[Any]:
             yield image
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def data_of_url(url: str) -> bytes:
+    """Returns the bytes of `data:image/...;base64,...`. Raises ValueError for any other URL."""
+    head, found, text = url.partition(",")
+    if not (found and head.startswith("data:image/") and head.endswith(";base64")):
+        raise ValueError(
+            "the URL of an image must be data:image/...;base64,..., as nothing is fetched, "
+            f"got {url[:60]!r}"
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the data URL of an image is no base64: {error}") from error

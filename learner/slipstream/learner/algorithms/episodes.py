@@ -1,0 +1,82 @@
+"""The inputs and results of advantages, rewards and filters: the episodes of a batch or group.
+
+    def advantage(episodes: Sequence[ScoredEpisode], *, ...) -> FloatArray | Sequence[FloatArray]
+    def reward(group: Sequence[RewardedEpisode], *, ...) -> Sequence[float]
+    def filter(group: Sequence[RewardedEpisode], *, ...) -> bool
+
+All are pure functions. What stands behind the star are arguments from the configuration, checked by
+their annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ScoredEpisode:
+    """One episode of a batch, or one side of it; arrays are [sampled tokens].
+
+    An advantage is one number for each episode, or an array for each. With a critic it is a
+    `TokenAdvantages` for each, with the critic's targets.
+    """
+
+    # Episodes are compared within a group.
+    group_id: str
+    # The reward after the function `reward`.
+    reward: float
+    # Cost of each token, for example its divergence from the reference model.
+    token_costs: FloatArray
+    # The critic's estimate before each token was sampled.
+    values: FloatArray | None = None
+    # The sampled tokens of each branch: only these follow each other.
+    branches: tuple[slice, ...] = (slice(None),)
+    # What the environment measured.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    # Versions between the sampling of each token and this step.
+    lags: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+    def token_rewards(self) -> FloatArray:
+        """Returns the reward at the last token of each branch, less the cost of each token."""
+        rewards = -self.token_costs
+        for branch in self.branches:
+            if len(rewards[branch]):
+                rewards[branch][-1] += self.reward
+        return rewards
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Advantages of one episode, [sampled tokens]; `returns` are the critic's targets."""
+
+    advantages: FloatArray
+    returns: FloatArray | None = None
+
+
+@dataclass(frozen=True)
+class RewardedEpisode:
+    """One episode of a group, or one side of it, before its tokens are trained.
+
+    Each side of a game with a reward of its own is a group of its own for `reward`. A filter gets
+    all sides of a group, with the rewards after `reward`.
+    """
+
+    reward: float
+    # What the environment measured.
+    metrics: Mapping[str, float]
+    # A limit of reply, episode or turns ended it.
+    is_truncated: bool
+    # Sampled tokens of each reply, of all sides.
+    reply_tokens: tuple[int, ...]
+    # Limit of each reply.
+    max_reply_tokens: int
+    environment: str
+    task_index: int
+    # The name of the branches with a reward of their own; "" for all others.
+    side: str = ""

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms import functions
+from slipstream.learner.algorithms.advantages import (
+    dr_grpo,
+    episode_scores,
+    estimates,
+    grpo,
+    returns_to_go,
+    rloo,
+    whitened,
+)
+from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.trainer.algorithms.sequences import shuffled
+from support.fakes.packed import algorithm
+
+
+def episode(group: str, reward: float, costs: list[float], values: list[float] | None = None):
+    known = None if values is None else np.array(values)
+    return ScoredEpisode(group, reward, np.array(costs, dtype=np.float64), known)
+
+
+def scored(scores: Sequence[float] | FloatArray, groups: Sequence[str]) -> list[ScoredEpisode]:
+    return [episode(group, reward, []) for group, reward in zip(groups, scores, strict=True)]
+
+
+def token_advantages(
+    episodes: Sequence[ScoredEpisode], settings: AlgorithmSection
+) -> list[TokenAdvantages]:
+    return functions.token_advantages(settings, episodes, where="a test")
+
+
+def test_advantage_is_the_reward_less_its_groups_mean() -> None:
+    rewards = np.array([1.0, 3.0, 10.0, 10.0, 40.0])
+    found = dr_grpo(scored(rewards, ["a", "a", "b", "b", "b"]))
+    assert found.tolist() == [-1.0, 1.0, -10.0, -10.0, 20.0]
+
+
+def test_equal_numbers_of_zeros_and_ones_give_minus_one_and_one() -> None:
+    found = grpo(scored(np.array([1.0, 0.0, 0.0, 1.0]), ["a"] * 4))
+    assert found == pytest.approx([1, -1, -1, 1], abs=3e-6)
+
+
+def test_advantage_is_divided_by_the_deviation_of_the_group_itself() -> None:
+    found = grpo(scored(np.array([0.0, 0.0, 3.0]), ["a"] * 3))
+    assert found == pytest.approx([-1 / 2**0.5, -1 / 2**0.5, 2**0.5], rel=1e-5)
+
+
+def test_group_of_equal_rewards_has_no_advantage() -> None:
+    assert grpo(scored(np.full(3, 0.7), ["a"] * 3)) == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_the_share_of_minus_one_is_the_advantage_of_the_other_player(advantage: str) -> None:
+    """Both players of a zero-sum game are trained by the reward of one of them."""
+
+    def found(sign: float) -> list[float]:
+        rewards = [1.0, -1.0, -1.0, 0.0, 1.0, 1.0]
+        played = [episode(g, sign * r, [0.0]) for g, r in zip("aaaabb", rewards, strict=True)]
+        worths = token_advantages(played, algorithm(advantage=advantage))
+        return [float(worth.advantages[0]) for worth in worths]
+
+    assert found(-1.0) == pytest.approx([-1.0 * worth for worth in found(1.0)])
+    assert found(1.0)[0] > 0
+
+
+def test_groups_need_not_stand_together() -> None:
+    found = dr_grpo(scored(np.array([1.0, 5.0, 3.0, 7.0]), list("abab")))
+    assert found.tolist() == [-1.0, -1.0, 1.0, 1.0]
+
+
+def test_groups_are_compared_within_themselves_only() -> None:
+    # Over the whole batch the second group's rewards would all be above the mean.
+    scores = np.array([0.0, 1.0, 10.0, 11.0])
+    for found in (
+        grpo(scored(scores, list("aabb"))),
+        rloo(scored(scores, list("aabb"))),
+    ):
+        assert np.sign(found).tolist() == [-1, 1, -1, 1]
+
+
+def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
+    found = rloo(scored(np.array([1.0, 2.0, 6.0, 5.0]), ["a", "a", "a", "alone"]))
+    assert found.tolist() == [-3.0, -1.5, 4.5, 0.0]
+
+
+def test_returns_to_go_add_up_from_each_token_on() -> None:
+    assert returns_to_go(np.array([1.0, -2.0, 4.0])).tolist() == [3.0, 2.0, 4.0]
+
+
+def test_whitening_runs_over_all_tokens_of_the_batch() -> None:
+    # Mean of 1, 1, 1, 5 is 2, mean square deviation 3.
+    found = whitened([np.array([1.0, 1.0, 1.0]), np.array([5.0])])
+    assert np.concatenate(found) == pytest.approx([-1 / 3**0.5] * 3 + [3**0.5], rel=1e-5)
+    assert [len(values) for values in found] == [3, 1]
+    assert whitened([]) == []
+    assert whitened([np.array([2.0, 2.0])])[0].tolist() == [0.0, 0.0]
+
+
+def test_gae_by_hand() -> None:
+    # d = [0 + .5*2 - 1, 0 + .5*4 - 2, 3 - 4] = [0, 0, -1]; A2 = -1, A1 = .25 * -1, A0 = .25 * A1.
+    advantages, returns = estimates(
+        np.array([0.0, 0.0, 3.0]), np.array([1.0, 2.0, 4.0]), gamma=0.5, lam=0.5
+    )
+    assert advantages.tolist() == [-0.0625, -0.25, -1.0]
+    assert returns.tolist() == [0.9375, 1.75, 3.0]
+
+
+def test_gae_with_lambda_one_is_the_return_less_the_value() -> None:
+    rewards, values = np.array([1.0, 0.0, 2.0]), np.array([5.0, 6.0, 7.0])
+    advantages, returns = estimates(rewards, values, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [-2.0, -4.0, -5.0]
+    assert returns.tolist() == [3.0, 2.0, 2.0]
+
+
+def test_gae_of_an_episode_without_tokens_is_empty() -> None:
+    assert estimates(np.zeros(0), np.zeros(0), gamma=1.0, lam=1.0)[0].tolist() == []
+
+
+def test_reward_stands_at_the_last_token_and_each_token_pays_its_cost() -> None:
+    one = episode("a", 2.0, [0.5, 0.25])
+    assert one.token_rewards().tolist() == [-0.5, 1.75]
+    assert one.token_costs.tolist() == [0.5, 0.25]
+    assert episode("a", 2.0, []).token_rewards().tolist() == []
+
+
+def test_score_of_an_episode_is_its_reward_less_the_costs_of_its_own_tokens() -> None:
+    episodes = [episode("a", 2.0, [0.5, 0.25]), episode("a", 1.0, []), episode("b", 0.0, [1.0])]
+    assert episode_scores(episodes).tolist() == [1.25, 1.0, -1.0]
+    assert episode_scores([]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("grpo", [[-1, -1], [1]]),
+        ("dr_grpo", [[-0.5, -0.5], [0.5]]),
+        ("rloo", [[-1, -1], [1]]),
+        ("score", [[0, 0], [1]]),
+        # Returns 0, 0, 1: mean 1/3, deviation sqrt(2)/3.
+        ("reinforce_pp", [[-1 / 2**0.5, -1 / 2**0.5], [2**0.5]]),
+        # Centred -.5, -.5, .5: mean -1/6, deviation sqrt(2)/3.
+        ("reinforce_pp_baseline", [[-1 / 2**0.5, -1 / 2**0.5], [2**0.5]]),
+    ],
+)
+def test_each_estimator_gives_every_token_its_advantage(kind: str, expected: list) -> None:
+    episodes = [episode("a", 0.0, [0.0, 0.0]), episode("a", 1.0, [0.0])]
+    found = token_advantages(episodes, algorithm(advantage=kind))
+    for one, values in zip(found, expected, strict=True):
+        assert one.advantages == pytest.approx(values, rel=1e-5)
+        assert one.returns is None
+
+
+def test_without_an_advantage_no_reward_counts() -> None:
+    episodes = [episode("a", 0.0, [0.0, 0.0]), episode("a", 1.0, [0.0])]
+    only_divergence = algorithm(advantage="none", kl={"coefficient": 1.0})
+    found = token_advantages(episodes, only_divergence)
+    assert [one.advantages.tolist() for one in found] == [[0, 0], [0]]
+
+
+def test_costs_of_tokens_lower_the_score_of_the_episode() -> None:
+    episodes = [episode("a", 1.0, [0.5, 0.0]), episode("a", 1.0, [0.0])]
+    found = token_advantages(episodes, algorithm(advantage="dr_grpo"))
+    assert [one.advantages.tolist() for one in found] == [[-0.25, -0.25], [0.25]]
+
+
+def test_reinforce_pp_charges_each_token_for_what_follows_it() -> None:
+    found = token_advantages(
+        [episode("a", 1.0, [0.0, 1.0]), episode("a", 0.0, [0.0])],
+        algorithm(advantage="reinforce_pp"),
+    )
+    # Returns-to-go are 0, 0 and 0: a cost at the last token takes the reward off both.
+    assert [one.advantages.tolist() for one in found] == [[0.0, 0.0], [0.0]]
+
+
+def test_gae_keeps_returns_as_they_are_and_normalizes_advantages() -> None:
+    episodes = [episode("a", 1.0, [0.0, 0.0], [0.0, 0.0]), episode("b", 0.0, [0.0], [1.0])]
+    plain = algorithm(advantage="gae", advantage_args={"normalize": False, "lam": 1.0})
+    found = token_advantages(episodes, plain)
+    assert [one.advantages.tolist() for one in found] == [[1.0, 1.0], [-1.0]]
+    normal = token_advantages(episodes, algorithm(advantage="gae", advantage_args={"lam": 1.0}))
+    joined = np.concatenate([one.advantages for one in normal])
+    assert joined == pytest.approx([1 / 2**0.5, 1 / 2**0.5, -(2**0.5)], rel=1e-5)
+    for one in (found, normal):
+        assert [o.returns.tolist() for o in one if o.returns is not None] == [[1.0, 1.0], [0.0]]
+
+
+@settings(deadline=None)
+@given(
+    rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=12),
+    shift=st.floats(-3, 3),
+    seed=st.integers(0, 99),
+)
+def test_adding_a_constant_to_all_rewards_of_a_group_changes_no_group_advantage(
+    rewards: list[float], shift: float, seed: int
+) -> None:
+    groups = np.random.default_rng(seed).choice(["a", "b", "c"], len(rewards)).tolist()
+    scores = np.array(rewards)
+    moved = scores + np.array([shift if group == "a" else 0.0 for group in groups])
+    for change in (
+        lambda values: dr_grpo(scored(values, groups)),
+        lambda values: rloo(scored(values, groups)),
+    ):
+        assert change(moved) == pytest.approx(change(scores), abs=1e-9)
+        assert sum(change(scores)) == pytest.approx(0, abs=1e-9)
+
+
+def test_shuffled_rewards_are_the_same_ones_in_an_order_that_seed_and_step_decide() -> None:
+    rewards = np.arange(32.0)
+    found = shuffled(rewards, seed=1, step=3)
+    assert sorted(found) == rewards.tolist()
+    assert found.tolist() != rewards.tolist()
+    assert found.tolist() == shuffled(rewards, seed=1, step=3).tolist()
+    assert found.tolist() != shuffled(rewards, seed=1, step=4).tolist()
+    assert found.tolist() != shuffled(rewards, seed=2, step=3).tolist()
+
+
+def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
+    costs = np.array([0.5, 0.25, 1.0, 0.5])
+    tree = ScoredEpisode("a", 2.0, costs, branches=(slice(0, 2), slice(2, 2), slice(2, 4)))
+    assert tree.token_rewards().tolist() == [-0.5, 1.75, -1.0, 1.5]
+    # The episode is judged as a whole.
+    assert episode_scores([tree]).tolist() == [-0.25]
+    (found,) = token_advantages([tree], algorithm(advantage="reinforce_pp"))
+    returns = np.array([1.25, 1.75, 0.5, 1.5])
+    assert found.advantages == pytest.approx((returns - 1.25) / returns.std(), rel=1e-5)
+
+
+def test_gae_begins_again_in_each_branch() -> None:
+    gae_settings = {"gamma": 0.5, "lam": 0.5, "normalize": False}
+    settings_of_gae = algorithm(advantage="gae", advantage_args=gae_settings)
+    values = np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
+    tree = ScoredEpisode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
+    (found,) = token_advantages([tree], settings_of_gae)
+    # Each branch has the values and rewards of the example above.
+    assert found.advantages.tolist() == [-0.0625, -0.25, -1.0] * 2
+    assert found.returns is not None
+    assert found.returns.tolist() == [0.9375, 1.75, 3.0] * 2
