@@ -16,8 +16,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.configuration.config_file import dump_config, load_config
-from slipstream.core.configuration.whole_settings import REMEDY, with_first_line
+from slipstream.core.configuration.config_file import (
+    REMEDY,
+    dump_config,
+    load_config,
+    with_first_line,
+)
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.vision_rules import sees_images
@@ -111,10 +115,10 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / final).is_dir()
     if values.get("state") != "finished" or lacks_model:
         return
-    if values.get("solved") and config.algorithms.samples_dynamically:
+    if values.get("solved") and config.algorithms.filters:
         raise ConfigError(
             f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
-            "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
+            "another run.name, or set algorithm.filter = 'none' to go on"
         )
     if values["steps"] >= config.run.steps:
         raise ConfigError(

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.client.environment import (
-    Environment,
-    Message,
-    ResetResult,
-    StepResult,
-)
+from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.question_files import Cell, Row, message_of, read_rows, text_of
 
@@ -34,7 +29,7 @@ class Demonstrations(Environment[Conversation]):
 
     A row is a conversation: a column of messages with `role` and `content`, each of whose assistant
     messages is trained, or a prompt and a reply. The reward is 1. Train it with
-    `algorithm.advantage = "score"`, `loss = "reinforce"`, `correction.weight = "none"`.
+    `algorithm.advantage = "score"`, `loss = "reinforce"`, `weight = "none"`.
     """
 
     def __init__(

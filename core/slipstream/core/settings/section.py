@@ -10,21 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from slipstream.core.machine.address import check_address_form, is_host
 
-_REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def _check_reference_form(reference: str) -> str:
-    if _REFERENCE_FORM.fullmatch(reference) is None:
+    if REFERENCE_FORM.fullmatch(reference) is None:
         raise ValueError(f"a reference is package.module:Class, got {reference!r}")
     return reference
 

@@ -35,11 +35,7 @@ TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
 # Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
-PROBE_TOLERANCES: Mapping[ElementType, float] = {
-    "float32": 1e-3,
-    "float16": 0.02,
-    "bfloat16": 0.16,
-}
+PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 
 class Tables(Section):
@@ -112,6 +108,13 @@ class Tables(Section):
         if all(each.algorithm is None for each in self.environments):
             return self.algorithm
         return self.algorithms.get(environment)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the step reads the reference model; a table of it is for own functions too."""
+        algorithms = self.algorithms
+        has_readers = algorithms.has_own and self.reference is not None
+        return algorithms.measures_divergence or has_readers
 
     @property
     def roles(self) -> dict[str, RoleSection]:

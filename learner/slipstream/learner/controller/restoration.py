@@ -13,12 +13,7 @@ from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.records.history import (
-    FORMAT,
-    REMEDY,
-    RunHistory,
-    read_history,
-)
+from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -88,7 +83,7 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
     """Restores every part to the end of the journal; called before any server connects."""
     if history.starts == 1:
         return
-    if history.solved and run.config.algorithms.samples_dynamically:
+    if history.solved and run.config.algorithms.filters:
         run.progress.solve(history.next_step, history.solved)
     parts.books.leases.restore(history)
     parts.books.ledger.restore(history)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.algorithms.loss import policy_loss
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.process
 
 NUMBER = 24
 SETTINGS = {
-    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
-    "sequence weight": {"correction": {"weight": "sequence", "cap": 1.5}},
-    "geometric mask": {"correction": {"sequence_band": [0.9, 1.2]}},
+    "gspo": {"loss": "gspo", "loss_args": {"clip_low": 0.05, "clip_high": 0.05}},
+    "sequence weight": {"weight": "sequence", "weight_args": {"cap": 1.5}},
+    "geometric mask": {"weight_args": {"sequence_band": [0.9, 1.2]}},
 }
 
 
@@ -37,9 +38,10 @@ def loss_of(name: str, places: Tensor, group: dist.ProcessGroup | None) -> dict[
         mask[places].tolist(),
         sequence_ids=ids[places].tolist(),
     )
-    found = policy_loss(
-        mine, torch.zeros(len(places)), old[places], batch, algorithm(**SETTINGS[name]), group=group
-    )
+    settings = [algorithm(**SETTINGS[name])]
+    names = report_names(settings, has_reference=False)
+    zeros = torch.zeros(len(places))
+    found = policy_loss(mine, zeros, old[places], batch, settings, names, group=group)
     found.loss.backward()
     assert mine.grad is not None
     gradient = torch.zeros(NUMBER)
