@@ -1,0 +1,224 @@
+"""Proofs of an advantage, a reward or a filter on few episodes, as `proof` has them for tokens."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from slipstream.learner.algorithms.episodes import (
+    FloatArray,
+    RewardedEpisode,
+    ScoredEpisode,
+    TokenAdvantages,
+)
+from slipstream.learner.algorithms.proof import faults, reseed
+from slipstream.learner.algorithms.proof_scenes import Disproved
+
+# Rewards of the episodes of each group.
+SCENES = (
+    ((0.5,),),
+    ((0.0, 1.0),),
+    ((0.3, 0.7, -0.2), (1.0, 0.1)),
+    ((1.0, 0.0, 2.5, -1.5), (0.25,), (0.6, 0.4, 0.9)),
+)
+# Rewards at which an estimator may divide by 0 or overflow: the last are the protocol's bounds.
+EXTREMES = (
+    ((0.0,),),
+    ((1.0, 1.0),),
+    ((0.1, 0.1, 0.1), (0.7, 0.7, 0.7)),
+    ((1e6, -1e6), (1e6, 1e6)),
+    ((1e-9, 0.0),),
+)
+Groups: TypeAlias = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class ProvedEpisodes:
+    """A function of episodes with its arguments, as it is proved."""
+
+    kind: Literal["advantage", "reward", "filter"]
+    # The word or reference of the configuration.
+    name: str
+    call: Callable[[Sequence[Any]], object]
+    has_values: bool = False
+
+
+def episode_faults(proved: ProvedEpisodes) -> list[str]:
+    """Returns one line for each property that an advantage, a reward or a filter lacks."""
+    properties: dict[str, Callable[[ProvedEpisodes], None]] = {
+        "result": _check_result,
+        "inputs": _check_inputs,
+        "state": _check_state,
+        "order of episodes": _check_order,
+        "finite": _check_finite,
+    }
+    if proved.kind == "advantage":
+        properties["names of groups"] = _check_names
+    return faults(f"{proved.kind} {proved.name}", proved, properties)
+
+
+class AnyMetrics(Mapping[str, float]):
+    """Metrics of any name that a function asks for, between 0 and 1."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __getitem__(self, name: str) -> float:
+        return float(np.random.default_rng([self._seed, *name.encode()]).random())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
+    chance = np.random.default_rng(len(groups))
+    found: list[Any] = []
+    for group, rewards in enumerate(groups):
+        for member, reward in enumerate(rewards):
+            size, metrics = 1 + (member + group) % 4, AnyMetrics(len(found))
+            if proved.kind != "advantage":
+                lengths = (size, 16) if member % 2 else (3 * size,)
+                found.append(
+                    RewardedEpisode(
+                        *(reward, metrics, bool(member % 2), lengths, 16, "environment", group)
+                    )
+                )
+                continue
+            values = chance.normal(0, 0.5, size) if proved.has_values else None
+            branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
+            costs, lags = chance.uniform(0, 0.1, size), chance.integers(0, 3, size)
+            found.append(ScoredEpisode(f"g{group}", reward, costs, values, branches, metrics, lags))
+    return found
+
+
+def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any]) -> list[FloatArray]:
+    """Returns the result as one array for each episode; only one for a filter."""
+    result: Any = proved.call(episodes)
+    if proved.kind == "filter":
+        if not isinstance(result, (bool, np.bool_)):
+            raise Disproved(f"it is a {type(result).__name__}, not a bool")
+        return [np.array(float(result))]
+    if len(result) != len(episodes):
+        raise Disproved(f"{len(result)} numbers for {len(episodes)} episodes")
+    found = []
+    for episode, one in zip(episodes, result, strict=True):
+        parts = [one.advantages, one.returns] if isinstance(one, TokenAdvantages) else [one]
+        arrays = [np.asarray(part) for part in parts if part is not None]
+        for array in arrays:
+            allowed = [()] if proved.kind == "reward" else [(), episode_shape(episode)]
+            if array.shape not in allowed:
+                raise Disproved(f"shape {array.shape} for an episode of {episode_shape(episode)}")
+            if not np.issubdtype(array.dtype, np.number):
+                raise Disproved(f"dtype {array.dtype} is no number")
+        found.append(np.stack(arrays).astype(np.float64))
+    return found
+
+
+def episode_shape(episode: ScoredEpisode | RewardedEpisode) -> tuple[int, ...]:
+    """Returns the shape of an episode's tokens."""
+    if isinstance(episode, ScoredEpisode):
+        return np.shape(episode.token_costs)
+    return (sum(episode.reply_tokens),)
+
+
+def _check_result(proved: ProvedEpisodes) -> None:
+    for groups in _scenes(proved, SCENES):
+        _numbers(proved, _episodes(proved, groups))
+
+
+def _check_inputs(proved: ProvedEpisodes) -> None:
+    for groups in _scenes(proved, SCENES):
+        episodes = _episodes(proved, groups)
+        before = copy.deepcopy(episodes)
+        proved.call(episodes)
+        if len(episodes) != len(before):
+            raise Disproved(f"the list of episodes is changed: {_shown(groups)}")
+        for one, other in zip(episodes, before, strict=True):
+            for field in dataclasses.fields(one):
+                mine, theirs = getattr(one, field.name), getattr(other, field.name)
+                if field.name != "metrics" and not np.array_equal(mine, theirs):
+                    raise Disproved(f"{field.name} of an episode is changed: {_shown(groups)}")
+
+
+def _check_state(proved: ProvedEpisodes) -> None:
+    for groups in _scenes(proved, SCENES):
+        results = []
+        for seed in range(3):
+            reseed(seed)
+            results.append(_numbers(proved, _episodes(proved, groups)))
+            _numbers(proved, _episodes(proved, _scenes(proved, SCENES)[1]))
+        for again in results[1:]:
+            if any(map(_differ, results[0], again)):
+                raise Disproved(
+                    f"{_listed(results[0])}, and {_listed(again)} in a later call with the same "
+                    f"inputs and other random seeds: {_shown(groups)}"
+                )
+
+
+def _differ(one: FloatArray, other: FloatArray) -> bool:
+    return not np.array_equal(one, other, equal_nan=True)
+
+
+def _check_order(proved: ProvedEpisodes) -> None:
+    for groups in _scenes(proved, SCENES):
+        episodes = _episodes(proved, groups)
+        before = _numbers(proved, episodes)
+        size = len(episodes)
+        for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
+            after = _numbers(proved, [episodes[place] for place in order])
+            expected = before if proved.kind == "filter" else [before[place] for place in order]
+            if not _close(expected, after):
+                raise Disproved(
+                    f"{_listed(after)} for the episodes {[*order]}, not {_listed(expected)}: "
+                    f"{_shown(groups)}"
+                )
+
+
+def _check_names(proved: ProvedEpisodes) -> None:
+    for groups in _scenes(proved, SCENES):
+        episodes = _episodes(proved, groups)
+        others = [
+            dataclasses.replace(e, group_id=f"{9 - int(e.group_id[1:])}-other") for e in episodes
+        ]
+        before, after = _numbers(proved, episodes), _numbers(proved, others)
+        if not _close(before, after):
+            raise Disproved(
+                f"{_listed(after)} for other group_ids, not {_listed(before)}: {_shown(groups)}"
+            )
+
+
+def _check_finite(proved: ProvedEpisodes) -> None:
+    for groups in _scenes(proved, EXTREMES):
+        found = _numbers(proved, _episodes(proved, groups))
+        if not all(np.isfinite(one).all() for one in found):
+            raise Disproved(f"{_listed(found)}: {_shown(groups)}")
+
+
+def _scenes(proved: ProvedEpisodes, scenes: Sequence[Groups]) -> list[Groups]:
+    """Returns the scenes; a reward and a filter see one group at a time."""
+    if proved.kind == "advantage":
+        return list(scenes)
+    return [(group,) for group in dict.fromkeys(itertools.chain(*scenes))]
+
+
+def _close(one: Sequence[FloatArray], other: Sequence[FloatArray]) -> bool:
+    return all(
+        a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _listed(numbers: Sequence[FloatArray]) -> str:
+    return " ".join(f"{float(one.flat[0]):.9g}" for one in numbers[:4])
+
+
+def _shown(groups: Groups) -> str:
+    return "rewards " + " and ".join(" ".join(f"{one:g}" for one in group) for group in groups)
