@@ -73,7 +73,12 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         }
     settings = {
         # One step more: the tokens of its batch are sampled by the last version that is measured.
-        "run": {"name": "r", "dir": str(folder), "steps": arguments.steps + 1},
+        "run": {
+            "name": "r",
+            "dir": str(folder),
+            "steps": arguments.steps + 1,
+            "seed": arguments.seed,
+        },
         "model": {"path": str(folder / "model"), "dtype": arguments.dtype},
         "environments": [environment],
         "algorithm": {
@@ -255,6 +260,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--seed", type=int, default=0, help="run.seed")
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
     parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")

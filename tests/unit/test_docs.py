@@ -384,7 +384,7 @@ ENVIRONMENT_BLOCKS = [
 ]
 # Arguments of the classes that need some.
 TEMPERATURES = {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}
-ARGUMENTS = {"Warmer": TEMPERATURES, "WarmerTown": TEMPERATURES}
+ARGUMENTS = {"WarmerTown": TEMPERATURES}
 
 
 @pytest.mark.parametrize("text", ENVIRONMENT_BLOCKS, ids=lambda text: text.split("class ")[1][:8])
