@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -19,21 +18,19 @@ from slipstream.learner.algorithms.episodes import (
 from slipstream.learner.algorithms.proof import faults, reseed
 from slipstream.learner.algorithms.proof_scenes import Disproved
 
-# Rewards of the episodes of each group.
-SCENES = (
+# Rewards of the episodes of each group, from 0 to 1.
+PLAIN = (
     ((0.5,),),
     ((0.0, 1.0),),
-    ((0.3, 0.7, -0.2), (1.0, 0.1)),
-    ((1.0, 0.0, 2.5, -1.5), (0.25,), (0.6, 0.4, 0.9)),
+    ((0.0, 1.0, 1.0), (1.0, 0.0)),
+    ((0.3, 0.7, 0.1, 0.9), (0.25,), (0.6, 0.4, 0.8)),
 )
-# Rewards at which an estimator may divide by 0 or overflow: the last are the protocol's bounds.
-EXTREMES = (
-    ((0.0,),),
-    ((1.0, 1.0),),
-    ((0.1, 0.1, 0.1), (0.7, 0.7, 0.7)),
-    ((1e6, -1e6), (1e6, 1e6)),
-    ((1e-9, 0.0),),
-)
+# These have costs of tokens too. A function may refuse them with a ValueError.
+WIDE = (((0.3, -0.2),), ((1.0, 0.0, 2.5, -1.5), (-0.25,), (0.6, 0.4, 0.9)))
+# Rewards at which an estimator may divide by 0.
+EQUAL = (((0.0,),), ((1.0, 1.0),), ((0.1, 0.1, 0.1), (0.7, 0.7, 0.7)), ((1e-9, 0.0),))
+# The protocol's bounds; a function may refuse them too.
+LARGE = (((1e6, -1e6), (1e6, 1e6)),)
 Groups: TypeAlias = tuple[tuple[float, ...], ...]
 
 
@@ -94,7 +91,9 @@ def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
                 continue
             values = chance.normal(0, 0.5, size) if proved.has_values else None
             branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
-            costs, lags = chance.uniform(0, 0.1, size), chance.integers(0, 3, size)
+            costs, lags = np.zeros(size), chance.integers(0, 3, size)
+            if groups in WIDE:
+                costs = chance.uniform(0, 0.1, size)
             found.append(ScoredEpisode(f"g{group}", reward, costs, values, branches, metrics, lags))
     return found
 
@@ -130,12 +129,12 @@ def episode_shape(episode: ScoredEpisode | RewardedEpisode) -> tuple[int, ...]:
 
 
 def _check_result(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, SCENES):
+    for groups in _scenes(proved):
         _numbers(proved, _episodes(proved, groups))
 
 
 def _check_inputs(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, SCENES):
+    for groups in _scenes(proved):
         episodes = _episodes(proved, groups)
         before = copy.deepcopy(episodes)
         proved.call(episodes)
@@ -149,12 +148,12 @@ def _check_inputs(proved: ProvedEpisodes) -> None:
 
 
 def _check_state(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, SCENES):
+    for groups in _scenes(proved):
         results = []
         for seed in range(3):
             reseed(seed)
             results.append(_numbers(proved, _episodes(proved, groups)))
-            _numbers(proved, _episodes(proved, _scenes(proved, SCENES)[1]))
+            _numbers(proved, _episodes(proved, PLAIN[1]))
         for again in results[1:]:
             if any(map(_differ, results[0], again)):
                 raise Disproved(
@@ -168,7 +167,7 @@ def _differ(one: FloatArray, other: FloatArray) -> bool:
 
 
 def _check_order(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, SCENES):
+    for groups in _scenes(proved):
         episodes = _episodes(proved, groups)
         before = _numbers(proved, episodes)
         size = len(episodes)
@@ -183,7 +182,7 @@ def _check_order(proved: ProvedEpisodes) -> None:
 
 
 def _check_names(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, SCENES):
+    for groups in _scenes(proved):
         episodes = _episodes(proved, groups)
         others = [
             dataclasses.replace(e, group_id=f"{9 - int(e.group_id[1:])}-other") for e in episodes
@@ -196,17 +195,25 @@ def _check_names(proved: ProvedEpisodes) -> None:
 
 
 def _check_finite(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, EXTREMES):
+    for groups in _scenes(proved, EQUAL, LARGE):
         found = _numbers(proved, _episodes(proved, groups))
         if not all(np.isfinite(one).all() for one in found):
             raise Disproved(f"{_listed(found)}: {_shown(groups)}")
 
 
-def _scenes(proved: ProvedEpisodes, scenes: Sequence[Groups]) -> list[Groups]:
-    """Returns the scenes; a reward and a filter see one group at a time."""
-    if proved.kind == "advantage":
-        return list(scenes)
-    return [(group,) for group in dict.fromkeys(itertools.chain(*scenes))]
+def _scenes(
+    proved: ProvedEpisodes, plain: Sequence[Groups] = PLAIN, wide: Sequence[Groups] = WIDE
+) -> Iterator[Groups]:
+    """Yields the scenes that the function takes; a reward and a filter see one group at a time."""
+    for groups in (*plain, *wide):
+        for scene in [groups] if proved.kind == "advantage" else [(group,) for group in groups]:
+            try:
+                proved.call(_episodes(proved, scene))
+            except ValueError:
+                if groups in plain:
+                    raise
+            else:
+                yield scene
 
 
 def _close(one: Sequence[FloatArray], other: Sequence[FloatArray]) -> bool:
