@@ -153,7 +153,7 @@ def gap_rows(
     """Returns the rows of all steps of a run; RuntimeError with the reason if it failed."""
     out, log = folder / "result.json", arguments.out / f"{folder.name}.log"
     # The band leaves what is outside it out of the loss, and counts it.
-    algorithm = {"correction": {"token_band": BAND}}
+    algorithm = {"weight_args": {"token_band": BAND}}
     command = [*program("agreement.logprob_gap"), "--device", arguments.device]
     command += ["--model", str(model), "--dtype", dtype, "--steps", str(arguments.steps), *more]
     command += ["--no-fresh", "--out", str(out), "--algorithm", json.dumps(algorithm)]

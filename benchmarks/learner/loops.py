@@ -85,7 +85,7 @@ def shape_config(
             "groups_per_step": 1,
             "max_staleness": 1,
             "learning_rate": 1e-6,
-            "correction": {"cap": 2.0},
+            "weight_args": {"cap": 2.0},
         },
         "sampling": {
             "max_reply_tokens": load.micro_batch_tokens - load.prompt_tokens,

@@ -274,7 +274,7 @@ def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> N
 
 
 def test_dry_run_warns_of_stale_training_without_a_correction(folder: Path) -> None:
-    override = 'algorithm.correction.weight="none"'
+    override = 'algorithm.weight="none"'
     result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
     assert result.returncode == 0, result.stderr
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("# Warning: ")]

@@ -377,7 +377,7 @@ async def test_an_environment_that_no_server_can_load_fails_the_run(tmp_path):
 
 
 async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog):
-    config = make_config(tmp_path, run__steps=1, algorithm__correction={"weight": "none"})
+    config = make_config(tmp_path, run__steps=1, algorithm__weight="none")
     address = config.controller.address
     await play(config, FakeServer(address), trainer=FakeTrainer(address))
     (warning,) = [r for r in caplog.records if "without a correction" in r.getMessage()]

@@ -46,7 +46,7 @@ def chosen_again(records: list[dict], config: Config) -> list[tuple[int, int]]:
 
 
 async def test_solved_tasks_are_seldom_drawn_and_every_choice_follows_from_the_journal(tmp_path):
-    changes = {"run__steps": 12, "algorithm__dynamic_sampling": {"enabled": True}}
+    changes = {"run__steps": 12, "algorithm__filter": "unequal_rewards"}
     config = with_curriculum(make_config(tmp_path, **changes), window=1, floor=0.01)
     server = FakeServer(config.controller.address, judge=by_task)
     summary = await play(config, server, trainer=FakeTrainer(config.controller.address))

@@ -19,6 +19,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
 from support.rigs.small_disks import small_disk
+from support.rigs.waiting import until
 
 STEPS = 6
 
@@ -204,11 +205,9 @@ async def test_checkpoints_that_are_removed_under_a_live_run_are_told(tmp_path, 
         try:
             async with asyncio.timeout(60):
                 await trainer.until_held()
-                while "checkpoint of version 4" not in caplog.text:
-                    await asyncio.sleep(0.01)
+                await until(lambda: "checkpoint of version 4" in caplog.text)
                 shutil.rmtree(folder)
-                while told not in caplog.text:
-                    await asyncio.sleep(0.01)
+                await until(lambda: told in caplog.text)
         finally:
             trainer.gate.set()
 
@@ -236,9 +235,7 @@ async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
         dying.cancel()
         second.hold_at(0)
         others.append(asyncio.ensure_future(second.run()))
-        async with asyncio.timeout(60):
-            while not second.holds:
-                await asyncio.sleep(0.01)
+        await until(lambda: second.holds)
         # The trainer trains batch 0 again, and has not asked for the next one.
         spoil(config.run_dir / "journal" / "batches" / "step-000001.pb")
         second.gate.set()

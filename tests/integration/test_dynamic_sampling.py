@@ -16,12 +16,14 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
 from support.rigs.waiting import until
 
+FILTER = {"algorithm__filter": "unequal_rewards", "algorithm__max_filtered_batches": 2}
+
 
 async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
     def by_group(lease, member, attempt):
         return 1.0 if int(lease.group_id[1:]) % 2 else float(member)
 
-    config = make_config(tmp_path, run__steps=4, algorithm__dynamic_sampling={"enabled": True})
+    config = make_config(tmp_path, run__steps=4, algorithm__filter="unequal_rewards")
     trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, judge=by_group)
     summary = await play(config, server, trainer=trainer)
@@ -38,8 +40,8 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
 
 
 async def test_an_environment_may_keep_its_groups_of_equal_rewards(tmp_path):
-    own = {"dynamic_sampling": {"enabled": False}}
-    config = make_config(tmp_path, run__steps=2, algorithm__dynamic_sampling={"enabled": True})
+    own = {"filter": "none"}
+    config = make_config(tmp_path, run__steps=2, algorithm__filter="unequal_rewards")
     environment = config.environments[0].model_copy(
         update={"algorithm": EnvironmentAlgorithmSection.model_validate(own)}
     )
@@ -50,14 +52,13 @@ async def test_an_environment_may_keep_its_groups_of_equal_rewards(tmp_path):
 
 
 async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
-    settings = {"enabled": True, "max_filtered_batches": 2}
-    config = make_config(tmp_path, run__steps=3, algorithm__dynamic_sampling=settings)
+    config = make_config(tmp_path, run__steps=3, **FILTER)
     server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
     summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
     assert (summary["code"], summary["solved"]) == (1, False)
     limit = 2 * config.algorithm.groups_per_step
     assert summary["cause"].startswith(
-        f"{limit} groups were filtered for their equal rewards while the batch of step 1 was formed"
+        f"{limit} groups were left out by algorithm.filter while the batch of step 1 was formed"
     )
     assert f"(e: 0 of {limit} solved, mean reward 0.25)" in summary["cause"]
     assert summary["ledger"]["difference"] == 0
@@ -89,8 +90,7 @@ def solved_after(number: int):
 
 
 def solving_config(tmp_path, **changes):
-    settings = {"enabled": True, "max_filtered_batches": 2}
-    config = make_config(tmp_path, algorithm__dynamic_sampling=settings, **changes)
+    config = make_config(tmp_path, **FILTER, **changes)
     return with_evaluations(config, {"name": "held", "num_episodes": 4, "every_steps": 0})
 
 
@@ -165,7 +165,7 @@ async def test_a_solved_run_goes_on_without_the_filter(tmp_path):
     await play(config, server, trainer=first)
     write_config(config, config.run_dir)
     table = config.model_dump(mode="json", exclude_none=True)
-    table["algorithm"]["dynamic_sampling"]["enabled"] = False
+    table["algorithm"]["filter"] = "none"
     config = parse_config(table, source="test")
     assert check_run_folder(config)
     again = FakeTrainer(config.controller.address, checkpoint=(first.version, first.digest))

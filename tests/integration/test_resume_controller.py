@@ -199,7 +199,7 @@ async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
 
     config = make_config(
         tmp_path / "whole",
-        algorithm__dynamic_sampling={"enabled": True},
+        algorithm__filter="unequal_rewards",
         controller__max_attempts=3,
     )
     config = with_evaluations(config, {"name": "held", "num_episodes": 6, "every_steps": 4})

@@ -222,7 +222,7 @@ async def test_an_engine_beside_a_tower_drafts_and_computes_text_in_fp8(
             "group_size": 2,
             "groups_per_step": 1,
             "learning_rate": 1e-3,
-            "correction": {"weight": "token"},
+            "weight": "token",
         },
         "sampling": {"max_reply_tokens": 24, "max_episode_tokens": 96},
         "rollout_server": {"max_episodes": 8, "threads": 1, "enforce_eager": True, **server},

@@ -111,10 +111,10 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / final).is_dir()
     if values.get("state") != "finished" or lacks_model:
         return
-    if values.get("solved") and config.algorithms.samples_dynamically:
+    if values.get("solved") and config.algorithms.filters:
         raise ConfigError(
             f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
-            "another run.name, or set algorithm.dynamic_sampling.enabled = false to go on"
+            "another run.name, or set algorithm.filter = 'none' to go on"
         )
     if values["steps"] >= config.run.steps:
         raise ConfigError(

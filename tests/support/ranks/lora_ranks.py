@@ -80,7 +80,7 @@ DROPOUT: dict[str, tuple[int, str, dict]] = {
     "dropout-tp2-sp": (2, "llama", {"parallel": SP}),
 }
 # Without ratios and weights a loss has no other log-probabilities than those of its own pass.
-REINFORCE = {"loss": "reinforce", "correction": {"weight": "none"}}
+REINFORCE = {"loss": "reinforce", "weight": "none"}
 # Jobs that also load the checkpoint of another layout.
 OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
 ALL = JOBS | MIXTURES | EXPERTS | DROPOUT

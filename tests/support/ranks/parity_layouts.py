@@ -31,7 +31,7 @@ SETTINGS = {
         "max_staleness": 1,
         "learning_rate": 1e-3,
         "warmup_steps": 2,
-        "correction": {"cap": 1.2},
+        "weight_args": {"cap": 1.2},
     },
     "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
     # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
@@ -98,18 +98,18 @@ FEW = {"groups_per_step": 1, "group_size": 3}
 GSPO = {
     "mini_batches": 2,
     "loss": "gspo",
-    "clip_low": 3e-4,
-    "clip_high": 4e-4,
+    "loss_args": {"clip_low": 3e-4, "clip_high": 4e-4},
     "aggregation": "sequence_mean",
     "entropy_coefficient": 0.1,
-    "correction": {"weight": "sequence", "cap": 1.2},
+    "weight": "sequence",
+    "weight_args": {"cap": 1.2},
 }
 CISPO = {
     "advantage": "reinforce_pp",
     "loss": "cispo",
-    "clip_high": 0.5,
+    "loss_args": {"clip_high": 0.5},
     "aggregation": "fixed",
-    "correction": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
+    "weight_args": {"cap": 2.0, "token_band": [0.2, 2.0], "sequence_band": [0.5, 1.1]},
 }
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
@@ -375,9 +375,7 @@ LAYOUTS = {
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
 # A batch whose episodes are all truncated and filtered: nothing is trained.
-NOTHING_TRAINED = Layout(
-    1, algorithm={"overlong": {"filter": True}, "aggregation": "sequence_mean"}
-)
+NOTHING_TRAINED = Layout(1, algorithm={"leave_out_truncated": True, "aggregation": "sequence_mean"})
 EXTRAORDINARY = {
     "overflow": OVERFLOW,
     "nothing-trained": NOTHING_TRAINED,

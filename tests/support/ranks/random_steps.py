@@ -122,22 +122,29 @@ class RandomStep:
                 *("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "score"),
                 "none",
             ),
-            "correction": {"weight": "none"},
+            "weight": "none",
             "entropy_coefficient": self._one(0.0, 0.0, 0.05),
         }
+        arguments: Table = {}
+        # A loss without a ratio of its own needs weights that lead to the present policy.
+        bands: Table = {"to": "present"} if loss == "reinforce" else {}
         if loss in ("ppo", "gspo", "cispo"):
-            table["clip_low"], table["clip_high"] = self._one((0.2, 0.3), (0.001, 0.002))
+            low, high = self._one((0.2, 0.3), (0.001, 0.002))
+            arguments = {"clip_low": low, "clip_high": high}
         if loss == "ppo" and self._is(0.3):
-            table["dual_clip"] = 1.5
+            arguments["dual_clip"] = 1.5
         if loss != "reinforce" and self._is(0.3):
-            table["ratio"] = "behavior"
+            arguments["ratio"] = "behavior"
         else:
-            weight = {"weight": self._one("token", "sequence"), "cap": self._one(1.1, 2.0)}
-            table["correction"] = self._one(weight, {"weight": "none"})
+            weight = {"weight": self._one("token", "sequence")}, {"cap": self._one(1.1, 2.0)}
+            chosen, cap = self._one(weight, ({"weight": "none"}, {}))
+            table |= chosen
+            bands |= cap
         if self._is(0.3):
-            table["correction"] |= {"token_band": [0.5, 1.6]}
+            bands["token_band"] = [0.5, 1.6]
         if self._is(0.3):
-            table["correction"] |= {"sequence_band": [0.7, 1.3]}
+            bands["sequence_band"] = [0.7, 1.3]
+        table |= {"loss_args": arguments, "weight_args": bands}
         kind = self._one("none", "loss", "top_k", "reward")
         if kind == "loss":
             table["kl"] = {"coefficient": 0.3, "estimator": self._one("k2", "k3")}
@@ -148,7 +155,10 @@ class RandomStep:
             estimator = self._one("k1", "k2", "k3")
             table["kl"] = {"coefficient": 0.1, "estimator": estimator, "placement": "reward"}
         if self._is(0.3):
-            table["overlong"] = self._one({"filter": True}, {"penalty": 0.7, "cache_tokens": 4})
+            penalty = {"penalty": 0.7, "cache_tokens": 4}
+            table |= self._one(
+                {"leave_out_truncated": True}, {"reward": "overlong", "reward_args": penalty}
+            )
         return table
 
     def _batch(self) -> Batch:

@@ -41,8 +41,8 @@ class Conversation:
 
     @property
     def counts(self) -> bool:
-        """Whether overlong filtering keeps the episode."""
-        return not (self.algorithm.overlong.filter and self.episode.status is Status.TRUNCATED)
+        """Whether truncated episodes are kept."""
+        return not (self.algorithm.leave_out_truncated and self.episode.status is Status.TRUNCATED)
 
     @property
     def num_trained(self) -> int:
@@ -110,12 +110,12 @@ def conversation_of(
     """One of the `conversations` of the episode `whole`, with its settings and its reward."""
     algorithm = config.algorithm_of(whole.environment)
     reward = whole.reward if branch.reward is None else branch.reward
-    overlong, limit = algorithm.overlong, config.sampling.max_reply_tokens
-    if overlong.penalty:
+    arguments, limit = algorithm.reward_args, config.sampling.max_reply_tokens
+    if algorithm.reward == "overlong":
         limit = min(limit, whole.max_reply_tokens or limit)
-        rising = min(overlong.cache_tokens, limit)
+        rising = min(arguments["cache_tokens"], limit)
         over = (max(whole.run_lengths[1::2]) - limit + rising) / rising
-        reward -= overlong.penalty * min(max(over, 0.0), 1.0)
+        reward -= arguments["penalty"] * min(max(over, 0.0), 1.0)
     weight = config.algorithms.loss_weight(whole.environment)
     found = Conversation(one, branch, algorithm, weight, reward)
     if one.reference is not None:
@@ -180,7 +180,7 @@ def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
     policy = vocabulary.gather(1, one.targets[:, None])[:, 0]
     corrected = policy.detach() if algorithm.loss == "reinforce" else one.before
     behavior = corrected if one.episode.is_given else one.behavior
-    anchor = behavior if algorithm.ratio == "behavior" else one.before
+    anchor = behavior if algorithm.loss_args.get("ratio") == "behavior" else one.before
     weight = _weight(algorithm, corrected - behavior)
     loss = weight * _objective(algorithm, policy, policy - anchor, one.advantages)
     kl = algorithm.kl
@@ -195,17 +195,17 @@ def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
 
 
 def _weight(algorithm: AlgorithmSection, log_ratio: Tensor) -> Tensor:
-    correction, ratio = algorithm.correction, _exp(log_ratio)
+    arguments, ratio = algorithm.weight_args, _exp(log_ratio)
     weight = torch.ones_like(ratio)
-    if correction.weight == "token":
-        weight = ratio.clamp(max=correction.cap)
-    elif correction.weight == "sequence":
-        weight = weight * _exp(log_ratio.sum()).clamp(max=correction.cap)
-    if correction.token_band is not None:
-        low, high = correction.token_band
+    if algorithm.weight == "token":
+        weight = ratio.clamp(max=arguments["cap"])
+    elif algorithm.weight == "sequence":
+        weight = weight * _exp(log_ratio.sum()).clamp(max=arguments["cap"])
+    if "token_band" in arguments:
+        low, high = arguments["token_band"]
         weight = weight * ((ratio >= low) & (ratio <= high))
-    if correction.sequence_band is not None:
-        low, high = correction.sequence_band
+    if "sequence_band" in arguments:
+        low, high = arguments["sequence_band"]
         weight = weight * (low <= float(_exp(log_ratio.mean())) <= high)
     return weight
 
@@ -213,14 +213,15 @@ def _weight(algorithm: AlgorithmSection, log_ratio: Tensor) -> Tensor:
 def _objective(
     algorithm: AlgorithmSection, policy: Tensor, log_ratio: Tensor, advantage: Tensor
 ) -> Tensor:
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    arguments = algorithm.loss_args
+    low, high = 1 - arguments.get("clip_low", 0.0), 1 + arguments.get("clip_high", 0.0)
     match algorithm.loss:
         case "reinforce":
             return -advantage * policy
         case "cispo":
             return -_exp(log_ratio).detach().clamp(low, high) * advantage * policy
         case "sapo":
-            positive, negative = algorithm.sapo_tau
+            positive, negative = arguments["tau_positive"], arguments["tau_negative"]
             tau = torch.where(advantage > 0, positive, negative)
             return -torch.sigmoid(tau * (_exp(log_ratio) - 1)) * 4 / tau * advantage
         case "gspo":
@@ -228,8 +229,8 @@ def _objective(
             log_ratio = log_ratio.mean().detach() + log_ratio - log_ratio.detach()
     ratio = _exp(log_ratio)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    if algorithm.dual_clip is not None:
-        most = -algorithm.dual_clip * advantage
+    if "dual_clip" in arguments:
+        most = -arguments["dual_clip"] * advantage
         loss = torch.where(advantage < 0, torch.minimum(loss, most), loss)
     return loss
 

@@ -195,9 +195,11 @@ class PlainPolicy:
             present = dataclasses.replace(tokens, before=tokens.policy.detach())
             return -self._weight(present) * tokens.advantage * tokens.policy
         weight = self._weight(tokens)
-        anchor = tokens.behavior if algorithm.ratio == "behavior" else tokens.before
+        anchor = (
+            tokens.behavior if algorithm.loss_args.get("ratio") == "behavior" else tokens.before
+        )
         ratio = (tokens.policy - anchor).exp()
-        low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+        low, high = 1 - algorithm.loss_args["clip_low"], 1 + algorithm.loss_args["clip_high"]
         advantage = tokens.advantage
         if algorithm.loss == "cispo":
             losses = -ratio.detach().clamp(low, high) * advantage * tokens.policy
@@ -209,19 +211,19 @@ class PlainPolicy:
         return weight * losses - algorithm.entropy_coefficient * tokens.entropy
 
     def _weight(self, tokens: Tokens) -> Tensor:
-        correction = self.config.algorithm.correction
+        algorithm, arguments = self.config.algorithm, self.config.algorithm.weight_args
         log_ratio = tokens.before - tokens.behavior
-        if correction.weight == "none":
+        if algorithm.weight == "none":
             return torch.ones_like(log_ratio)
         weight = log_ratio.exp()
-        if correction.weight == "sequence":
+        if algorithm.weight == "sequence":
             weight = log_ratio.sum().exp().expand(len(log_ratio))
-        weight = weight.clamp(max=correction.cap)
-        if correction.token_band is not None:
-            low, high = correction.token_band
+        weight = weight.clamp(max=arguments["cap"])
+        if "token_band" in arguments:
+            low, high = arguments["token_band"]
             weight = weight * ((log_ratio.exp() >= low) & (log_ratio.exp() <= high))
-        if correction.sequence_band is not None:
-            low, high = correction.sequence_band
+        if "sequence_band" in arguments:
+            low, high = arguments["sequence_band"]
             weight = weight * (low <= math.exp(log_ratio.mean()) <= high)
         return weight
 

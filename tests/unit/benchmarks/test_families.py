@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import check_sizes
+from support.rigs.waiting import wait_until
 
 from benchmarks.agreement import families
 from benchmarks.agreement.families import Rooms, earlier_rows, lines_of, measure_family
@@ -50,8 +50,7 @@ def test_the_largest_family_that_waits_is_next() -> None:
     with rooms.take(100.0):
         for thread in threads:
             thread.start()
-        while len(rooms._waiting) < len(threads):
-            time.sleep(0.001)
+        wait_until(lambda: len(rooms._waiting) >= len(threads))
     for thread in threads:
         thread.join(30.0)
     assert order == [90.0, 70.0, 40.0]

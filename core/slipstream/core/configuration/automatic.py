@@ -258,7 +258,7 @@ def _replay(tables: Tables, sizes: ModelSizes) -> str:
     algorithm = tables.algorithm.model_copy(update={"router_replay": "rollout"})
     replaying = tables.model_copy(update={"algorithm": algorithm})
     # With adapters the reference may be the policy without them, which cannot replay.
-    without_adapters = tables.lora.rank > 0 and tables.algorithms.measures_divergence
+    without_adapters = tables.lora.rank > 0 and tables.needs_reference
     if not sizes.experts or without_adapters or any(replay_table_problems(replaying)):
         return "off"
     if "max_bytes" not in tables.queue.model_fields_set:

@@ -29,17 +29,12 @@ def reference_is_policy(config: Config) -> bool:
     is_other = section != ReferenceSection(top_k=section.top_k)
     # Replayed routers follow the policy's own forward pass.
     replays = config.algorithm.router_replay != "off"
-    return (
-        config.algorithms.measures_divergence
-        and config.lora.rank > 0
-        and not is_other
-        and not replays
-    )
+    return config.needs_reference and config.lora.rank > 0 and not is_other and not replays
 
 
 def reference_config(config: Config) -> Config | None:
     """Returns the settings for loading the reference model, or None without one of its own."""
-    if not config.algorithms.measures_divergence or reference_is_policy(config):
+    if not config.needs_reference or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
     if section.server is not None:

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, create_model, model_validator
-from slipstream.core.settings.algorithm_section import (
-    READ_BY,
-    AlgorithmSection,
-    DynamicSamplingSection,
-)
+from slipstream.core.settings.algorithm_functions import checked_arguments
+from slipstream.core.settings.algorithm_section import KINDS, AlgorithmSection
 from slipstream.core.settings.section import Section
 
 # The settings of the run's algorithm that concern one token, episode or group at a time.
 OWN = (
-    *("advantage", "loss", "ratio", "clip_low", "clip_high", "dual_clip"),
-    *("sapo_tau", "entropy_coefficient"),
-    *("correction", "kl", "overlong", "dynamic_sampling"),
+    *(name for kind in KINDS for name in (kind, f"{kind}_args")),
+    *("leave_out_truncated", "solved_reward", "entropy_coefficient", "kl"),
 )
 
 
@@ -49,12 +45,11 @@ class EnvironmentAlgorithmSection(_Settings):
 
     What is left out is the run's, in the table `algorithm`. A table here replaces the run's whole
     table. Settings of a step as a whole are refused. `advantage` is `gae` in all environments or in
-    none, and is scaled over the environments that have the same kind.
+    none. Its statistics are those of the environments with the same function and arguments.
     """
 
     if TYPE_CHECKING:
         loss_weight: float
-        dynamic_sampling: DynamicSamplingSection | None
 
     @model_validator(mode="before")
     @classmethod
@@ -68,24 +63,17 @@ class EnvironmentAlgorithmSection(_Settings):
                     )
         return table
 
-    @model_validator(mode="after")
-    def _one_limit_of_filtered_groups(self) -> EnvironmentAlgorithmSection:
-        table = self.dynamic_sampling
-        if table is not None and "max_filtered_batches" in table.model_fields_set:
-            raise ValueError(
-                "dynamic_sampling.max_filtered_batches counts the groups of all environments: "
-                "set algorithm.dynamic_sampling.max_filtered_batches for the run"
-            )
-        return self
-
     def over(self, algorithm: AlgorithmSection) -> AlgorithmSection:
-        """Returns the run's `algorithm` with the settings of this table over it."""
+        """Returns the run's `algorithm` with the settings of this table over it.
+
+        A function that the run has not has its own defaults. Raises ValueError for arguments that a
+        function has not.
+        """
         own = {name: getattr(self, name) for name in self.model_fields_set - {"loss_weight"}}
-        loss = own.get("loss", algorithm.loss)
-        unread = {name for name, losses in READ_BY.items() if loss not in losses}
-        if loss != algorithm.loss:
-            fields = AlgorithmSection.model_fields
-            own = {name: fields[name].default for name in unread} | own
+        for kind in KINDS:
+            name, arguments = own.get(kind, getattr(algorithm, kind)), f"{kind}_args"
+            if arguments in own or name != getattr(algorithm, kind):
+                own[arguments] = checked_arguments(kind, name, own.get(arguments, {}))
         return algorithm.model_copy(update=own)
 
     def refusal(self, algorithm: AlgorithmSection) -> str:
@@ -122,7 +110,10 @@ class EnvironmentAlgorithms:
         for name, table in tables:
             if table is None:
                 continue
-            own = table.over(algorithm)
+            try:
+                own = table.over(algorithm)
+            except ValueError as error:
+                raise ValueError(f"algorithm of environment {name}: {error}") from None
             if own not in distinct:
                 distinct.append(own)
             places[name] = distinct.index(own)
@@ -141,9 +132,14 @@ class EnvironmentAlgorithms:
         return any(each.kl.coefficient > 0 for each in self.distinct)
 
     @property
-    def samples_dynamically(self) -> bool:
-        """Whether groups of equal rewards of an environment are left out."""
-        return any(each.dynamic_sampling.enabled for each in self.distinct)
+    def filters(self) -> bool:
+        """Whether groups of an environment are left out."""
+        return any(each.filter != "none" for each in self.distinct)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a function of an environment is the user's own."""
+        return any(each.has_own for each in self.distinct)
 
     def place(self, environment: str) -> int:
         """The index in `distinct` of an environment's algorithm."""

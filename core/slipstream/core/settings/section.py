@@ -20,11 +20,11 @@ from pydantic import (
 )
 from slipstream.core.machine.address import check_address_form, is_host
 
-_REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def _check_reference_form(reference: str) -> str:
-    if _REFERENCE_FORM.fullmatch(reference) is None:
+    if REFERENCE_FORM.fullmatch(reference) is None:
         raise ValueError(f"a reference is package.module:Class, got {reference!r}")
     return reference
 

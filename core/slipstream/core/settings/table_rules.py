@@ -6,9 +6,10 @@ Each function yields one line for each broken rule, with the values and the rule
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from slipstream.core.reservation import smallest_queue
+from slipstream.core.settings.algorithm_functions import is_own
 from slipstream.core.settings.lora_section import NOT_EXCHANGED
 from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
 from slipstream.core.settings.role_sections import in_place_of, renamed
@@ -34,7 +35,7 @@ def precision_problems(config: Tables) -> Iterator[str]:
     if server.computes_in_fp8 and not all(each.corrects for each in config.algorithms.distinct):
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "
-            "algorithm.correction.weight must be token or sequence, or a band be set, got 'none'"
+            "algorithm.weight must be token or sequence, or have a band, got 'none'"
         )
     if server.quantization == "off":
         return
@@ -213,23 +214,24 @@ def algorithm_problems(config: Tables) -> Iterator[str]:
         own = environment.algorithm
         if own is not None and (refusal := own.refusal(algorithm)):
             yield f"algorithm of environment {environment.name}: {refusal}"
-        solved = config.algorithm_of(environment.name).dynamic_sampling.solved_reward
+        solved = config.algorithm_of(environment.name).solved_reward
         curriculum = environment.curriculum
         if curriculum is not None and curriculum.failed_reward >= solved:
             yield (
                 f"curriculum.failed_reward of environment {environment.name} must be below "
-                f"dynamic_sampling.solved_reward, got {curriculum.failed_reward} and {solved}"
+                f"algorithm.solved_reward, got {curriculum.failed_reward} and {solved}"
             )
     for each in config.algorithms.distinct:
-        if each.overlong.cache_tokens > sampling.max_reply_tokens:
+        cache_tokens = each.reward_args.get("cache_tokens", 0)
+        if each.reward == "overlong" and cast(int, cache_tokens) > sampling.max_reply_tokens:
             yield (
-                f"algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, "
-                f"got {each.overlong.cache_tokens} and {sampling.max_reply_tokens}"
+                f"algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, "
+                f"got {cache_tokens} and {sampling.max_reply_tokens}"
             )
-    if algorithm.advantage == "gae" and config.critic is None:
-        yield "algorithm.advantage = 'gae' needs the table critic"
-    if algorithm.advantage != "gae" and config.critic is not None:
-        yield f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
+        if each.advantage == "gae" and config.critic is None:
+            yield "algorithm.advantage = 'gae' needs the table critic"
+        if not (each.advantage == "gae" or is_own(each.advantage) or config.critic is None):
+            yield f"the table critic has no effect with algorithm.advantage = {each.advantage!r}"
     if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
         yield (
             f"critic.warmup_steps must be below run.steps, or the policy is never trained, "
@@ -244,7 +246,7 @@ def algorithm_problems(config: Tables) -> Iterator[str]:
             f"policy, got {algorithm.warmup_steps} and {algorithm.decay_steps or 1} for "
             f"{config.run.steps - first}"
         )
-    if not config.algorithms.measures_divergence and config.reference is not None:
+    if not config.needs_reference and config.reference is not None:
         yield "the table reference has no effect with algorithm.kl.coefficient = 0"
 
 

@@ -114,6 +114,13 @@ class Tables(Section):
         return self.algorithms.get(environment)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the step reads the reference model; a table of it is for own functions too."""
+        algorithms = self.algorithms
+        has_readers = algorithms.has_own and self.reference is not None
+        return algorithms.measures_divergence or has_readers
+
+    @property
     def roles(self) -> dict[str, RoleSection]:
         """The tables of the models beside the policy that the file has, by name."""
         tables = {"reference": self.reference, "critic": self.critic}

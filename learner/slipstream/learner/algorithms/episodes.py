@@ -40,7 +40,7 @@ class ScoredEpisode:
     # What the environment measured.
     metrics: Mapping[str, float] = field(default_factory=dict)
     # Versions between the sampling of each token and this step.
-    lags: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    lags: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     def token_rewards(self) -> FloatArray:
         """Returns the reward at the last token of each branch, less the cost of each token."""

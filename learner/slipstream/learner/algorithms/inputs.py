@@ -73,9 +73,9 @@ class LossInputs:
     mask: Tensor
     # bool: tokens that the environment gave, so that no policy sampled them.
     is_given: Tensor
-    # int64: versions between the sampling of the token and this step.
+    # int32: versions between the sampling of the token and this step.
     lags: Tensor
-    # int64: the version that sampled the token.
+    # int32: the version that sampled the token.
     versions: Tensor
     # Log-probabilities by the reference model; None in a run without one.
     reference_logprobs: Tensor | None

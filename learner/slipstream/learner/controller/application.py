@@ -153,7 +153,7 @@ class Controller:
             curricula={
                 each.name: (
                     each.curriculum,
-                    config.algorithm_of(each.name).dynamic_sampling.solved_reward,
+                    config.algorithm_of(each.name).solved_reward,
                 )
                 for each in config.environments
                 if each.curriculum is not None

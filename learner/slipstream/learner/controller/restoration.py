@@ -88,7 +88,7 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
     """Restores every part to the end of the journal; called before any server connects."""
     if history.starts == 1:
         return
-    if history.solved and run.config.algorithms.samples_dynamically:
+    if history.solved and run.config.algorithms.filters:
         run.progress.solve(history.next_step, history.solved)
     parts.books.leases.restore(history)
     parts.books.ledger.restore(history)

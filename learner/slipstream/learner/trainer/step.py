@@ -15,6 +15,7 @@ import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
+from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
@@ -23,6 +24,7 @@ from slipstream.learner.trainer.algorithms.sequences import (
 )
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
+    MAX_TOLD,
     Batch,
     check_data,
     check_references,
@@ -92,6 +94,8 @@ class TrainingStep:
         self._roles = roles
         self._config = config
         self._max_tokens = config.learner.micro_batch_tokens
+        self._algorithms = config.algorithms.distinct
+        self._reports = report_names(self._algorithms, has_reference=config.needs_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`.
         self.num_updates = 0
@@ -135,7 +139,7 @@ class TrainingStep:
         if reference is not None and reference.server is not None:
             vocab_size = self._policy.vocab_size
             check_references(batch, top_k=reference.top_k, vocab_size=vocab_size)
-        totals = _Totals(StepStatistics(self._config.algorithm.epochs))
+        totals = _Totals(StepStatistics(self._config.algorithm.epochs, self._reports))
         metrics: dict[str, float] = {}
         adapters = self._policy.adapters
         for name, part in batch.by_adapter(adapters.names):
@@ -204,17 +208,18 @@ class TrainingStep:
                     for share in shares
                 ]
         rate = learning_rate(self._config, batch.step)
-        totals = _Totals(StepStatistics(epochs))
+        totals = _Totals(StepStatistics(epochs, self._reports))
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
-            place = (batch.step, len(totals.grad_norms), self._policy.ranks.rank_of_inputs)
-            gradients = functools.partial(self._add_gradients, share, old, place)
+            seeds = (batch.step, len(totals.grad_norms), self._policy.ranks.rank_of_inputs)
+            gradients = functools.partial(self._add_gradients, share, old, seeds)
             started = time.monotonic()
             losses = gradients()
             total = totals.statistics.add([one.statistics for one in losses], self._policy.ranks)
             totals.forward_backward_s += time.monotonic() - started
-            if not math.isfinite(total):
-                raise self._loss_fault(batch, sequences, members, losses, total=total)
+            fault = totals.statistics.fault
+            if fault or not math.isfinite(total):
+                raise self._loss_fault(batch, sequences, members, losses, total, fault)
             totals.num_micro_batches += len(share) * self._policy.ranks.dp_size
             self._update(rate, totals, gradients)
         return totals
@@ -228,10 +233,12 @@ class TrainingStep:
         return self._config.sampling.temperature
 
     def _add_gradients(
-        self, share: Sequence[MicroBatch], old: Sequence[Tensor], place: Sequence[int]
+        self, share: Sequence[MicroBatch], old: Sequence[Tensor], seeds: Sequence[int]
     ) -> list[TokenLoss]:
-        """Computes the gradients of `share` from zero, and returns this rank's losses."""
-        algorithm, *others = self._config.algorithms.distinct
+        """Computes the gradients of `share` from zero, and returns this rank's losses.
+
+        `seeds` are the step, the update, and the rank of the inputs.
+        """
         ranks = self._policy.ranks
 
         def loss(
@@ -243,19 +250,20 @@ class TrainingStep:
                 entropy,
                 before,
                 micro_batch,
-                algorithm,
-                others=others,
+                self._algorithms,
+                self._reports,
+                step=seeds[0],
                 group=ranks.cp_group,
             )
 
         self._policy.zero_grad()
-        with dropping(self._policy.chunks, self._config, place):
+        with dropping(self._policy.chunks, self._config, seeds):
             return forward_backward(
                 self._policy,
                 share,
                 loss,
                 temperature=self._temperature,
-                entropy_gradient=any(one.entropy_coefficient > 0 for one in (algorithm, *others)),
+                entropy_gradient=any(one.entropy_coefficient > 0 for one in self._algorithms),
             )
 
     def _update(
@@ -278,10 +286,13 @@ class TrainingStep:
         sequences: Sequence[TrainingSequence],
         members: Sequence[int],
         losses: Sequence[TokenLoss],
-        *,
         total: float,
+        fault: str,
     ) -> RunFailed:
-        """Returns the error that names what made the loss of a mini-batch infinite; collective."""
+        """Returns the error that names what made the loss of a mini-batch infinite; collective.
+
+        `fault` is that of one's own function, "" without one.
+        """
         cause = f"the loss is {total}; the weights were not changed"
         chosen = [sequences[index] for index in members]
 
@@ -300,6 +311,12 @@ class TrainingStep:
             )
         known = are_finite(lambda _: [one.token_losses for one in losses])
         faulty = [index for index, is_known in zip(members, known, strict=True) if not is_known]
+        if fault and all(scored):
+            found = dict.fromkeys(batch.group_ids[batch.owners[index]] for index in faulty)
+            groups = f", group {', '.join([*found][:MAX_TOLD])}" if found else ""
+            return RunFailed(
+                f"step {batch.step + 1}{groups}: {fault}; the weights were not changed"
+            )
         return untrainable(batch, faulty, cause)
 
     def _check_weights(self, fault: UntrainableBatch) -> None:

@@ -31,34 +31,32 @@ def section(**changes: JsonValue) -> AlgorithmSection:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "trpo"}, "algorithm.loss: input should be 'ppo', 'gspo', 'cispo', 'sapo' or"),
         (
-            {"loss": "sapo", "clip_low": 0.1},
-            "algorithm: clip_low has no effect with loss = 'sapo', got 0.1",
+            {"loss": "trpo"},
+            "algorithm.loss: input should be ppo, gspo, cispo, sapo, reinforce or module:function, "
+            "got 'trpo'",
         ),
         (
-            {"loss": "reinforce", "clip_high": 0.3},
-            "algorithm: clip_high has no effect with loss = 'reinforce', got 0.3",
+            {"loss": "sapo", "loss_args": {"clip_low": 0.1}},
+            "algorithm.loss_args: loss sapo has no argument 'clip_low'; known: tau_positive, "
+            "tau_negative, ratio",
         ),
         (
-            {"loss": "gspo", "dual_clip": 3.0},
-            "algorithm: dual_clip has no effect with loss = 'gspo', got 3.0",
+            {"loss": "reinforce", "loss_args": {"ratio": "behavior"}},
+            "algorithm.loss_args: loss reinforce has no argument 'ratio'; known: none",
         ),
         (
-            {"sapo_tau": [2.0, 1.0]},
-            "algorithm: sapo_tau has no effect with loss = 'ppo', got (2.0, 1.0)",
-        ),
-        (
-            {"loss": "reinforce", "ratio": "behavior", "correction": {"weight": "none"}},
-            "algorithm: ratio has no effect with loss = 'reinforce', got 'behavior'",
+            {"loss": "reinforce", "mini_batches": 2},
+            "algorithm: loss = 'reinforce' has no ratio that leads on from the policy before the "
+            "step: with several mini_batches or epochs weight_args.to must be 'present'",
         ),
         (
             {"group_size": 1},
             "algorithm: advantage = 'grpo' compares a group: group_size must be >= 2, got 1",
         ),
         (
-            {"group_size": 1, "advantage": "reinforce_pp", "dynamic_sampling": {"enabled": True}},
-            "algorithm: dynamic_sampling would filter every group of group_size = 1",
+            {"group_size": 1, "advantage": "reinforce_pp", "filter": "unequal_rewards"},
+            "algorithm: filter = 'unequal_rewards' would leave out every group of group_size = 1",
         ),
         (
             {"advantage": "none", "kl": {"coefficient": 1.0, "placement": "reward"}},
@@ -66,34 +64,35 @@ def section(**changes: JsonValue) -> AlgorithmSection:
             "kl.placement = 'loss', got 1.0 and 'reward'",
         ),
         (
-            {"advantage": "score", "dynamic_sampling": {"enabled": True}},
-            "algorithm: dynamic_sampling leaves out groups of equal rewards, but advantage = "
-            "'score' compares none",
+            {"advantage": "score", "filter": "unequal_rewards"},
+            "algorithm: filter = 'unequal_rewards' leaves out groups of equal rewards, but "
+            "advantage = 'score' compares none",
         ),
         (
-            {"gae": {"lam": 0.9}},
-            "algorithm: the table gae has no effect with advantage = 'grpo'",
+            {"advantage_args": {"lam": 0.9}},
+            "algorithm.advantage_args: advantage grpo has no argument 'lam'; known: none",
         ),
         (
             {"fixed_tokens": 100},
             "algorithm: fixed_tokens has no effect with aggregation = 'token_mean'",
         ),
         (
-            {"ratio": "behavior"},
-            "algorithm: ratio = 'behavior' corrects already: correction.weight must be 'none', "
+            {"loss_args": {"ratio": "behavior"}},
+            "algorithm: ratio = 'behavior' of the loss corrects already: weight must be 'none', "
             "got 'token'",
         ),
         (
-            {"correction": {"weight": "none", "cap": 3.0}},
-            "algorithm: correction.cap has no effect with correction.weight = 'none', got 3.0",
+            {"weight": "none", "weight_args": {"cap": 3.0}},
+            "algorithm.weight_args: weight none has no argument 'cap'; known: token_band, "
+            "sequence_band, to",
         ),
         (
-            {"correction": {"cap": 1.0, "token_band": [1.5, 2.0]}},
-            "algorithm: correction.token_band begins at 1.5, above correction.cap 1.0",
+            {"weight_args": {"cap": 1.0, "token_band": [1.5, 2.0]}},
+            "algorithm: token_band of the weight begins at 1.5, above its cap 1.0",
         ),
         (
-            {"correction": {"sequence_band": [2.0, 1.0]}},
-            "algorithm.correction: sequence_band must be [low, high] with low < high, got "
+            {"weight_args": {"sequence_band": [2.0, 1.0]}},
+            "algorithm.weight_args: sequence_band must be [low, high] with low < high, got "
             "[2.0, 1.0]",
         ),
         (
@@ -102,17 +101,18 @@ def section(**changes: JsonValue) -> AlgorithmSection:
             "or kl.placement = 'reward'",
         ),
         (
-            {"overlong": {"penalty": 1.0}},
-            "algorithm.overlong: penalty needs cache_tokens >= 1, got penalty 1.0 and 0",
+            {"reward": "overlong"},
+            "algorithm.reward_args: reward overlong needs the argument 'cache_tokens'",
         ),
         (
-            {"overlong": {"penalty": 1.0, "cache_tokens": 17}},
-            "algorithm.overlong.cache_tokens must be at most sampling.max_reply_tokens, got 17 "
+            {"reward": "overlong", "reward_args": {"cache_tokens": 17}},
+            "algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, got 17 "
             "and 16",
         ),
         (
-            {"correction": {"bands": 1}},
-            "unknown key 'algorithm.correction.bands'; did you mean 'token_band'?",
+            {"weight_args": {"bands": 1}},
+            "algorithm.weight_args: weight token has no argument 'bands'; known: token_band, "
+            "sequence_band, to, cap",
         ),
     ],
 )
@@ -126,12 +126,12 @@ def test_combination_without_a_meaning_is_refused_in_one_line(
     assert "\n" not in found
 
 
-def test_settings_of_another_loss_may_be_written_down_with_their_defaults() -> None:
+def test_arguments_are_written_down_with_their_defaults() -> None:
     """A run's own config.toml names every setting and can be loaded again."""
     for loss in ("gspo", "cispo", "sapo"):
-        changed = config(loss=loss, correction={"token_band": [0.5, 5.0], "cap": 5.0})
+        changed = config(loss=loss, weight_args={"token_band": [0.5, 5.0], "cap": 5.0})
         table = tomllib.loads(dump_config(changed))
-        assert table["algorithm"]["sapo_tau"] == [1.0, 1.05]
+        assert table["algorithm"]["loss_args"]["ratio"] == "proximal"
         assert parse_config(table, source="config.toml") == changed
 
 
@@ -139,10 +139,10 @@ def test_settings_of_another_loss_may_be_written_down_with_their_defaults() -> N
     "changes",
     [
         {},
-        {"max_staleness": 0, "correction": {"weight": "none"}},
-        {"correction": {"weight": "none", "token_band": [0.5, 2.0]}},
-        {"correction": {"weight": "none", "sequence_band": [0.5, 2.0]}},
-        {"loss": "cispo", "ratio": "behavior", "correction": {"weight": "none"}},
+        {"max_staleness": 0, "weight": "none"},
+        {"weight": "none", "weight_args": {"token_band": [0.5, 2.0]}},
+        {"weight": "none", "weight_args": {"sequence_band": [0.5, 2.0]}},
+        {"loss": "cispo", "loss_args": {"ratio": "behavior"}, "weight": "none"},
     ],
 )
 def test_corrected_or_synchronous_training_gets_no_warning(changes: dict[str, JsonValue]) -> None:
@@ -154,13 +154,13 @@ def test_corrected_or_synchronous_training_gets_no_warning(changes: dict[str, Js
     [
         ({}, "as if the newest had sampled them"),
         ({"loss": "reinforce"}, "as if the newest had sampled them"),
-        ({"ratio": "behavior"}, "have no gradient"),
+        ({"loss_args": {"ratio": "behavior"}}, "have no gradient"),
     ],
 )
 def test_stale_tokens_without_a_correction_are_warned_of(
     changes: dict[str, JsonValue], words: str
 ) -> None:
-    warning = section(max_staleness=3, correction={"weight": "none"}, **changes).staleness_warning
+    warning = section(max_staleness=3, weight="none", **changes).staleness_warning
     assert warning is not None
     assert warning.startswith("algorithm.max_staleness is 3 without a correction: ")
     assert words in warning
@@ -168,28 +168,29 @@ def test_stale_tokens_without_a_correction_are_warned_of(
 
 def test_every_published_combination_is_accepted() -> None:
     """Checks the combinations of the table in docs/algorithms.md that need no other model."""
-    none = {"weight": "none"}
     for changes in (
         {},
-        {"clip_high": 0.28, "dynamic_sampling": {"enabled": True}, "overlong": {"filter": True}},
+        {
+            "loss_args": {"clip_high": 0.28},
+            "filter": "unequal_rewards",
+            "leave_out_truncated": True,
+        },
         {"advantage": "dr_grpo", "aggregation": "fixed"},
         {"advantage": "rloo", "loss": "reinforce"},
         {"advantage": "reinforce_pp", "group_size": 1},
         {"advantage": "reinforce_pp_baseline"},
-        {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
+        {"loss": "gspo", "loss_args": {"clip_low": 3e-4, "clip_high": 4e-4}},
         {
             "loss": "cispo",
-            "clip_low": 1.0,
-            "clip_high": 3.0,
-            "ratio": "behavior",
-            "correction": none,
+            "loss_args": {"clip_low": 1.0, "clip_high": 3.0, "ratio": "behavior"},
+            "weight": "none",
         },
         {"loss": "sapo", "aggregation": "sequence_mean"},
-        {"mini_batches": 4, "dual_clip": 3.0},
+        {"mini_batches": 4, "loss_args": {"dual_clip": 3.0}},
     ):
         config(**changes)
 
 
 def test_a_band_has_two_ends() -> None:
     with pytest.raises(ValidationError):
-        section(correction={"token_band": [0.5]})
+        section(weight_args={"token_band": [0.5]})

@@ -101,9 +101,10 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
         ("algorithm.learning_rate", 0, "algorithm.learning_rate: input should be greater than 0"),
         ("algorithm.learning_rate", "fast", "algorithm.learning_rate: input should be a valid"),
         (
-            "algorithm.clip_low",
-            2,
-            "algorithm.clip_low: input should be less than or equal to 1, got 2",
+            "algorithm.loss_args",
+            {"clip_low": 2},
+            "algorithm.loss_args: clip_low of loss ppo: input should be less than or equal to 1, "
+            "got 2",
         ),
         ("sampling.top_p", 1.5, "sampling.top_p: input should be less than or equal to 1, got 1.5"),
         ("controller.address", "nowhere", "controller.address: "),

@@ -10,7 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
 QUANTISED = {"quantization": "fp8_per_channel"}
-NO_WEIGHT = {"correction": {"weight": "none"}}
+NO_WEIGHT = {"weight": "none"}
 
 
 def config_with(server: dict[str, Any], **tables: dict[str, Any]) -> Config:
@@ -28,7 +28,7 @@ def config_with(server: dict[str, Any], **tables: dict[str, Any]) -> Config:
 
 def test_quantised_engines_need_nothing_but_bfloat16() -> None:
     config = config_with(QUANTISED)
-    assert config.algorithm.correction.weight == "token"
+    assert config.algorithm.weight == "token"
     config_with(QUANTISED, weights={"delta": "gpu"})
 
 
@@ -83,10 +83,10 @@ def test_stochastic_rounding_is_of_bfloat16_weights_with_masters(
 
 @pytest.mark.parametrize("server", [QUANTISED, {"engine": {"kv_cache_dtype": "FP8_e4m3"}}])
 def test_engines_in_fp8_need_a_correction(server: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="algorithm.correction.weight must be token or sequence"):
+    with pytest.raises(ConfigError, match="algorithm.weight must be token or sequence"):
         config_with(server, algorithm=NO_WEIGHT)
-    band = {"correction": {"weight": "none", "token_band": [0.5, 2.0]}}
-    for corrected in ({}, band, NO_WEIGHT | {"ratio": "behavior"}):
+    band = NO_WEIGHT | {"weight_args": {"token_band": [0.5, 2.0]}}
+    for corrected in ({}, band, NO_WEIGHT | {"loss_args": {"ratio": "behavior"}}):
         config_with(server, algorithm=corrected)
     config_with({"engine": {"kv_cache_dtype": "auto"}}, algorithm=NO_WEIGHT)
 

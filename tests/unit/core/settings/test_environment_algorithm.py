@@ -39,13 +39,13 @@ def refusal(own: Table, **algorithm: JsonValue) -> str:
 
 
 def test_an_environment_has_its_own_settings_over_the_runs() -> None:
-    config = config_with(DEMONSTRATIONS, clip_high=0.28, entropy_coefficient=0.1)
+    config = config_with(DEMONSTRATIONS, loss_args={"clip_high": 0.28}, entropy_coefficient=0.1)
     algorithms = config.algorithms
     assert [algorithms.place(name) for name in ("a", "b", "submitted later")] == [0, 1, 0]
     own = config.algorithm_of("b")
     assert (own.advantage, own.loss, own.entropy_coefficient) == ("score", "reinforce", 0.1)
-    # REINFORCE clips nothing: the run's range is none of its settings.
-    assert own.clip_high == 0.2
+    # REINFORCE clips nothing: the run's range is none of its arguments.
+    assert own.loss_args == {}
     assert config.algorithm_of("a") == config.algorithm
     assert [algorithms.loss_weight(name) for name in ("a", "b")] == [1.0, 0.5]
 
@@ -69,7 +69,15 @@ def test_a_divergence_of_one_environment_needs_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["group_size", "learning_rate", "aggregation", "mini_batches", "max_staleness", "gae"]
+    "name",
+    [
+        "group_size",
+        "learning_rate",
+        "aggregation",
+        "mini_batches",
+        "max_staleness",
+        "max_filtered_batches",
+    ],
 )
 def test_settings_of_whole_steps_are_refused_by_name(name: str) -> None:
     message = refusal({name: 1})
@@ -79,29 +87,35 @@ def test_settings_of_whole_steps_are_refused_by_name(name: str) -> None:
     )
 
 
-def test_the_limit_of_filtered_groups_is_the_runs() -> None:
-    message = refusal({"dynamic_sampling": {"enabled": True, "max_filtered_batches": 3}})
-    assert "set algorithm.dynamic_sampling.max_filtered_batches for the run" in message
+def test_arguments_are_those_of_the_function_that_the_environment_has() -> None:
+    run: Table = {"loss_args": {"clip_low": 0.1}}
+    for own, expected in (
+        ({"loss": "ppo"}, 0.1),
+        ({"loss": "gspo"}, 0.2),
+        ({"loss_args": {"clip_high": 0.3}}, 0.2),
+    ):
+        assert config_with(own, **run).algorithm_of("b").loss_args["clip_low"] == expected
+    message = refusal({"loss_args": {"tau_positive": 2.0}})
+    assert "algorithm of environment b: loss ppo has no argument 'tau_positive'" in message
 
 
 def test_an_unknown_key_is_refused_with_the_nearest() -> None:
-    message = refusal({"clip_hihg": 0.3})
-    assert "unknown key 'environments.1.algorithm.clip_hihg'; did you mean" in message
+    message = refusal({"los": "ppo"})
+    assert "unknown key 'environments.1.algorithm.los'; did you mean" in message
 
 
 @pytest.mark.parametrize(
     ("own", "run", "rule"),
     [
-        ({"sapo_tau": [2.0, 1.0]}, {}, "has no effect with loss = 'ppo'"),
         ({"advantage": "none"}, {}, "it needs kl.coefficient > 0"),
         ({"advantage": "gae"}, {}, "'gae' in all environments or in none"),
         ({"advantage": "grpo"}, {"advantage": "gae"}, "'gae' in all environments or in none"),
         (
             {"advantage": "score"},
-            {"dynamic_sampling": {"enabled": True}},
-            "dynamic_sampling.enabled must be false",
+            {"filter": "unequal_rewards"},
+            "filter must be 'none'",
         ),
-        ({"overlong": {"penalty": 1.0, "cache_tokens": 17}}, {}, "got 17 and 16"),
+        ({"reward": "overlong", "reward_args": {"cache_tokens": 17}}, {}, "got 17 and 16"),
     ],
 )
 def test_rules_between_settings_hold_for_an_environment(own: Table, run: Table, rule: str) -> None:
@@ -110,7 +124,7 @@ def test_rules_between_settings_hold_for_an_environment(own: Table, run: Table, 
 
 def test_warnings_about_old_tokens_are_those_of_all_environments() -> None:
     assert config_with({}).algorithms.staleness_warnings == []
-    (warning,) = config_with({"correction": {"weight": "none"}}).algorithms.staleness_warnings
+    (warning,) = config_with({"weight": "none"}).algorithms.staleness_warnings
     assert "without a correction" in warning
 
 
@@ -120,7 +134,7 @@ def test_warnings_about_old_tokens_are_those_of_all_environments() -> None:
         (
             {"failed_reward": 1.0},
             "curriculum.failed_reward of environment a must be below "
-            "dynamic_sampling.solved_reward, got 1.0 and 1.0",
+            "algorithm.solved_reward, got 1.0 and 1.0",
         ),
         ({"window": 17}, "less than or equal to 16"),
     ],

@@ -32,8 +32,8 @@ WRONG: list[tuple[str, JsonValue, str]] = [
     ("run.steps", 2**31, "input should be at most 2147483647, got 2147483648"),
     ("run.seed", 10**30, f"input should be at most 2147483647, got {10**30}"),
     ("queue.max_bytes", 2**63, f"input should be at most {2**63 - 1}, got {2**63}"),
-    ("algorithm.clip_high", math.nan, "input should be a finite number, got nan"),
-    ("algorithm.correction.cap", math.inf, "input should be a finite number, got inf"),
+    ("algorithm.solved_reward", math.nan, "input should be a finite number, got nan"),
+    ("algorithm.kl.coefficient", math.inf, "input should be a finite number, got inf"),
     ("evaluations.0.pass_reward", -math.inf, "input should be a finite number, got -inf"),
     ("algorithm.learning_rate", 1e300, "input should be at most 1e+30, got 1e+300"),
     ("controller.stall_timeout_s", 1e10, "input should be 0.001 to 1e+09 seconds, got 1e+10"),
@@ -110,7 +110,7 @@ def test_a_value_of_no_use_is_refused_in_one_line(path: str, value: JsonValue, r
         ("learner.master", "[::1]:8"),
         ("queue.redis_url", "unix:///run/redis.sock"),
         ("queue.redis_url", "rediss://user:password@host:6379/0?ssl_ca_certs=x"),
-        ("algorithm.dynamic_sampling.enabled", True),
+        ("algorithm.leave_out_truncated", True),
     ],
 )
 def test_unusual_values_that_work_pass(path: str, value: JsonValue) -> None:

@@ -10,10 +10,11 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from slipstream.core.rewards import has_variance
 from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.settings.config import Config
 from slipstream.core.types import BRANCHES, IGNORED, Status, Trajectory
+from slipstream.learner.algorithms.filters import unequal_rewards
+from slipstream.learner.algorithms.groups import shaped_rewards
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 
 _EQUAL = "equal_rewards_fraction"
@@ -83,7 +84,8 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
     """
     found: dict[str, list[bool]] = {}
     for group in groups:
-        is_equal = not has_variance(group, config)
+        sides = [side for episode in shaped_rewards(group, config) for side in episode]
+        is_equal = not unequal_rewards(sides)
         found.setdefault(group[0].environment, []).append(is_equal)
     return {
         _EQUAL: statistics.fmean(is_equal for each in found.values() for is_equal in each),

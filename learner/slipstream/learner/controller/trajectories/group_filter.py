@@ -9,7 +9,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from slipstream.core.rewards import has_variance
+from slipstream.core.errors import RunFailed
+from slipstream.learner.algorithms.groups import is_trained
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import (
@@ -52,21 +53,32 @@ class GroupFilter:
         self._newest, self._newest_step = history.filtered, history.next_step
 
     def filter(self, group: Group) -> None:
-        """Leaves a complete group out if its rewards are equal and its environment wants that."""
-        settings = self._run.config.algorithm_of(group.environment).dynamic_sampling
-        if not settings.enabled or has_variance(group.in_order(), self._run.config):
+        """Leaves a complete group out if the filter of its environment does not keep it.
+
+        A faulty function of the algorithm fails the run.
+        """
+        config = self._run.config
+        algorithm = config.algorithm_of(group.environment)
+        try:
+            if algorithm.filter == "none" or is_trained(group.in_order(), algorithm, config):
+                return
+        except RunFailed as error:
+            self._progress.fail(str(error))
             return
         step = self._book.step
         if self._newest_step != step:
             self._newest.clear()
             self._newest_step = step
         rewards = [trajectory.reward for trajectory in group.in_order()]
-        solved, mean = is_solved(rewards, settings.solved_reward), statistics.fmean(rewards)
+        solved, mean = is_solved(rewards, algorithm.solved_reward), statistics.fmean(rewards)
         self._newest.add(group.environment, mean, solved=solved)
         self.by_step[step] += 1
         self._book.remove(group.group_id)
         self._environments.group_accepted(group.environment, is_filtered=True)
-        cause = "all rewards of its group are equal"
+        is_equal = algorithm.filter == "unequal_rewards"
+        cause = (
+            "all rewards of its group are equal" if is_equal else f"left out by {algorithm.filter}"
+        )
         self._journal.append(
             "closed",
             group=group.group_id,
@@ -81,22 +93,21 @@ class GroupFilter:
 
     def _judge(self, step: int) -> None:
         algorithm, filtered = self._run.config.algorithm, self._newest
-        settings = algorithm.dynamic_sampling
-        verdict = filtered.verdict(settings.max_filtered_batches * algorithm.groups_per_step)
+        verdict = filtered.verdict(algorithm.max_filtered_batches * algorithm.groups_per_step)
         if verdict is FilterVerdict.GO_ON or self._progress.is_over or self._progress.solved:
             return
         if self._book.has_whole_batch:
             # The next batch is complete already: the trainer is slow, not the tasks stuck.
             return
         count = (
-            f"{filtered.total} groups were filtered for their equal rewards while the batch of "
+            f"{filtered.total} groups were left out by algorithm.filter while the batch of "
             f"step {step + 1} was formed ({filtered.describe()})"
         )
         if verdict is FilterVerdict.STUCK:
             self._progress.fail(
-                f"{count}, as many as algorithm.dynamic_sampling.max_filtered_batches = "
-                f"{settings.max_filtered_batches} allows; solved are those whose rewards all reach "
-                f"solved_reward = {settings.solved_reward:g}"
+                f"{count}, as many as algorithm.max_filtered_batches = "
+                f"{algorithm.max_filtered_batches} allows; solved are those whose rewards all "
+                f"reach solved_reward = {algorithm.solved_reward:g}"
             )
             return
         cause = f"the task is solved: the last {count}"

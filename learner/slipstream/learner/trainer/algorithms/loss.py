@@ -1,10 +1,10 @@
-"""The loss of a packed micro batch from objective, correction, divergence and entropy."""
+"""The loss of a packed micro batch from objective, weight, divergence and entropy."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,18 @@ from slipstream.core.settings.algorithm_section import (
     AlgorithmSection,
     KlEstimator,
 )
-from slipstream.learner.trainer.algorithms.correction import Correction, correct
-from slipstream.learner.trainer.algorithms.kl import kl_estimate, top_k_divergence
-from slipstream.learner.trainer.algorithms.objectives import SequenceSums, TokenLosses, token_losses
-from slipstream.learner.trainer.algorithms.statistics import TokenStatistics, token_statistics
+from slipstream.learner.algorithms.functions import function_of
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from slipstream.learner.algorithms.kl import kl_estimate, top_k_divergence
+from slipstream.learner.algorithms.token_functions import token_terms, token_weights
+from slipstream.learner.trainer.algorithms.statistics import (
+    Column,
+    TokenStatistics,
+    columns_of,
+    token_statistics,
+)
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from torch import Tensor
-
-Terms = TypeVar("Terms", TokenLosses, Correction)
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,15 @@ class TokenLoss:
     token_losses: Tensor
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """The terms of the loss of each token by one algorithm, all [tokens]."""
-
-    losses: Tensor
-    parts: TokenLosses
-    correction: Correction
-
-
 def policy_loss(
     policy_logprobs: Tensor,
     entropy: Tensor,
     old_logprobs: Tensor | None,
     micro_batch: MicroBatch,
-    algorithm: AlgorithmSection,
+    algorithms: Sequence[AlgorithmSection],
+    reports: Sequence[str],
     *,
-    others: Sequence[AlgorithmSection] = (),
+    step: int = 0,
     group: dist.ProcessGroup | None,
 ) -> TokenLoss:
     """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
@@ -62,57 +58,58 @@ def policy_loss(
 
     `policy_logprobs` belong to `micro_batch.all_targets`; `old_logprobs` to its targets and the
     policy before the first mini-batch, the proximal policy, and are None if no mini-batch has
-    changed the policy yet. REINFORCE has no proximal policy: its weight leads from the behavior
-    policy to the present one. `entropy` carries a gradient if its coefficient is not 0.
-    `others[n - 1]` is the algorithm of a token whose `algorithm_ids` is n > 0. Collective over
-    `group`, the context parallel ranks, unless it is None.
+    changed the policy yet. `entropy` carries a gradient if its coefficient is not 0.
+    `algorithms[n]` is the algorithm of a token whose `algorithm_ids` is n; `reports` are the names
+    of what their functions report. Collective over `group`, the context parallel ranks, unless it
+    is None. Raises RunFailed for a faulty function.
     """
-    mask = micro_batch.loss_mask
+    mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
     top: Tensor | None = None
     if policy_logprobs.dim() > 1:
         policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
-    logprobs = (policy_logprobs, policy_logprobs.detach() if old_logprobs is None else old_logprobs)
-    sequences = SequenceSums(micro_batch, group)
-    ids = micro_batch.algorithm_ids
-    terms = _terms((*logprobs, top), entropy, micro_batch, algorithm, sequences)
-    for place, other in enumerate(others if ids is not None else (), start=1):
-        found = _terms((*logprobs, top), entropy, micro_batch, other, sequences)
-        assert ids is not None
-        terms = _chosen(ids == place, found, terms)
-    losses = torch.where(mask, micro_batch.loss_weights * terms.losses, 0.0)
-    statistics = token_statistics(
-        losses, terms.parts, terms.correction, logprobs, entropy, micro_batch
-    )
-    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
-
-
-def _terms(
-    logprobs: tuple[Tensor, Tensor, Tensor | None],
-    entropy: Tensor,
-    micro_batch: MicroBatch,
-    algorithm: AlgorithmSection,
-    sequences: SequenceSums,
-) -> _Terms:
-    """Computes all per-token terms of the loss by `algorithm`.
-
-    `logprobs` are the policy's: current, proximal, and current at the reference's top k.
-    """
-    policy, proximal, top = logprobs
-    corrected = policy.detach() if algorithm.loss == "reinforce" else proximal
+    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
     behavior = micro_batch.behavior_logprobs
-    # A token that no policy sampled needs no correction: its ratio is 1.
-    behavior = torch.where(behavior.isnan(), corrected, behavior)
-    correction = correct(corrected, behavior, algorithm.correction, sequences)
-    anchor = behavior if algorithm.ratio == "behavior" else proximal
-    parts = token_losses(policy, anchor, micro_batch.advantages, algorithm, sequences)
-    losses = correction.weights * parts.losses
-    kl = algorithm.kl
-    if kl.coefficient and kl.placement == "loss":
-        divergence = _divergence(policy, top, micro_batch, kl.estimator)
-        losses = losses + kl.coefficient * correction.weights * divergence
-    if algorithm.entropy_coefficient:
-        losses = losses - algorithm.entropy_coefficient * entropy
-    return _Terms(losses, parts, correction)
+    is_given = behavior.isnan()
+    tokens = LossInputs(
+        logprobs=policy_logprobs,
+        proximal_logprobs=proximal,
+        # A token that no policy sampled needs no correction: its ratio is 1.
+        behavior_logprobs=torch.where(is_given, proximal, behavior),
+        advantages=micro_batch.advantages,
+        mask=mask,
+        is_given=is_given,
+        lags=micro_batch.lags,
+        versions=step - micro_batch.lags,
+        reference_logprobs=micro_batch.reference_logprobs,
+        entropy=entropy.detach(),
+        sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
+    )
+    used = algorithms if ids is not None else algorithms[:1]
+    where = f"step {step + 1}"
+    losses = weights = torch.zeros_like(proximal)
+    columns: list[Column] = []
+    for place, algorithm in enumerate(used):
+        chosen = mask if ids is None else mask & (ids == place)
+        own = dataclasses.replace(tokens, mask=chosen)
+        loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
+        factors, terms = token_weights(weight, own, where), token_terms(loss, own, where)
+        for function, one, mine in ((loss, terms, chosen), (weight, factors, chosen & ~is_given)):
+            if unknown := one.reports.keys() - set(reports):
+                what = f"it reports {min(unknown)}, but did not of three tokens"
+                raise function.fault(what, where)
+            columns += columns_of(function, one, mine)
+        found = factors.weights * terms.losses
+        kl = algorithm.kl
+        if kl.coefficient and kl.placement == "loss":
+            divergence = _divergence(policy_logprobs, top, micro_batch, kl.estimator)
+            found = found + kl.coefficient * factors.weights * divergence
+        if algorithm.entropy_coefficient:
+            found = found - algorithm.entropy_coefficient * entropy
+        losses = torch.where(chosen, found, losses) if place else found
+        weights = torch.where(chosen, factors.weights, weights) if place else factors.weights
+    losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
+    statistics = token_statistics(losses, weights, tokens, columns, reports)
+    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
 
 
 def _divergence(
@@ -126,20 +123,3 @@ def _divergence(
     reference = micro_batch.reference_logprobs
     assert reference is not None, "the divergence needs the reference model's log-probabilities"
     return kl_estimate(policy, reference, estimator)
-
-
-def _chosen(is_other: Tensor, other: _Terms, terms: _Terms) -> _Terms:
-    """Selects `other` where `is_other`, else `terms`."""
-
-    def chosen(one: Terms, two: Terms) -> Terms:
-        values: dict[str, Any] = {
-            name: torch.where(is_other, value, getattr(two, name))
-            for name, value in vars(one).items()
-        }
-        return type(one)(**values)
-
-    return _Terms(
-        torch.where(is_other, other.losses, terms.losses),
-        chosen(other.parts, terms.parts),
-        chosen(other.correction, terms.correction),
-    )

@@ -10,26 +10,15 @@ import numpy as np
 import torch
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.rewards import is_counted, shaped_rewards
-from slipstream.core.settings.algorithm_section import (
-    AdvantageKind,
-    AggregationKind,
-    AlgorithmSection,
-)
+from slipstream.core.settings.algorithm_section import AggregationKind, AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, Trajectory
-from slipstream.learner.trainer.algorithms.advantages import (
-    FloatArray,
-    ScoredEpisode,
-    Side,
-    TokenAdvantages,
-    joined,
-    shuffled,
-    sides_of,
-    token_advantages,
-)
-from slipstream.learner.trainer.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.batches.batch import Batch, untrainable
+from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.algorithms.functions import token_advantages
+from slipstream.learner.algorithms.groups import shaped_rewards
+from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
+from slipstream.learner.trainer.batches.batch import Batch, token_lags, untrainable
 from slipstream.learner.trainer.batches.token_fields import NumpyArray, TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.protocol.bounds import largest
@@ -55,9 +44,9 @@ def training_sequences(
     """Returns the sequences of the batch, in order; the same on every rank.
 
     `estimates` has one entry for each trajectory; None if the run has no other models. A trajectory
-    that overlong filtering removes has no trained token and is in no statistic of the advantages.
-    The advantages of a branch are its side's advantages times its share. Raises UntrainableBatch if
-    an advantage is not finite.
+    that `leave_out_truncated` removes has no trained token and is in no statistic. The advantages
+    of a branch are its side's advantages times its share. Raises UntrainableBatch if an advantage
+    is not finite.
     """
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
@@ -163,28 +152,27 @@ def _advantages(
 
     `own` has the algorithm of each.
     """
-    limit = config.sampling.max_reply_tokens
-    shaped = [
-        shaped_rewards(t, a, limit=limit) for t, a in zip(batch.trajectories, own, strict=True)
-    ]
-    rewards = np.array([one for sides in shaped for one in sides.values()], dtype=np.float64)
+    shaped = shaped_rewards(batch.trajectories, config)
+    rewards = np.array([side.reward for sides in shaped for side in sides], dtype=np.float64)
     if config.debug.shuffle_rewards:
         rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
     left = iter(rewards.tolist())
     episodes: list[ScoredEpisode] = []
     owners: list[tuple[int, Side]] = []
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
-        by_side = {side: next(left) for side in sides}
-        if not is_counted(trajectory, own[index]):
+        by_side = {side.side: next(left) for side in sides}
+        if not sides:
             continue
         costs = _token_costs(trajectory, known[index], own[index])
+        lags = token_lags([trajectory], batch.step)
         said = known[index].values
         values = None if said is None else said.astype(np.float64)
         for side in sides_of(trajectory):
             owners.append((index, side))
-            episodes.append(side.episode(trajectory.group_id, by_side[side.name], costs, values))
+            episodes.append(side.episode(trajectory, by_side[side.name], costs, values, lags))
     found: dict[int, list[tuple[Side, TokenAdvantages]]] = {}
-    estimated = _by_kind(episodes, [own[index] for index, _ in owners])
+    where = f"step {batch.step + 1}"
+    estimated = _by_function(episodes, [own[index] for index, _ in owners], where)
     for (index, side), one in zip(owners, estimated, strict=True):
         found.setdefault(index, []).append((side, one))
     return {
@@ -193,17 +181,24 @@ def _advantages(
     }
 
 
-def _by_kind(
-    episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection]
+def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
+    """Returns the rewards in a random order set by `seed` and `step`, for a control experiment."""
+    return np.random.default_rng([seed, step]).permutation(rewards)
+
+
+def _by_function(
+    episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection], where: str
 ) -> list[TokenAdvantages]:
-    """Returns the advantages of each; those of one kind share the statistics of a batch."""
-    by_kind: dict[AdvantageKind, list[int]] = {}
+    """Returns the advantages of each; those of one function share the statistics of a batch."""
+    by_function: dict[str, list[int]] = {}
     for place, algorithm in enumerate(algorithms):
-        by_kind.setdefault(algorithm.advantage, []).append(place)
+        key = f"{algorithm.advantage} {algorithm.advantage_args}"
+        by_function.setdefault(key, []).append(place)
     found: dict[int, TokenAdvantages] = {}
-    for members in by_kind.values():
+    for members in by_function.values():
         chosen = [episodes[place] for place in members]
-        found |= zip(members, token_advantages(chosen, algorithms[members[0]]), strict=True)
+        estimated = token_advantages(algorithms[members[0]], chosen, where=where)
+        found |= zip(members, estimated, strict=True)
     return [found[place] for place in range(len(episodes))]
 
 

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.process
 
 NUMBER = 24
 SETTINGS = {
-    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
-    "sequence weight": {"correction": {"weight": "sequence", "cap": 1.5}},
-    "geometric mask": {"correction": {"sequence_band": [0.9, 1.2]}},
+    "gspo": {"loss": "gspo", "loss_args": {"clip_low": 0.05, "clip_high": 0.05}},
+    "sequence weight": {"weight": "sequence", "weight_args": {"cap": 1.5}},
+    "geometric mask": {"weight_args": {"sequence_band": [0.9, 1.2]}},
 }
 
 

@@ -1,0 +1,166 @@
+"""The functions of an algorithm by their names, and the arguments of the built-in ones.
+
+A name with a colon is `module:function`, a function of the user's own. The learner's package
+`algorithms` holds the built-in functions, whose keywords are these arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from slipstream.core.settings.section import REFERENCE_FORM, Positive, Section
+
+FunctionKind: TypeAlias = Literal["loss", "advantage", "weight", "reward", "filter"]
+Arguments: TypeAlias = dict[str, JsonValue]
+# Denominator of the ratio in a loss.
+Anchor: TypeAlias = Literal["proximal", "behavior"]
+Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
+
+
+class ClipArguments(Section):
+    """The arguments of `gspo` and `cispo`."""
+
+    # Clip range of the ratio: 1 - clip_low .. 1 + clip_high.
+    clip_low: float = Field(0.2, gt=0, le=1)
+    # See `clip_low`.
+    clip_high: float = Field(0.2, gt=0)
+    # Denominator of the ratio in the loss: the policy before the step, or the behavior policy.
+    ratio: Anchor = "proximal"
+
+
+class PpoArguments(ClipArguments):
+    """The arguments of `ppo`."""
+
+    # Bound of the loss of tokens with negative advantage, in advantages. None: no bound.
+    dual_clip: float | None = Field(None, gt=1)
+
+
+class SapoArguments(Section):
+    """The arguments of `sapo`."""
+
+    # Temperature of the gate where the advantage is positive.
+    tau_positive: float = Field(1.0, gt=0)
+    # Temperature of the gate where it is not.
+    tau_negative: float = Field(1.05, gt=0)
+    # See `ppo`.
+    ratio: Anchor = "proximal"
+
+
+class GaeArguments(Section):
+    """The arguments of `gae`, generalised advantage estimation."""
+
+    # Discount of each sampled token.
+    gamma: float = Field(1.0, gt=0, le=1)
+    # 0: one-step differences of the values; 1: returns minus values.
+    lam: float = Field(0.95, ge=0, le=1)
+    # Scale the advantages of a batch to mean 0 and deviation 1 over its tokens.
+    normalize: bool = True
+
+
+class BandArguments(Section):
+    """The arguments of `none`: tokens outside a band leave the loss, all others have weight 1."""
+
+    # IcePop: tokens with a ratio outside the band leave the loss. None: all stay.
+    token_band: Band | None = None
+    # Sequences whose geometric mean of the ratios is outside the band leave the loss. None: all
+    # stay.
+    sequence_band: Band | None = None
+    # Numerator of the ratios: the policy before the step, from which a loss measures its own ratio,
+    # or the present policy, for a loss without one.
+    to: Literal["proximal", "present"] = "proximal"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BandArguments:
+        for name in ("token_band", "sequence_band"):
+            band: Band | None = getattr(self, name)
+            if band is not None and not band[0] < band[1]:
+                raise ValueError(f"{name} must be [low, high] with low < high, got {list(band)}")
+        return self
+
+
+class CapArguments(BandArguments):
+    """The arguments of `token` and `sequence`."""
+
+    # Upper bound of the weight; larger weights are cut to it.
+    cap: float = Field(2.0, gt=0)
+
+
+class OverlongArguments(Section):
+    """The arguments of `overlong`."""
+
+    # Subtracted from the reward of an episode whose longest reply has `max_reply_tokens`.
+    penalty: float = Field(1.0, gt=0)
+    # Number of last tokens over which the penalty rises linearly.
+    cache_tokens: Positive
+
+
+class NoArguments(Section):
+    """No arguments."""
+
+
+# The built-in functions of each kind.
+FUNCTIONS: dict[FunctionKind, dict[str, type[Section]]] = {
+    "loss": {
+        "ppo": PpoArguments,
+        "gspo": ClipArguments,
+        "cispo": ClipArguments,
+        "sapo": SapoArguments,
+        "reinforce": NoArguments,
+    },
+    "advantage": {
+        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "reinforce_pp"), NoArguments),
+        "reinforce_pp_baseline": NoArguments,
+        "gae": GaeArguments,
+        **dict.fromkeys(("score", "none"), NoArguments),
+    },
+    "weight": {"none": BandArguments, "token": CapArguments, "sequence": CapArguments},
+    "reward": {"none": NoArguments, "overlong": OverlongArguments},
+    "filter": {"none": NoArguments, "unequal_rewards": NoArguments},
+}
+
+
+def is_own(name: str) -> bool:
+    """Whether a function's name is `module:function`."""
+    return ":" in name
+
+
+def check_name(kind: FunctionKind, name: str) -> str:
+    """Returns the name; raises ValueError unless it is built in or `module:function`."""
+    if name not in FUNCTIONS[kind] and REFERENCE_FORM.fullmatch(name) is None:
+        raise ValueError(
+            f"input should be {', '.join(FUNCTIONS[kind])} or module:function, got {name!r}"
+        )
+    return name
+
+
+def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Arguments:
+    """Returns the arguments of a built-in function with their defaults, but none that is None.
+
+    Those of one's own function are returned as given: its annotations check them where it is
+    loaded. Raises ValueError, with one line, for wrong ones.
+    """
+    if is_own(name):
+        return given
+    found = validated(FUNCTIONS[kind][name], given, what=f"{kind} {name}")
+    return found.model_dump(mode="json", exclude_none=True)
+
+
+def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str) -> BaseModel:
+    """Returns the arguments of the function `what`; raises ValueError with one line."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        worst = error.errors()[0]
+        name = ".".join(map(str, worst["loc"]))
+        known = ", ".join(model.model_fields) or "none"
+        match worst["type"]:
+            case "extra_forbidden":
+                raise ValueError(f"{what} has no argument {name!r}; known: {known}") from None
+            case "missing":
+                raise ValueError(f"{what} needs the argument {name!r}") from None
+            case "value_error":
+                raise ValueError(worst["msg"].removeprefix("Value error, ")) from None
+        rule = worst["msg"][0].lower() + worst["msg"][1:]
+        raise ValueError(f"{name} of {what}: {rule}, got {worst['input']!r}") from None

@@ -1,0 +1,25 @@
+"""The built-in choices of groups that are trained: pure functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from slipstream.learner.algorithms.episodes import RewardedEpisode
+
+
+def none(group: Sequence[RewardedEpisode]) -> bool:
+    """Returns true: every group is trained."""
+    return True
+
+
+def unequal_rewards(group: Sequence[RewardedEpisode]) -> bool:
+    """Whether two episodes of a group have different rewards on one side of theirs.
+
+    Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
+    equal rewards.
+    """
+    rewards: dict[str, set[float]] = defaultdict(set)
+    for episode in group:
+        rewards[episode.side].add(episode.reward)
+    return any(len(different) > 1 for different in rewards.values())

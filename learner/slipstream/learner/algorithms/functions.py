@@ -1,0 +1,216 @@
+"""The functions of an algorithm by name: built in, or `module:function` of the user's own.
+
+Both are called alike. A fault of a function is one line that names it, its kind and where it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import math
+import numbers
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ConfigDict, create_model
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.settings.algorithm_functions import FunctionKind, is_own, validated
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.episodes import (
+    RewardedEpisode,
+    ScoredEpisode,
+    TokenAdvantages,
+)
+
+_FOLDER = __package__
+_MODULES: dict[FunctionKind, str] = {
+    "loss": "losses",
+    "advantage": "advantages",
+    "weight": "weights",
+    "reward": "rewards",
+    "filter": "filters",
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the algorithm with its arguments: it takes the inputs alone."""
+
+    kind: FunctionKind
+    name: str
+    call: Callable[[Any], Any]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's."""
+        return is_own(self.name)
+
+    def fault(self, what: str, where: str) -> RunFailed:
+        """Returns the error for a fault of the function."""
+        return RunFailed(f"{self} at {where}: {what}")
+
+    @contextmanager
+    def named(self, where: str) -> Iterator[None]:
+        """Turns errors inside of the function into its fault."""
+        try:
+            yield
+        except RunFailed:
+            raise
+        except Exception as error:
+            raise self.fault(_describe(error), where) from error
+
+
+def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
+    """Returns a function of the algorithm; raises ConfigError if there is none such."""
+    arguments = getattr(algorithm, f"{kind}_args")
+    return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
+
+
+@functools.cache
+def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
+    given = json.loads(arguments)
+    if not is_own(name):
+        module = importlib.import_module(f"{_FOLDER}.{_MODULES[kind]}")
+        return Function(kind, name, functools.partial(getattr(module, name), **given))
+    call = _imported(kind, name)
+    try:
+        checked = _checked(call, given, what=f"{kind} {name}")
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{kind}_args: {error}") from error
+    return Function(kind, name, functools.partial(call, **checked))
+
+
+def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    # Like the environments' modules: from the folder in which the run was started.
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"algorithm.{kind} {name}: import of {module_name} in {folder} or Python's path "
+            f"failed: {_describe(error)}"
+        ) from error
+    found = vars(module).get(function_name)
+    if not inspect.isfunction(found):
+        what = "no function" if found is None else f"{type(found).__name__}, no function,"
+        raise ConfigError(f"algorithm.{kind} {name}: {module_name} has {what} {function_name}")
+    return found
+
+
+def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """Returns the arguments by the annotations of the function's keywords; raises ValueError."""
+    try:
+        signature = inspect.signature(call)
+        types = typing.get_type_hints(call, include_extras=True)
+    except Exception as error:
+        raise ValueError(f"annotations of {what}: {_describe(error)}") from error
+    inputs, *keywords = signature.parameters.values()
+    fields: dict[str, Any] = {}
+    for each in keywords:
+        if each.kind is not each.KEYWORD_ONLY:
+            raise ValueError(f"{what} takes its inputs, and arguments behind a star: not {each}")
+        if each.name not in types:
+            raise ValueError(f"the argument {each.name!r} of {what} needs an annotation")
+        required = each.default is each.empty
+        fields[each.name] = (types[each.name], ... if required else each.default)
+    strict = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+    model = create_model("Arguments", __config__=strict, **fields)
+    return dict(validated(model, given, what=what))
+
+
+def rewarded(
+    algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str
+) -> list[RewardedEpisode]:
+    """Returns the episodes of a group with the rewards of `algorithm.reward`; RunFailed."""
+    function = function_of(algorithm, "reward")
+    with function.named(where):
+        found = list(function.call(tuple(group)))
+    if len(found) != len(group):
+        raise function.fault(f"{len(found)} rewards of {len(group)} episodes", where)
+    for each in found:
+        if not isinstance(each, numbers.Real) or not math.isfinite(each):
+            raise function.fault(f"a reward is no finite number: {each!r}", where)
+    return [
+        replace(episode, reward=float(reward)) for episode, reward in zip(group, found, strict=True)
+    ]
+
+
+def filtered(algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str) -> bool:
+    """Whether `algorithm.filter` keeps a group; raises RunFailed."""
+    function = function_of(algorithm, "filter")
+    with function.named(where):
+        found = function.call(tuple(group))
+    if not isinstance(found, bool | np.bool_):
+        raise function.fault(f"the result is neither true nor false: {found!r}", where)
+    return bool(found)
+
+
+def token_advantages(
+    algorithm: AlgorithmSection, episodes: Sequence[ScoredEpisode], *, where: str
+) -> list[TokenAdvantages]:
+    """Returns the advantages of all tokens of a batch, by `algorithm.advantage`; RunFailed.
+
+    `episodes` are those that count: filtered episodes are in no statistic. Values that are not
+    finite are a fault of one's own function only: those of the built-in ones are of the rewards.
+    """
+    function = function_of(algorithm, "advantage")
+    for episode in episodes:
+        for array in (episode.token_costs, episode.values, episode.lags):
+            if array is not None:
+                array.flags.writeable = False
+    with function.named(where):
+        found = function.call(tuple(episodes))
+        if len(found) != len(episodes):
+            raise function.fault(f"{len(found)} advantages of {len(episodes)} episodes", where)
+        return [
+            _of_tokens(function, one, episode, f"{where}, group {episode.group_id}")
+            for one, episode in zip(found, episodes, strict=True)
+        ]
+
+
+def _of_tokens(
+    function: Function, found: object, episode: ScoredEpisode, at: str
+) -> TokenAdvantages:
+    number = len(episode.token_costs)
+    if not isinstance(found, TokenAdvantages):
+        found = TokenAdvantages(np.asarray(found, dtype=np.float64))
+        if not found.advantages.shape:
+            found = TokenAdvantages(np.repeat(found.advantages, number))
+    arrays = (found.advantages, found.advantages if found.returns is None else found.returns)
+    for array in arrays:
+        if array.shape != (number,):
+            raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
+        if function.is_own and not np.isfinite(array).all():
+            raise function.fault("a value is not finite", at)
+    if episode.values is not None and found.returns is None:
+        raise function.fault("a critic needs TokenAdvantages with returns", at)
+    return found
+
+
+def _describe(error: BaseException) -> str:
+    """Returns type, message and place of an error, in one line."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
+    text = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (*map(str, Path(np.__file__).parents[1:2]), sys.base_prefix, "<")
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, __file__))]
+    return f"{line} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else line

@@ -1,0 +1,81 @@
+"""Groups of trajectories as the functions of an algorithm see them: pure functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.config import Config
+from slipstream.core.types import Branch, Status, Trajectory
+from slipstream.learner.algorithms.episodes import RewardedEpisode
+from slipstream.learner.algorithms.functions import filtered, rewarded
+
+
+def side_of(branch: Branch) -> str:
+    """Returns the side of an episode that a branch is on.
+
+    All branches of a name with a reward of its own are one side; "" is all others.
+    """
+    return "" if branch.reward is None else branch.name
+
+
+def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
+    """Whether the episode stays in the loss and in its group's statistics.
+
+    Source: overlong filtering of DAPO (arXiv:2503.14476, section 3.4).
+    """
+    return not (algorithm.leave_out_truncated and trajectory.status is Status.TRUNCATED)
+
+
+def shaped_rewards(
+    trajectories: Sequence[Trajectory], config: Config
+) -> list[list[RewardedEpisode]]:
+    """Returns the sides of each episode, with the rewards after `algorithm.reward`.
+
+    The sides are in the order of their first branches; an episode without branches is one side, and
+    one that does not count has none.
+    """
+    limit, found = config.sampling.max_reply_tokens, []
+    groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for index, trajectory in enumerate(trajectories):
+        algorithm = config.algorithm_of(trajectory.environment)
+        sides = _sides(trajectory, limit) if is_counted(trajectory, algorithm) else []
+        for place, side in enumerate(sides):
+            groups[trajectory.group_id, side.side].append((index, place))
+        found.append(sides)
+    for (group_id, _), members in groups.items():
+        group = [found[index][place] for index, place in members]
+        algorithm = config.algorithm_of(group[0].environment)
+        changed = rewarded(algorithm, group, where=f"group {group_id}")
+        for (index, place), episode in zip(members, changed, strict=True):
+            found[index][place] = episode
+    return found
+
+
+def is_trained(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmSection, config: Config
+) -> bool:
+    """Whether `algorithm.filter` keeps a group, which is not empty."""
+    sides = shaped_rewards(trajectories, config)
+    group = [side for episode in sides for side in episode]
+    return filtered(algorithm, group, where=f"group {trajectories[0].group_id}")
+
+
+def _sides(trajectory: Trajectory, limit: int) -> list[RewardedEpisode]:
+    rewards: Mapping[str, float | None]
+    rewards = {side_of(branch): branch.reward for branch in trajectory.branches} or {"": None}
+    return [
+        RewardedEpisode(
+            trajectory.reward if reward is None else reward,
+            trajectory.metrics,
+            trajectory.status is Status.TRUNCATED,
+            tuple(trajectory.run_lengths[1::2]),
+            # The environment may have a lower limit.
+            min(limit, trajectory.max_reply_tokens or limit),
+            trajectory.environment,
+            trajectory.task_index,
+            side,
+        )
+        for side, reward in rewards.items()
+    ]

@@ -1,0 +1,34 @@
+"""The built-in changes of the rewards of a group: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.learner.algorithms.episodes import RewardedEpisode
+
+
+def none(group: Sequence[RewardedEpisode]) -> list[float]:
+    """Returns the environment's rewards."""
+    return [episode.reward for episode in group]
+
+
+def overlong(
+    group: Sequence[RewardedEpisode], *, penalty: float = 1.0, cache_tokens: int
+) -> list[float]:
+    """Returns the rewards less `penalty` times a share, by the longest reply of each episode.
+
+    The share is 0 up to the limit of a reply less `cache_tokens`, then rises linearly to 1 at the
+    limit and beyond. Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+    """
+    return [
+        episode.reward - penalty * overlong_share(episode, cache_tokens=cache_tokens)
+        for episode in group
+    ]
+
+
+def overlong_share(episode: RewardedEpisode, *, cache_tokens: int) -> float:
+    """Returns the share of the penalty that an episode pays."""
+    limit = episode.max_reply_tokens
+    rising = min(cache_tokens, limit)
+    over = max(episode.reply_tokens, default=0) - (limit - rising)
+    return min(max(over / rising, 0.0), 1.0)

@@ -1,0 +1,108 @@
+"""Calls of losses and weights, with checks of what they return and leave alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.functions import Function, function_of
+from slipstream.learner.algorithms.inputs import (
+    LossInputs,
+    SequenceSums,
+    TokenTerms,
+    TokenWeights,
+)
+from torch import Tensor
+
+_NAME = re.compile(r"[a-z][a-z0-9_/]*")
+
+
+def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerms:
+    """Returns the losses of a micro batch; raises RunFailed for a faulty function."""
+    found = _called(function, tokens, where)
+    terms = TokenTerms(found) if isinstance(found, Tensor) else found
+    if not isinstance(terms, TokenTerms):
+        raise function.fault(f"the result is neither a tensor nor TokenTerms: {found!r}", where)
+    _check(function, tokens, terms.losses, terms.reports, where)
+    if tokens.logprobs.requires_grad and not terms.losses.requires_grad:
+        raise function.fault("the losses have no gradient", where)
+    return terms
+
+
+@torch.no_grad()
+def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWeights:
+    """Returns the weights of a micro batch; raises RunFailed for a faulty function."""
+    found = _called(function, tokens, where)
+    weights = TokenWeights(found.detach()) if isinstance(found, Tensor) else found
+    if not isinstance(weights, TokenWeights):
+        raise function.fault(f"the result is neither a tensor nor TokenWeights: {found!r}", where)
+    _check(function, tokens, weights.weights, weights.reports, where)
+    return weights
+
+
+def report_names(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[str]:
+    """Returns the names of all reports, and those of own functions, in order.
+
+    Three tokens show what a function reports. Raises RunFailed for a faulty one.
+    """
+    found: set[str] = set()
+    tokens, where = _three_tokens(has_reference=has_reference), "three tokens"
+    for algorithm in algorithms:
+        weight, loss = function_of(algorithm, "weight"), function_of(algorithm, "loss")
+        found |= token_weights(weight, tokens, where).reports.keys()
+        found |= token_terms(loss, tokens, where).reports.keys()
+        found |= {str(function) for function in (weight, loss) if function.is_own}
+    return sorted(found)
+
+
+def _three_tokens(*, has_reference: bool) -> LossInputs:
+    """Returns two sequences, of two tokens and of one."""
+    nothing, logprobs = torch.zeros(3, dtype=torch.int32), torch.full((3,), -1.0)
+    mask = torch.ones(3, dtype=torch.bool)
+    return LossInputs(
+        logprobs=logprobs.clone().requires_grad_(),
+        proximal_logprobs=logprobs,
+        behavior_logprobs=logprobs - 0.1,
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
+        mask=mask,
+        is_given=~mask,
+        lags=nothing,
+        versions=nothing,
+        reference_logprobs=logprobs - 0.2 if has_reference else None,
+        entropy=torch.ones(3),
+        sequences=SequenceSums(torch.tensor([0, 0, 1]), mask, 2),
+    )
+
+
+def _called(function: Function, tokens: LossInputs, where: str) -> object:
+    inputs = [(name, value) for name, value in vars(tokens).items() if isinstance(value, Tensor)]
+    before = [value._version for _, value in inputs]
+    with function.named(where):
+        found: object = function.call(tokens)
+    for (name, value), version in zip(inputs, before, strict=True):
+        if value._version != version:
+            raise function.fault(f"it changed its input {name} in place", where)
+    return found
+
+
+def _check(
+    function: Function,
+    tokens: LossInputs,
+    values: Tensor,
+    reports: Mapping[str, Tensor],
+    where: str,
+) -> None:
+    wanted = tokens.logprobs
+    for name, tensor in (
+        ("result", values),
+        *((f"report {name}", reports[name]) for name in reports),
+    ):
+        if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape:
+            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise function.fault(f"the {name} is {shape}, not {list(wanted.shape)}", where)
+        if name != "result" and _NAME.fullmatch(name.removeprefix("report ")) is None:
+            raise function.fault(f"the {name} needs a name of a-z, 0-9, _ and /", where)
+    if values.dtype != wanted.dtype:
+        raise function.fault(f"the result is {values.dtype}, not {wanted.dtype}", where)

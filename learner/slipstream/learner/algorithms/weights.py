@@ -1,0 +1,99 @@
+"""The built-in weights of tokens that another policy sampled: factors and masks, no gradient.
+
+Weight and ratio of the loss together lead from the behavior policy to the trained policy: decoupled
+PPO (arXiv:2110.00641), as in AReaL (arXiv:2505.24298). A loss without a ratio of its own needs
+weights that lead to the present policy. Log ratios, and their sum over a sequence, are limited to
+20 before exp. All three leave out tokens by
+- `token_band`: 0 outside the band, IcePop (arXiv:2510.18855);
+- `sequence_band`: 0 for a sequence whose geometric mean of the ratios is outside the band.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from slipstream.core.settings.algorithm_functions import Band
+from slipstream.learner.algorithms.inputs import LossInputs, TokenWeights
+from slipstream.learner.algorithms.kl import safe_ratio
+from torch import Tensor
+
+Target = Literal["proximal", "present"]
+
+
+def none(
+    tokens: LossInputs,
+    *,
+    token_band: Band | None = None,
+    sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns 1 for each token inside the bands."""
+    log_ratios = _log_ratios(tokens, to)
+    return _masked(tokens, log_ratios, torch.ones_like(log_ratios), {}, token_band, sequence_band)
+
+
+def token(
+    tokens: LossInputs,
+    *,
+    cap: float = 2.0,
+    token_band: Band | None = None,
+    sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns min(ratio, cap), truncated importance sampling (IMPALA, arXiv:1802.01561)."""
+    log_ratios = _log_ratios(tokens, to)
+    capped = _capped(safe_ratio(log_ratios), cap)
+    return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
+
+
+def sequence(
+    tokens: LossInputs,
+    *,
+    cap: float = 2.0,
+    token_band: Band | None = None,
+    sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns min(product of the sequence's ratios, cap), unbiased except for the cap."""
+    log_ratios = _log_ratios(tokens, to)
+    capped = _capped(safe_ratio(tokens.sequences.sums(log_ratios)), cap)
+    return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
+
+
+def _log_ratios(tokens: LossInputs, to: Target) -> Tensor:
+    if to == "proximal":
+        return tokens.proximal_logprobs - tokens.behavior_logprobs
+    # Present at given tokens too: no policy sampled them, so that nothing is to correct.
+    found = tokens.logprobs.detach() - tokens.behavior_logprobs
+    return torch.where(tokens.is_given, 0.0, found)
+
+
+def _capped(ratios: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    is_capped = ratios > cap
+    reports = {"importance_ratio_max": ratios, "importance_capped_fraction": is_capped}
+    return torch.where(is_capped, cap, ratios), reports
+
+
+def _masked(
+    tokens: LossInputs,
+    log_ratios: Tensor,
+    weights: Tensor,
+    reports: dict[str, Tensor],
+    token_band: Band | None,
+    sequence_band: Band | None,
+) -> TokenWeights:
+    if token_band is not None:
+        is_outside = _is_outside(safe_ratio(log_ratios), token_band)
+        reports["masked_token_fraction"] = is_outside
+        weights = torch.where(is_outside, 0.0, weights)
+    if sequence_band is not None:
+        means = safe_ratio(tokens.sequences.means(log_ratios))
+        is_outside = _is_outside(means, sequence_band)
+        reports["masked_sequence_fraction"] = is_outside
+        weights = torch.where(is_outside, 0.0, weights)
+    return TokenWeights(weights, reports)
+
+
+def _is_outside(ratios: Tensor, band: Band) -> Tensor:
+    return (ratios < band[0]) | (ratios > band[1])
