@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from slipstream.core.configuration.automatic import chosen_settings
 from slipstream.core.models.model_sizes import ModelSizes
+from slipstream.core.settings.algorithm_functions import FUNCTIONS
 from slipstream.core.settings.config import (
     Config,
     CriticSection,
@@ -178,8 +179,8 @@ run that goes on keeps it. With P parameters and W bytes of weights:
 | `tp` divides `lora.rank`, `etp` too with experts; 0 with `checkpoint.load` | no adapters there |
 | each `adapter` is one of `lora.adapters`; none has one without them | it samples and learns |
 | `tensor_parallel_size` divides the attention heads | vLLM's rule |
-| `algorithm.advantage = "gae"` and the table `critic` go together | GAE needs values |
-| the table `reference` needs a `kl.coefficient` > 0, also of an environment | none reads it |
+| `advantage` gae, or one's own, and the table `critic` go together | GAE needs values |
+| the table `reference` needs a `kl.coefficient` > 0 or an own function | none reads it |
 | `reference.server` needs `temperature` 1 | vLLM gives a prompt's log-probabilities at no other |
 | `reference.top_k` > 0 and an estimator of the top k go together | else none reads them |
 | `reference.top_k` is at most the model's vocabulary | there are no more; vLLM ends |
@@ -241,6 +242,11 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     yield ""
     for name, inner in nested:
         yield from _section(f"[{path}.{name}]", inner, f"{path}.{name}")
+    for kind, functions in FUNCTIONS.items() if path == "algorithm" else ():
+        for arguments in filter(lambda one: one.model_fields, dict.fromkeys(functions.values())):
+            names = ", ".join(name for name, one in functions.items() if one is arguments)
+            title = f"[algorithm.{kind}_args] of {names}"
+            yield from _section(title, arguments, f"algorithm.{kind}_args")
 
 
 def _model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:

@@ -71,7 +71,7 @@ OWNERS = {
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
         *(
             f"slipstream.learner.algorithms.{name}"
-            for name in ("inputs", "kl", "losses", "weights")
+            for name in ("inputs", "kl", "losses", "token_functions", "weights")
         ),
     ),
 }

@@ -34,7 +34,7 @@ class Demonstrations(Environment[Conversation]):
 
     A row is a conversation: a column of messages with `role` and `content`, each of whose assistant
     messages is trained, or a prompt and a reply. The reward is 1. Train it with
-    `algorithm.advantage = "score"`, `loss = "reinforce"`, `correction.weight = "none"`.
+    `algorithm.advantage = "score"`, `loss = "reinforce"`, `weight = "none"`.
     """
 
     def __init__(

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import torch
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.functions import function_of
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
+from slipstream.learner.algorithms.token_functions import token_terms, token_weights
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from torch import Tensor
 
 
 def algorithm(**changes: JsonValue) -> AlgorithmSection:
@@ -44,3 +48,40 @@ def micro_batch(
         indices=tuple(range(int(ids.max()) + 1)),
         reference_logprobs=None if reference is None else torch.tensor(reference),
     )
+
+
+def loss_inputs(
+    policy: Tensor,
+    proximal: Tensor,
+    advantages: Tensor | None = None,
+    *,
+    behavior: Tensor | None = None,
+    sequence_ids: Sequence[int] | None = None,
+) -> LossInputs:
+    """Tokens of one sequence unless `sequence_ids` says otherwise, all trained."""
+    nothing = torch.zeros(len(policy), dtype=torch.int32)
+    mask = torch.ones(len(policy), dtype=torch.bool)
+    ids = torch.tensor(sequence_ids if sequence_ids is not None else [0] * len(policy))
+    return LossInputs(
+        logprobs=policy,
+        proximal_logprobs=proximal,
+        behavior_logprobs=proximal if behavior is None else behavior,
+        advantages=torch.ones(len(policy)) if advantages is None else advantages,
+        mask=mask,
+        is_given=~mask,
+        lags=nothing,
+        versions=nothing,
+        reference_logprobs=None,
+        entropy=torch.zeros(len(policy)),
+        sequences=SequenceSums(ids, mask, int(ids.max()) + 1),
+    )
+
+
+def terms_of(settings: AlgorithmSection, tokens: LossInputs) -> TokenTerms:
+    """The losses of the tokens by `settings.loss`."""
+    return token_terms(function_of(settings, "loss"), tokens, "a test")
+
+
+def weights_of(settings: AlgorithmSection, tokens: LossInputs) -> TokenWeights:
+    """The weights of the tokens by `settings.weight`."""
+    return token_weights(function_of(settings, "weight"), tokens, "a test")

@@ -152,7 +152,8 @@ def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str)
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        worst = error.errors()[0]
+        # An unknown name may be the one that is missing.
+        worst = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         name = ".".join(map(str, worst["loc"]))
         known = ", ".join(model.model_fields) or "none"
         match worst["type"]:

@@ -26,7 +26,7 @@ class CurriculumSection(Section):
 
     Tasks are drawn in proportion to 4 p (1 - p), where p is the mean success of the task's newest
     groups; a task without a result counts as 1. Success runs from 0 at `failed_reward` to 1 at
-    `solved_reward` of the environment's algorithm.dynamic_sampling.
+    `solved_reward` of the environment's algorithm.
 
     Without this table each task comes once, in a seeded order, and then again. The controller
     journals each reward that the choice reads, so a run that goes on chooses as it would have.

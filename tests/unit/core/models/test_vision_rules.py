@@ -139,7 +139,7 @@ def test_drafts_and_fp8_beside_a_tower_are_for_text(
 ) -> None:
     changes = {
         "model": {"dtype": "bfloat16"},
-        "algorithm": {"correction": {"weight": "token"}},
+        "algorithm": {"weight": "token"},
         "sampling": {"max_images": max_images},
         "rollout_server": server,
     }

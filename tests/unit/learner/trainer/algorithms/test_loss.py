@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, LossSum, Max, StepStatistics
+from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, LossSum, StepStatistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
 USUAL = algorithm()
-BEHAVIOR = {"ratio": "behavior", "correction": {"weight": "none"}}
+NAMES = report_names([USUAL], has_reference=False)
+BEHAVIOR = {"loss_args": {"ratio": "behavior"}, "weight": "none"}
 
 
 def loss_of(
@@ -25,7 +27,15 @@ def loss_of(
     entropy: Tensor | None = None,
 ) -> TokenLoss:
     entropies = torch.ones(len(policy)) if entropy is None else entropy
-    return policy_loss(policy, entropies, old, batch, settings, group=None)
+    reports = report_names([settings], has_reference=False)
+    return policy_loss(policy, entropies, old, batch, [settings], reports, group=None)
+
+
+def reported(found: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
+    """Sums of the reports over the tokens, and of the largest ones their values."""
+    names = report_names([settings], has_reference=False)
+    sums, largest = found.statistics.reports[0].tolist(), found.statistics.maxima[1:].tolist()
+    return {n: m if n.endswith("_max") else s for n, s, m in zip(names, sums, largest, strict=True)}
 
 
 def gradient(found: TokenLoss, policy: Tensor) -> list[float]:
@@ -49,7 +59,7 @@ def test_first_mini_batch_weighs_the_policy_gradient_by_the_truncated_importance
 def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: str) -> None:
     policy = torch.tensor([-1.0, -3.0], requires_grad=True)
     batch = micro_batch([math.nan, math.nan], [1.0, 0.5], lags=[0, 2])
-    found = loss_of(policy, batch, algorithm(loss=loss, correction={"weight": weight}))
+    found = loss_of(policy, batch, algorithm(loss=loss, weight=weight))
     assert gradient(found, policy) == pytest.approx([-1.0, -0.5])
     assert found.statistics.sums[LossSum.TOKENS] == 2
     assert not found.statistics.sums[LossSum.SAMPLED :].any()
@@ -62,22 +72,17 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
     batch = micro_batch(
         behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 9, 0], reference=[-2.0, -1.0, 3.0]
     )
-    found = loss_of(policy, batch).statistics
+    loss = loss_of(policy, batch)
+    found = loss.statistics
     sums = dict(zip(LossSum, found.sums.tolist(), strict=True))
     assert sums == pytest.approx(
         {
             LossSum.LOSS: -1.0,
             LossSum.TOKENS: 2,
             LossSum.ENTROPY: 2,
-            LossSum.CLIPPED_LOW: 0,
-            LossSum.CLIPPED_HIGH: 0,
-            LossSum.DUAL_CLIPPED: 0,
             LossSum.SAMPLED: 2,
             LossSum.WEIGHT: 3.5,
             LossSum.WEIGHT_SQUARED: 2.25 + 4,
-            LossSum.CAPPED: 1,
-            LossSum.TOKEN_MASKED: 0,
-            LossSum.SEQUENCE_MASKED: 0,
             LossSum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
             LossSum.REFERENCE_KL: math.exp(-1) - 1 + 1,
         },
@@ -86,8 +91,16 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
     assert found.gaps[:, 0].tolist() == pytest.approx([math.log(1.5), 1], rel=1e-5)
     assert found.gaps[:, NUM_LAGS - 1].tolist() == pytest.approx([math.log(4), 1], rel=1e-5)
     assert found.gaps[:, 1 : NUM_LAGS - 1].sum() == 0
-    assert found.maxima[Max.GAP] == pytest.approx(math.log(1.5))
-    assert found.maxima[Max.IMPORTANCE_RATIO] == pytest.approx(4)
+    assert found.maxima[0] == pytest.approx(math.log(1.5))
+    assert reported(loss, USUAL) == pytest.approx(
+        {
+            "clip_fraction": 0,
+            "clip_fraction_high": 0,
+            "clip_fraction_low": 0,
+            "importance_capped_fraction": 1,
+            "importance_ratio_max": 4,
+        }
+    )
 
 
 def test_masks_and_clips_are_counted() -> None:
@@ -95,15 +108,18 @@ def test_masks_and_clips_are_counted() -> None:
     policy = torch.tensor([math.log(1.5), math.log(0.5), math.log(9)])
     batch = micro_batch([0.0, 0.0, -math.log(10)], [1.0, -1.0, -1.0], sequence_ids=[0, 0, 1])
     settings = algorithm(
-        dual_clip=3.0, correction={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]}
+        loss_args={"dual_clip": 3.0},
+        weight_args={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]},
     )
-    sums = loss_of(policy, batch, settings, old=torch.zeros(3)).statistics.sums
-    assert sums[LossSum.CLIPPED_HIGH] == 1
-    assert sums[LossSum.CLIPPED_LOW] == 1
-    assert sums[LossSum.DUAL_CLIPPED] == 1
-    assert sums[LossSum.TOKEN_MASKED] == 1
-    assert sums[LossSum.SEQUENCE_MASKED] == 1
-    assert sums[LossSum.WEIGHT] == 2
+    found = loss_of(policy, batch, settings, old=torch.zeros(3))
+    counts = reported(found, settings)
+    assert counts["clip_fraction_high"] == 1
+    assert counts["clip_fraction_low"] == 1
+    assert counts["clip_fraction"] == 2
+    assert counts["dual_clip_fraction"] == 1
+    assert counts["masked_token_fraction"] == 1
+    assert counts["masked_sequence_fraction"] == 1
+    assert found.statistics.sums[LossSum.WEIGHT] == 2
 
 
 def test_later_mini_batch_takes_the_ratio_to_the_policy_before_the_step() -> None:
@@ -130,14 +146,13 @@ def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> Non
     assert found.loss.item() == pytest.approx(-1.2 - 1.0)
     assert gradient(found, policy) == pytest.approx([0.0, -1.0])
     assert found.statistics.sums[LossSum.WEIGHT] == 2
-    assert found.statistics.sums[LossSum.CAPPED] == 0
-    proximal = loss_of(policy, batch, algorithm(correction={"weight": "none"}))
+    proximal = loss_of(policy, batch, algorithm(weight="none"))
     assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
 
 
 def test_reinforce_is_weighted_by_the_present_policy_in_later_mini_batches_too() -> None:
     policy = torch.tensor([math.log(1.5)], requires_grad=True)
-    settings = algorithm(loss="reinforce")
+    settings = algorithm(loss="reinforce", weight_args={"to": "present"})
     found = loss_of(policy, micro_batch([0.0]), settings, old=torch.tensor([math.log(0.1)]))
     assert gradient(found, policy) == pytest.approx([-1.5])
 
@@ -225,7 +240,7 @@ def test_micro_batch_without_trained_tokens_has_no_loss_and_no_gradient() -> Non
     assert gradient(found, policy) == [0.0, 0.0]
     assert found.statistics.sums.tolist() == [0.0] * len(LossSum)
     assert found.statistics.gaps.sum() == 0
-    assert found.statistics.maxima.tolist() == [0.0, 0.0]
+    assert found.statistics.maxima[0] == 0.0
 
 
 def test_loss_and_gradient_equal_a_dense_computation_of_the_same_formula() -> None:
@@ -259,11 +274,12 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
         loss=loss,
         entropy_coefficient=0.1,
         kl={"coefficient": 0.1},
-        correction={"weight": "sequence", "token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0]},
+        weight="sequence",
+        weight_args={"token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0]},
     )
     batch = micro_batch([-1.0] * 3, reference=[-1.0] * 3).map_tokens(lambda t: t.to("meta"))
     policy = torch.zeros(3, device="meta", requires_grad=True)
-    found = policy_loss(policy, policy, policy.detach(), batch, settings, group=None)
+    found = loss_of(policy, batch, settings, old=policy.detach(), entropy=policy)
     found.loss.backward()
     statistics = found.statistics
     for tensor in (found.num_tokens, statistics.sums, statistics.gaps, statistics.maxima):
@@ -271,7 +287,9 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
 
 
 OTHERS = [
-    algorithm(loss="gspo", clip_high=0.01, correction={"weight": "sequence", "cap": 1.1}),
+    algorithm(
+        loss="gspo", loss_args={"clip_high": 0.01}, weight="sequence", weight_args={"cap": 1.1}
+    ),
     algorithm(loss="reinforce", entropy_coefficient=0.3, kl={"coefficient": 0.7}),
 ]
 
@@ -294,18 +312,26 @@ def test_each_token_is_trained_by_the_algorithm_of_its_environment() -> None:
         return dataclasses.replace(made, algorithm_ids=ids[chosen])
 
     everything = part(torch.ones(9, dtype=torch.bool))
-    whole = policy_loss(policy, entropy, old, everything, USUAL, others=OTHERS, group=None)
+    algorithms = [USUAL, *OTHERS]
+    names = report_names(algorithms, has_reference=True)
+    whole = policy_loss(policy, entropy, old, everything, algorithms, names, group=None)
     gradients = gradient(whole, policy)
     parts = []
-    for place, settings in enumerate([USUAL, *OTHERS]):
+    for place, settings in enumerate(algorithms):
         chosen = ids == place
         mine = policy.detach()[chosen].requires_grad_()
         alone = dataclasses.replace(part(chosen), algorithm_ids=None)
-        found = policy_loss(mine, entropy[chosen], old[chosen], alone, settings, group=None)
+        found = policy_loss(
+            mine, entropy[chosen], old[chosen], alone, [settings], names, group=None
+        )
         assert torch.equal(whole.token_losses[chosen], found.token_losses)
         assert gradients[3 * place : 3 * place + 3] == gradient(found, mine)
-        parts.append(found.statistics.sums)
-    assert torch.allclose(whole.statistics.sums, torch.stack(parts).sum(0))
+        parts.append(found.statistics)
+    for name in ("sums", "reports"):
+        sums = torch.stack([getattr(part, name) for part in parts]).sum(0)
+        assert torch.allclose(getattr(whole.statistics, name), sums)
+    maxima = torch.stack([part.maxima for part in parts]).amax(0)
+    assert torch.equal(whole.statistics.maxima, maxima)
 
 
 @pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
@@ -356,13 +382,11 @@ class OneRank:
 
 def found(behavior: list[float], lags: list[int]):
     batch = micro_batch(behavior, lags=lags)
-    return policy_loss(
-        torch.zeros(len(lags)), torch.zeros(len(lags)), None, batch, algorithm(), group=None
-    ).statistics
+    return loss_of(torch.zeros(len(lags)), batch).statistics
 
 
 def test_step_adds_up_its_mini_batches() -> None:
-    step = StepStatistics()
+    step = StepStatistics(reports=NAMES)
     # Ratios 1 and 4 (cut to 2), then 1: weights 1, 2, 1.
     assert step.add([found([0.0, -math.log(4)], [0, 1])], OneRank()) == pytest.approx(-3)
     assert step.add([found([0.0], [0])], OneRank()) == pytest.approx(-1)
@@ -380,7 +404,7 @@ def test_step_adds_up_its_mini_batches() -> None:
 
 
 def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
-    alone, beside = StepStatistics(), StepStatistics()
+    alone, beside = StepStatistics(reports=NAMES), StepStatistics(reports=NAMES)
     alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
     beside.add([found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank())
     ours, theirs = beside.metrics(), alone.metrics()
@@ -391,16 +415,15 @@ def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
 
 
 def test_tokens_of_several_passes_are_counted_once() -> None:
-    once, twice = StepStatistics(), StepStatistics(epochs=2)
+    once, twice = StepStatistics(reports=NAMES), StepStatistics(2, NAMES)
     for step in (once, twice, twice):
         step.add([found([0.0, -math.log(4)], [0, 1])], OneRank())
     assert twice.metrics() == once.metrics()
 
 
 def test_step_without_a_trained_token_has_finite_metrics() -> None:
-    step = StepStatistics()
+    step = StepStatistics(reports=NAMES)
     nothing = micro_batch([0.0], mask=[False])
-    zeros = torch.zeros(1)
-    loss = policy_loss(zeros, zeros, None, nothing, algorithm(), group=None)
+    loss = loss_of(torch.zeros(1), nothing)
     assert step.add([loss.statistics], OneRank()) == 0
     assert all(math.isfinite(value) for value in step.metrics().values())

@@ -141,14 +141,14 @@ def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit()
 def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> None:
     cut = dataclasses.replace(tree((3, 1), (1.0, 1.0), 2.0), status=Status.TRUNCATED)
     mixed = Batch(0, "batch", (cut, *batch([0, 1, 2, 5, 5, 8]).trajectories))
-    found = training_sequences(mixed, config(overlong={"filter": True}))
+    found = training_sequences(mixed, config(leave_out_truncated=True))
     assert [bool(one.loss_mask.any()) for one in found] == [False, False] + [True] * 6
 
 
 def test_estimates_of_other_models_are_cut_into_branches() -> None:
     one = Batch(0, "batch", (tree((3, 2), (1.0, 1.0), 1.0),))
     values = np.array([1, 2, 3, 4, 5], dtype=np.float32)
-    settings = config(advantage="gae", gae={"gamma": 1, "lam": 1, "normalize": False})
+    settings = config(advantage="gae", advantage_args={"lam": 1, "normalize": False})
     first, second = training_sequences(one, settings, [ModelEstimates(said(values), values)])
     for known in (first.values, first.reference_logprobs):
         assert known is not None
@@ -160,7 +160,7 @@ def test_estimates_of_other_models_are_cut_into_branches() -> None:
 
 
 def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> None:
-    settings = config(advantage="dr_grpo", overlong={"filter": True})
+    settings = config(advantage="dr_grpo", leave_out_truncated=True)
     found = training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings)
     assert not found[2].loss_mask.any()
     assert advantages(found[:2] + found[3:]) == pytest.approx([-0.5, 0.5, -1, -1, 2])
@@ -175,7 +175,9 @@ def test_overlong_penalty_changes_the_advantages() -> None:
     lengths = [max(t.run_lengths[1::2]) for t in plain.trajectories]
     cut = dataclasses.replace(plain.trajectories[0], reward=1.0)
     assert lengths[0] == max(cut.run_lengths[1::2])
-    settings = config(advantage="dr_grpo", overlong={"penalty": 0.6, "cache_tokens": 10})
+    settings = config(
+        advantage="dr_grpo", reward="overlong", reward_args={"penalty": 0.6, "cache_tokens": 10}
+    )
     rewards = np.array([1 - 0.6 * min(length / 10, 1) for length in lengths]).reshape(2, 3)
     expected = (rewards - rewards.mean(axis=1, keepdims=True)).flatten()
     assert len(set(lengths[:3])) > 1
@@ -258,9 +260,9 @@ def test_a_side_that_only_some_members_have_is_compared_among_these() -> None:
 def test_values_and_returns_of_a_side_are_those_of_its_tokens() -> None:
     one = group_of(sided((1.0, 5.0, 1.0), ("a", "b", "a")))
     values = np.array([0, 1, 2, 3, 4, 5], dtype=np.float32)
-    gae = {"gamma": 1.0, "lam": 1.0, "normalize": False}
+    gae: JsonValue = {"lam": 1.0, "normalize": False}
     found = training_sequences(
-        one, config(advantage="gae", gae=gae), [ModelEstimates(values=values)]
+        one, config(advantage="gae", advantage_args=gae), [ModelEstimates(values=values)]
     )
     first, second, third = (each.advantages[each.loss_mask].tolist() for each in found)
     assert (first, second, third) == ([1, 0], [3, 2], [-3, -4])
@@ -311,7 +313,7 @@ def test_an_environment_with_the_runs_advantage_shares_its_statistics() -> None:
 
 
 def test_overlong_episodes_are_judged_by_the_settings_of_their_environment() -> None:
-    settings = config({"overlong": {"filter": True}})
+    settings = config({"leave_out_truncated": True})
     found = training_sequences(mixed([0, 1, 2, 5, 5, 8], truncated=(0, 5)), settings)
     assert [bool(one.loss_mask.any()) for one in found] == [True] * 5 + [False]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.algorithms.loss import policy_loss
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
@@ -37,9 +38,10 @@ def loss_of(name: str, places: Tensor, group: dist.ProcessGroup | None) -> dict[
         mask[places].tolist(),
         sequence_ids=ids[places].tolist(),
     )
-    found = policy_loss(
-        mine, torch.zeros(len(places)), old[places], batch, algorithm(**SETTINGS[name]), group=group
-    )
+    settings = [algorithm(**SETTINGS[name])]
+    names = report_names(settings, has_reference=False)
+    zeros = torch.zeros(len(places))
+    found = policy_loss(mine, zeros, old[places], batch, settings, names, group=group)
     found.loss.backward()
     assert mine.grad is not None
     gradient = torch.zeros(NUMBER)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from slipstream.core.settings.algorithm_section import CorrectionSection
-from slipstream.learner.trainer.algorithms.advantages import ScoredEpisode, token_advantages
-from slipstream.learner.trainer.algorithms.correction import correct
-from slipstream.learner.trainer.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.algorithms.objectives import SequenceSums, token_losses
+from slipstream.learner.algorithms.episodes import ScoredEpisode
+from slipstream.learner.algorithms.functions import token_advantages
+from slipstream.learner.algorithms.inputs import LossInputs
+from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.algorithms.sequences import loss_weights
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from support.fakes.packed import algorithm
+from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
 from support.references.verl_formulas import ActorConfig, core_algos, rollout_correction
 from torch import Tensor
 
@@ -23,6 +21,7 @@ GROUPS = ["a", "a", "a", "b", "b", "b"]
 WIDTH = max(LENGTHS)
 MASK = torch.tensor([[float(t < length) for t in range(WIDTH)] for length in LENGTHS])
 NUM_TOKENS = sum(LENGTHS)
+IDS = [i for i, length in enumerate(LENGTHS) for _ in range(length)]
 
 
 def padded(rows: list[Tensor]) -> Tensor:
@@ -33,24 +32,9 @@ def packed(matrix: Tensor) -> Tensor:
     return matrix[MASK.bool()]
 
 
-def sequences() -> SequenceSums:
-    ids = torch.tensor([i for i, length in enumerate(LENGTHS) for _ in range(length)])
-    zeros = torch.zeros(NUM_TOKENS)
-    batch = MicroBatch(
-        token_ids=ids,
-        position_ids=ids,
-        targets=ids,
-        loss_mask=torch.ones(NUM_TOKENS, dtype=torch.bool),
-        loss_weights=zeros,
-        advantages=zeros,
-        behavior_logprobs=zeros,
-        lags=ids,
-        sequence_ids=ids,
-        cu_seqlens=ids,
-        max_seqlen=WIDTH,
-        indices=tuple(range(len(LENGTHS))),
-    )
-    return SequenceSums(batch, None)
+def ratios(log_ratio: Tensor) -> LossInputs:
+    proximal, zeros = packed(log_ratio), torch.zeros(NUM_TOKENS)
+    return loss_inputs(zeros, proximal, behavior=zeros, sequence_ids=IDS)
 
 
 def rewards() -> tuple[list[float], list[np.ndarray]]:
@@ -72,7 +56,9 @@ def ours(kind: str, values: list[np.ndarray] | None = None, **settings) -> np.nd
     outcome, costs = rewards()
     known = values if values is not None else [None] * 6
     episodes = [ScoredEpisode(*parts) for parts in zip(GROUPS, outcome, costs, known, strict=True)]
-    found = token_advantages(episodes, algorithm(advantage=kind, **settings))
+    found = token_advantages(
+        algorithm(advantage=kind, advantage_args=settings), episodes, where="a test"
+    )
     return np.concatenate([one.advantages for one in found])
 
 
@@ -123,9 +109,9 @@ def test_gae_is_verls() -> None:
         gamma=0.9,
         lam=0.8,
     )
-    found = ours("gae", values, gae={"gamma": 0.9, "lam": 0.8})
+    found = ours("gae", values, gamma=0.9, lam=0.8)
     assert found == pytest.approx(TOKENS * packed(expected).numpy(), rel=1e-4, abs=1e-6)
-    raw = ours("gae", values, gae={"gamma": 0.9, "lam": 0.8, "normalize": False})
+    raw = ours("gae", values, gamma=0.9, lam=0.8, normalize=False)
     assert raw + np.concatenate(values) == pytest.approx(packed(returns).numpy())
 
 
@@ -149,7 +135,7 @@ AGGREGATIONS = {
             "cispo",
             {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
         ),
-        ("sapo", {"sapo_tau": [1.0, 2.0]}, "sapo", {"tau_neg": 2.0}),
+        ("sapo", {"tau_negative": 2.0}, "sapo", {"tau_neg": 2.0}),
     ],
 )
 def test_losses_and_gradients_are_verls(
@@ -173,13 +159,8 @@ def test_losses_and_gradients_are_verls(
         rollout_is_weights=weights,
     )
     (slope,) = torch.autograd.grad(expected, policy)
-    parts = token_losses(
-        packed(policy),
-        packed(old),
-        packed(advantages),
-        algorithm(loss=loss, **settings),
-        sequences(),
-    )
+    tokens = loss_inputs(packed(policy), packed(old), packed(advantages), sequence_ids=IDS)
+    parts = terms_of(algorithm(loss=loss, loss_args=settings), tokens)
     counts = loss_weights(LENGTHS, aggregation, fixed_tokens=7)
     each = torch.tensor([w for w, n in zip(counts, LENGTHS, strict=True) for _ in range(n)])
     found = (packed(weights) * each * parts.losses).sum() / NUM_TOKENS
@@ -202,12 +183,7 @@ def test_truncated_importance_weights_are_verls(level: str) -> None:
     expected, _ = rollout_correction().compute_rollout_correction_weights(
         log_ratio, MASK, rollout_is=level, rollout_is_threshold=2.0
     )
-    found = correct(
-        packed(log_ratio),
-        torch.zeros(NUM_TOKENS),
-        CorrectionSection.model_validate({"weight": level, "cap": 2.0}),
-        sequences(),
-    )
+    found = weights_of(algorithm(weight=level), ratios(log_ratio))
     torch.testing.assert_close(found.weights, packed(expected))
 
 
@@ -221,11 +197,7 @@ def test_masks_are_verls(ours: str, verls: str) -> None:
     expected, _ = rollout_correction().compute_rollout_rejection_mask(
         log_ratio, MASK, rollout_rs=verls, rollout_rs_threshold=f"{1 / 1.5}_{1 / 0.8}"
     )
-    found = correct(
-        packed(log_ratio),
-        torch.zeros(NUM_TOKENS),
-        CorrectionSection.model_validate({"weight": "none", ours: [0.8, 1.5]}),
-        sequences(),
-    )
+    settings = algorithm(weight="none", weight_args={ours: [0.8, 1.5]})
+    found = weights_of(settings, ratios(log_ratio))
     assert 0 < expected.sum() < NUM_TOKENS
     assert found.weights.tolist() == packed(expected).tolist()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slipstream.learner.trainer.algorithms.kl import kl_estimate, safe_ratio, top_k_divergence
+from slipstream.learner.algorithms.kl import kl_estimate, safe_ratio, top_k_divergence
 
 ESTIMATORS = ("k1", "k2", "k3")
 

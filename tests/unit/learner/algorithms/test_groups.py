@@ -4,14 +4,20 @@ import dataclasses
 
 import pytest
 from pydantic import JsonValue
-from slipstream.core.rewards import has_variance, is_counted, overlong_penalty, shaped_rewards
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.types import Branch, Status, Trajectory
+from slipstream.learner.algorithms.episodes import RewardedEpisode
+from slipstream.learner.algorithms.filters import unequal_rewards
+from slipstream.learner.algorithms.groups import is_counted, shaped_rewards
+from slipstream.learner.algorithms.rewards import overlong
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.small_configs import small_config
 
-PENALTY: JsonValue = {"penalty": 0.5, "cache_tokens": 4}
+PENALTY: dict[str, JsonValue] = {
+    "reward": "overlong",
+    "reward_args": {"penalty": 0.5, "cache_tokens": 4},
+}
 
 
 def config(**algorithm: JsonValue) -> Config:
@@ -20,8 +26,13 @@ def config(**algorithm: JsonValue) -> Config:
 
 
 def shaped(trajectory: Trajectory, settings: Config) -> dict[str, float]:
-    limit = settings.sampling.max_reply_tokens
-    return shaped_rewards(trajectory, settings.algorithm, limit=limit)
+    (sides,) = shaped_rewards([trajectory], settings)
+    return {side.side: side.reward for side in sides}
+
+
+def has_variance(group: list[Trajectory], settings: Config) -> bool:
+    sides = shaped_rewards(group, settings)
+    return unequal_rewards([side for episode in sides for side in episode])
 
 
 def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Trajectory:
@@ -33,7 +44,8 @@ def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Tra
     ("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (99, 1.0)]
 )
 def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penalty: float) -> None:
-    assert overlong_penalty(tokens, limit=10, cache_tokens=4) == penalty
+    episode = RewardedEpisode(0.0, {}, False, (tokens,), 10, "e", 0)
+    assert overlong([episode], penalty=1.0, cache_tokens=4) == [-penalty]
 
 
 def test_reward_is_the_environments_without_a_penalty() -> None:
@@ -41,7 +53,7 @@ def test_reward_is_the_environments_without_a_penalty() -> None:
 
 
 def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
-    settings = config(overlong=PENALTY)
+    settings = config(**PENALTY)
     assert shaped(trajectory(1.0, reply=8), settings) == {"": 1.0 - 0.5 * 0.5}
     turns = dataclasses.replace(trajectory(1.0, reply=15), run_lengths=(3, 7, 0, 8))
     assert shaped(turns, settings) == {"": 0.75}
@@ -56,14 +68,14 @@ def test_an_environment_with_a_limit_of_its_own_pays_by_that(
 ) -> None:
     """The last case has a limit below the tokens over which the penalty rises."""
     short = dataclasses.replace(trajectory(1.0, reply=reply), max_reply_tokens=own)
-    assert shaped(short, config(overlong=PENALTY)) == {"": 1.0 - penalty}
+    assert shaped(short, config(**PENALTY)) == {"": 1.0 - penalty}
 
 
 def test_truncated_episodes_count_unless_they_are_filtered() -> None:
     cut = trajectory(1.0, truncated=True)
     assert is_counted(cut, config().algorithm)
-    assert not is_counted(cut, config(overlong={"filter": True}).algorithm)
-    assert is_counted(trajectory(1.0), config(overlong={"filter": True}).algorithm)
+    assert not is_counted(cut, config(leave_out_truncated=True).algorithm)
+    assert is_counted(trajectory(1.0), config(leave_out_truncated=True).algorithm)
 
 
 def test_group_has_variance_when_two_rewards_differ() -> None:
@@ -74,17 +86,17 @@ def test_group_has_variance_when_two_rewards_differ() -> None:
 def test_variance_is_that_of_the_rewards_with_their_penalties() -> None:
     alike = [trajectory(1.0, reply=2), trajectory(1.0, reply=10)]
     assert not has_variance(alike, config())
-    assert has_variance(alike, config(overlong=PENALTY))
+    assert has_variance(alike, config(**PENALTY))
     # 1.0 - 0.5 and 0.5: the penalty takes the difference away.
     evened = [trajectory(1.0, reply=10), trajectory(0.5, reply=2)]
-    assert not has_variance(evened, config(overlong=PENALTY))
+    assert not has_variance(evened, config(**PENALTY))
 
 
 def test_filtered_episodes_give_no_variance() -> None:
     group = [trajectory(1.0), trajectory(1.0), trajectory(0.0, truncated=True)]
     assert has_variance(group, config())
-    assert not has_variance(group, config(overlong={"filter": True}))
-    assert not has_variance(group[2:], config(overlong={"filter": True}))
+    assert not has_variance(group, config(leave_out_truncated=True))
+    assert not has_variance(group[2:], config(leave_out_truncated=True))
 
 
 def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
@@ -96,7 +108,7 @@ def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
 def test_a_name_with_a_reward_of_its_own_is_a_side() -> None:
     episode = played(0.25, -1.0, reward=0.5)
     assert shaped(episode, config()) == {"a": 0.25, "": 0.5, "b": -1.0}
-    cut = config(overlong={"penalty": 0.5, "cache_tokens": 10})
+    cut = config(reward="overlong", reward_args={"penalty": 0.5, "cache_tokens": 10})
     # The longest reply has 2 of 10 tokens.
     assert shaped(episode, cut) == pytest.approx({"a": 0.15, "": 0.4, "b": -1.1})
 
@@ -113,7 +125,7 @@ def test_a_group_is_judged_by_the_settings_of_its_environment() -> None:
     alike = [trajectory(1.0, reply=10), trajectory(1.0, reply=1)]
     settings = config()
     environment = EnvironmentSection.model_validate(
-        {"name": name, "reference": "m:E", "algorithm": {"overlong": PENALTY}}
+        {"name": name, "reference": "m:E", "algorithm": PENALTY}
     )
     own = settings.model_copy(update={"environments": (environment,)})
     assert has_variance(alike, own)

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.algorithms.advantages import (
-    ScoredEpisode,
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms import functions
+from slipstream.learner.algorithms.advantages import (
+    dr_grpo,
     episode_scores,
-    gae,
-    group_advantages,
-    leave_one_out_advantages,
+    estimates,
+    grpo,
     returns_to_go,
-    shuffled,
-    token_advantages,
+    rloo,
     whitened,
 )
+from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.trainer.algorithms.sequences import shuffled
 from support.fakes.packed import algorithm
 
 
@@ -23,26 +27,34 @@ def episode(group: str, reward: float, costs: list[float], values: list[float] |
     return ScoredEpisode(group, reward, np.array(costs, dtype=np.float64), known)
 
 
+def scored(scores: Sequence[float] | FloatArray, groups: Sequence[str]) -> list[ScoredEpisode]:
+    return [episode(group, reward, []) for group, reward in zip(groups, scores, strict=True)]
+
+
+def token_advantages(
+    episodes: Sequence[ScoredEpisode], settings: AlgorithmSection
+) -> list[TokenAdvantages]:
+    return functions.token_advantages(settings, episodes, where="a test")
+
+
 def test_advantage_is_the_reward_less_its_groups_mean() -> None:
     rewards = np.array([1.0, 3.0, 10.0, 10.0, 40.0])
-    found = group_advantages(rewards, ["a", "a", "b", "b", "b"], normalize_by_std=False)
+    found = dr_grpo(scored(rewards, ["a", "a", "b", "b", "b"]))
     assert found.tolist() == [-1.0, 1.0, -10.0, -10.0, 20.0]
 
 
 def test_equal_numbers_of_zeros_and_ones_give_minus_one_and_one() -> None:
-    found = group_advantages(np.array([1.0, 0.0, 0.0, 1.0]), ["a"] * 4, normalize_by_std=True)
+    found = grpo(scored(np.array([1.0, 0.0, 0.0, 1.0]), ["a"] * 4))
     assert found == pytest.approx([1, -1, -1, 1], abs=3e-6)
 
 
 def test_advantage_is_divided_by_the_deviation_of_the_group_itself() -> None:
-    found = group_advantages(np.array([0.0, 0.0, 3.0]), ["a"] * 3, normalize_by_std=True)
+    found = grpo(scored(np.array([0.0, 0.0, 3.0]), ["a"] * 3))
     assert found == pytest.approx([-1 / 2**0.5, -1 / 2**0.5, 2**0.5], rel=1e-5)
 
 
 def test_group_of_equal_rewards_has_no_advantage() -> None:
-    assert group_advantages(np.full(3, 0.7), ["a"] * 3, normalize_by_std=True) == pytest.approx(
-        [0, 0, 0], abs=1e-9
-    )
+    assert grpo(scored(np.full(3, 0.7), ["a"] * 3)) == pytest.approx([0, 0, 0], abs=1e-9)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
@@ -60,7 +72,7 @@ def test_the_share_of_minus_one_is_the_advantage_of_the_other_player(advantage: 
 
 
 def test_groups_need_not_stand_together() -> None:
-    found = group_advantages(np.array([1.0, 5.0, 3.0, 7.0]), list("abab"), normalize_by_std=False)
+    found = dr_grpo(scored(np.array([1.0, 5.0, 3.0, 7.0]), list("abab")))
     assert found.tolist() == [-1.0, -1.0, 1.0, 1.0]
 
 
@@ -68,14 +80,14 @@ def test_groups_are_compared_within_themselves_only() -> None:
     # Over the whole batch the second group's rewards would all be above the mean.
     scores = np.array([0.0, 1.0, 10.0, 11.0])
     for found in (
-        group_advantages(scores, list("aabb"), normalize_by_std=True),
-        leave_one_out_advantages(scores, list("aabb")),
+        grpo(scored(scores, list("aabb"))),
+        rloo(scored(scores, list("aabb"))),
     ):
         assert np.sign(found).tolist() == [-1, 1, -1, 1]
 
 
 def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
-    found = leave_one_out_advantages(np.array([1.0, 2.0, 6.0, 5.0]), ["a", "a", "a", "alone"])
+    found = rloo(scored(np.array([1.0, 2.0, 6.0, 5.0]), ["a", "a", "a", "alone"]))
     assert found.tolist() == [-3.0, -1.5, 4.5, 0.0]
 
 
@@ -94,7 +106,7 @@ def test_whitening_runs_over_all_tokens_of_the_batch() -> None:
 
 def test_gae_by_hand() -> None:
     # d = [0 + .5*2 - 1, 0 + .5*4 - 2, 3 - 4] = [0, 0, -1]; A2 = -1, A1 = .25 * -1, A0 = .25 * A1.
-    advantages, returns = gae(
+    advantages, returns = estimates(
         np.array([0.0, 0.0, 3.0]), np.array([1.0, 2.0, 4.0]), gamma=0.5, lam=0.5
     )
     assert advantages.tolist() == [-0.0625, -0.25, -1.0]
@@ -103,13 +115,13 @@ def test_gae_by_hand() -> None:
 
 def test_gae_with_lambda_one_is_the_return_less_the_value() -> None:
     rewards, values = np.array([1.0, 0.0, 2.0]), np.array([5.0, 6.0, 7.0])
-    advantages, returns = gae(rewards, values, gamma=1.0, lam=1.0)
+    advantages, returns = estimates(rewards, values, gamma=1.0, lam=1.0)
     assert advantages.tolist() == [-2.0, -4.0, -5.0]
     assert returns.tolist() == [3.0, 2.0, 2.0]
 
 
 def test_gae_of_an_episode_without_tokens_is_empty() -> None:
-    assert gae(np.zeros(0), np.zeros(0), gamma=1.0, lam=1.0)[0].tolist() == []
+    assert estimates(np.zeros(0), np.zeros(0), gamma=1.0, lam=1.0)[0].tolist() == []
 
 
 def test_reward_stands_at_the_last_token_and_each_token_pays_its_cost() -> None:
@@ -170,10 +182,10 @@ def test_reinforce_pp_charges_each_token_for_what_follows_it() -> None:
 
 def test_gae_keeps_returns_as_they_are_and_normalizes_advantages() -> None:
     episodes = [episode("a", 1.0, [0.0, 0.0], [0.0, 0.0]), episode("b", 0.0, [0.0], [1.0])]
-    plain = algorithm(advantage="gae", gae={"normalize": False, "lam": 1.0})
+    plain = algorithm(advantage="gae", advantage_args={"normalize": False, "lam": 1.0})
     found = token_advantages(episodes, plain)
     assert [one.advantages.tolist() for one in found] == [[1.0, 1.0], [-1.0]]
-    normal = token_advantages(episodes, algorithm(advantage="gae", gae={"lam": 1.0}))
+    normal = token_advantages(episodes, algorithm(advantage="gae", advantage_args={"lam": 1.0}))
     joined = np.concatenate([one.advantages for one in normal])
     assert joined == pytest.approx([1 / 2**0.5, 1 / 2**0.5, -(2**0.5)], rel=1e-5)
     for one in (found, normal):
@@ -193,8 +205,8 @@ def test_adding_a_constant_to_all_rewards_of_a_group_changes_no_group_advantage(
     scores = np.array(rewards)
     moved = scores + np.array([shift if group == "a" else 0.0 for group in groups])
     for change in (
-        lambda values: group_advantages(values, groups, normalize_by_std=False),
-        lambda values: leave_one_out_advantages(values, groups),
+        lambda values: dr_grpo(scored(values, groups)),
+        lambda values: rloo(scored(values, groups)),
     ):
         assert change(moved) == pytest.approx(change(scores), abs=1e-9)
         assert sum(change(scores)) == pytest.approx(0, abs=1e-9)
@@ -223,7 +235,7 @@ def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
 
 def test_gae_begins_again_in_each_branch() -> None:
     gae_settings = {"gamma": 0.5, "lam": 0.5, "normalize": False}
-    settings_of_gae = algorithm(advantage="gae", gae=gae_settings)
+    settings_of_gae = algorithm(advantage="gae", advantage_args=gae_settings)
     values = np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
     tree = ScoredEpisode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
     (found,) = token_advantages([tree], settings_of_gae)
