@@ -40,6 +40,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.learner.algorithms.functions import Function, function_of
+from slipstream.learner.algorithms.sources import source_digest
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 
 if TYPE_CHECKING:
@@ -119,10 +120,10 @@ def main() -> int:
 def _known(config: Config, functions: Sequence[Function]) -> Path:
     """Returns the file that exists once all that `prove` depends on is proved."""
     proved = {
-        "sources": [function.digest for function in functions],
+        "sources": [source_digest(function) for function in functions],
         "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
         "roles": sorted(config.roles),
-        "versions": [importlib.metadata.version(name) for name in ("slipstream", "torch")],
+        "versions": [importlib.metadata.version(name) for name in ("slipstream-rl", "torch")],
     }
     key = hashlib.sha256(json.dumps(proved, sort_keys=True).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
