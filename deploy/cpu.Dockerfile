@@ -10,8 +10,8 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH
-RUN pip install --index-url ${TORCH_INDEX} torch==2.13.0+cpu
-COPY requirements/cpu.txt /build/requirements/cpu.txt
+COPY requirements/common.txt requirements/cpu.txt /build/requirements/
+RUN pip install --index-url ${TORCH_INDEX} $(grep '^torch==' /build/requirements/cpu.txt)
 RUN pip install --no-deps --requirement /build/requirements/cpu.txt
 COPY pyproject.toml README.md LICENSE /build/
 COPY protos /build/protos

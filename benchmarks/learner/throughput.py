@@ -10,7 +10,7 @@ that Bridge's training imports: `pip install --no-deps datasets multiprocess dil
 defusedxml nvidia-modelopt pulp==2.9.0 nvidia-resiliency-ext` beside pandas, pyarrow, scipy and
 tensorboard.
 
-    python deploy/make_tiny_model.py models/tiny
+    python -m slipstream.learner.trainer.tiny_model models/tiny
     python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
     python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
     python -m benchmarks.learner.throughput --shape 0.6B --peers bare pretrain

@@ -72,7 +72,7 @@ def fill_sizes(arguments: argparse.Namespace) -> None:
 def make_model(folder: Path, shape: str, dtype: str) -> None:
     """A Hugging Face folder without weights."""
     sys.path.insert(0, str(ROOT / "deploy"))
-    from make_tiny_model import make_tokenizer
+    from slipstream.learner.trainer.tiny_model import make_tokenizer
 
     folder.mkdir(parents=True)
     make_tokenizer(folder)

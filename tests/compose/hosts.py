@@ -41,7 +41,7 @@ class Site:
         made.mkdir(parents=True)
         give_away(self.folder, made)
         mounts = {DEPLOY: "/deploy:ro", made: "/made"}
-        make_model = ("python", "/deploy/make_tiny_model.py", "/made/policy")
+        make_model = ("python", "-m", "slipstream.learner.trainer.tiny_model", "/made/policy")
         self.engine.run(*make_model, user=USER, mounts=mounts)
         make_certificates = ("bash", "/deploy/make_certificates.sh", "/made/secrets")
         self.engine.run(*make_certificates, *certified, user=USER, mounts=mounts)

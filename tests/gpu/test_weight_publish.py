@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_tiny_model import make_tokenizer
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from support.fakes.parity_models import make_models
 from support.ranks import stream_ranks
 from support.ranks.parity_layouts import LAYOUTS

@@ -102,7 +102,7 @@ async def test_a_run_whose_task_is_solved_finishes_early_with_its_last_evaluatio
     summary = await play(config, server, trainer=trainer)
     assert (summary["code"], summary["state"], summary["solved"]) == (0, "finished", True)
     assert summary["steps"] == 2
-    assert summary["cause"].startswith("the task is solved: the last 8 groups were filtered")
+    assert summary["cause"].startswith("the task is solved: the last 8 groups were left out")
     assert "(e: 8 of 8 solved, mean reward 1)" in summary["cause"]
     assert trainer.stop_reason == summary["cause"]
     assert [row["evaluation_step"] for row in evaluation_rows(config)] == [0, 2]

@@ -106,7 +106,7 @@ def sent_back(expected: list[np.ndarray]) -> np.ndarray:
 
 
 def write_tokenizer(folder: Path) -> None:
-    from make_tiny_model import make_tokenizer
+    from slipstream.learner.trainer.tiny_model import make_tokenizer
 
     config = (folder / "config.json").read_text()
     make_tokenizer(folder)

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from slipstream.client.launch.preflight import free_port  # noqa: E402
 from support.references.documented_metrics import tables  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
@@ -36,8 +37,13 @@ def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:
     return summary
 
 
-def test_the_quickstart_learns(tmp_path: Path, tiny_model: Path) -> None:
-    summary = run_quickstart(tmp_path, tiny_model)
+def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
+    address = f"controller.address=127.0.0.1:{free_port()}"
+    result = run_command("quickstart", address, cwd=tmp_path, limit_s=600)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny"}
+    summary = summary_of(tmp_path / "runs" / "quickstart")
+    check_ledger(summary)
     assert summary["reward_last"] >= 0.8
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     assert abs(summary["reward_heldout"] - summary["reward_last"]) <= 0.1

@@ -25,13 +25,12 @@ from support.rigs.teacher_server import NAME, teacher_server  # noqa: E402
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
 
 STEPS, TOP_K = 25, 8
-ROOT = Path(__file__).parents[2]
 
 
 def make_teacher(folder: Path, *more: str) -> Path:
     """A model with other random weights than the student's."""
-    script = ROOT / "deploy" / "make_tiny_model.py"
-    subprocess.run([sys.executable, script, folder, "--seed", "5", *more], check=True)
+    make_model = [sys.executable, "-m", "slipstream.learner.trainer.tiny_model", folder]
+    subprocess.run([*make_model, "--seed", "5", *more], check=True)
     return folder
 
 

@@ -292,7 +292,12 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="slipstream-hosts-"))
     folder.chmod(0o755)
     try:
-        make_model = [sys.executable, str(DEPLOY / "make_tiny_model.py"), str(folder / "model")]
+        make_model = [
+            sys.executable,
+            "-m",
+            "slipstream.learner.trainer.tiny_model",
+            folder / "model",
+        ]
         subprocess.run(make_model, check=True, capture_output=True)
         make_certificates = [DEPLOY / "make_certificates.sh", folder / "secrets", "10.0.0.10"]
         subprocess.run(make_certificates, check=True, capture_output=True)

@@ -241,7 +241,7 @@ exit "${CODE:-0}"
 
 def make_run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """`make quickstart` where everything is installed."""
-    for name in ("pyproject.toml", "requirements/cpu.txt", "requirements/dev.txt"):
+    for name in ("pyproject.toml", *(f"requirements/{n}.txt" for n in ("common", "cpu", "dev"))):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "models" / "tiny").mkdir(parents=True, exist_ok=True)

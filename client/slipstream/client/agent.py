@@ -38,7 +38,7 @@ class Endpoint:
     def branch(self, name: str) -> Endpoint:
         """Returns the endpoint whose conversations carry `name`; see `AgentOutcome.shares`.
 
-        ValueError for a name that is not 1 to 64 letters, digits and ._:+-
+        Raises ValueError for a name that is not 1 to 64 letters, digits and ._:+-
         """
         if BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")

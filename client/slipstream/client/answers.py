@@ -44,7 +44,7 @@ def _reply_limit(limit: object) -> int:
 def observation(opening: object, reply_limit: object) -> pb.Observation:
     """Converts what `reset` returned, with the environment's `max_reply_tokens`.
 
-    EnvironmentFailed names a value that cannot travel.
+    Raises EnvironmentFailed, which names a value that cannot travel.
     """
     opened = opening if isinstance(opening, ResetResult) else None
     made = pb.Observation(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 EXAMPLES = {
+    "quickstart": "slipstream quickstart run.steps=50",
     "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
     "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
     "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
@@ -130,6 +131,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
+    first = commands.add_parser("quickstart", help="make a tiny model here and train it")
+    first.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    first.set_defaults(execute=_quickstart)
+
     run = commands.add_parser("run", help="everything on this machine")
     _add_config(run, is_optional=True)
     run.add_argument("--model", metavar="FOLDER", help="for model.path")
@@ -286,6 +291,12 @@ async def _run(arguments: argparse.Namespace) -> int:
     if path is None and not overrides:
         raise ConfigError("a run needs a CONFIG.toml, or --model, --environment and --steps")
     return await run_all(path, overrides, dry_run=arguments.dry_run)
+
+
+async def _quickstart(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launch.launcher import run_quickstart
+
+    return await run_quickstart(arguments.overrides)
 
 
 async def _learner(arguments: argparse.Namespace) -> int:

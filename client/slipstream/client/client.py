@@ -139,7 +139,8 @@ class Client:
         the trained groups, `timeout_s` the limit of one reset or step, `adapter` one of
         lora.adapters. The module is looked for in `search_path` on the servers' machines, by
         default the working directory. `python` is the workers' interpreter there, by default the
-        servers' own. EnvironmentFailed when no worker could load it and reset its first task.
+        servers' own. Raises EnvironmentFailed when no worker could load it and reset its first
+        task.
         """
         try:
             args_json = json.dumps(dict(args or {}))

@@ -61,7 +61,8 @@ class EpisodeHost:
     ) -> None:
         """Without `environment` a Load command must come first.
 
-        `tracker` is told of every call. EnvironmentFailed when the environment gives no tasks.
+        `tracker` is told of every call. Raises EnvironmentFailed when the environment gives no
+        tasks.
         """
         self._tracker = tracker
         self._environment = environment

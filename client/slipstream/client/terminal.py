@@ -26,7 +26,7 @@ def plain(text: str, *, indent: int = 0) -> str:
 def say(text: str) -> None:
     """Prints a line; a stdout without a reader, as behind `head`, is no failure.
 
-    RunFailed when it cannot be written for another reason, such as a full disk.
+    Raises RunFailed when it cannot be written for another reason, such as a full disk.
     """
     try:
         print(text, flush=True)

@@ -15,7 +15,10 @@ def is_server_id(name: str) -> bool:
 
 
 def check_server_id(name: str) -> str:
-    """Returns `name`; ConfigError for a rollout server's id that could not be a file's name."""
+    """Returns `name`.
+
+    Raises ConfigError for a rollout server's id that could not be a file's name.
+    """
     if not is_server_id(name):
         raise ConfigError(
             "the id of a rollout server has up to 100 letters, digits, '.', '_' and '-', "

@@ -21,7 +21,9 @@ MAX_SHOWN = 200
 def openai_client(
     base_url: str, *, api_key: str = "none", timeout_s: float, max_retries: int, most_bytes: int
 ) -> AsyncOpenAI:
-    """Returns a client of an API with JSON answers; ConfigError where the package is missing.
+    """Returns a client of an API with JSON answers.
+
+    Raises ConfigError where the package is missing.
 
     Each call, up to the last byte of its answer, takes at most `timeout_s`, and its answer has at
     most `most_bytes`. The package calls up to `max_retries` times again after 408, 409, 429, 5xx, a
@@ -98,7 +100,10 @@ def in_one_line(text: str) -> str:
 
 
 def key_in(path: str | Path | None, name: str) -> str:
-    """Returns the key in a file, "none" without one; ConfigError names the setting `name`."""
+    """Returns the key in a file, "none" without one.
+
+    Raises ConfigError, which names the setting `name`.
+    """
     if path is None:
         return "none"
     try:

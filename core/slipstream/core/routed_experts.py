@@ -52,7 +52,7 @@ class RoutedExperts:
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-    """Returns the element type for the ids of `num_experts`; ProtocolError for too many."""
+    """Returns the element type for the ids of `num_experts`. Raises ProtocolError for too many."""
     if num_experts > _TWO_BYTES:
         raise ProtocolError(f"experts must be at most {_TWO_BYTES}, got {num_experts}")
     return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
@@ -61,7 +61,7 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
 def unpack_experts(
     data: bytes, *, num_tokens: int, num_layers: int, top_k: int, num_experts: int
 ) -> RoutedExperts:
-    """Reverses `pack`; ProtocolError for a wrong size and for an unknown expert."""
+    """Reverses `pack`. Raises ProtocolError for a wrong size and for an unknown expert."""
     dtype = expert_dtype(num_experts)
     expected = num_tokens * num_layers * top_k * dtype.itemsize
     is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _TWO_BYTES

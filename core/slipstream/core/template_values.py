@@ -18,7 +18,7 @@ _OWNED = frozenset(
 
 
 def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns `values`; ValueError for a name that no setting may have."""
+    """Returns `values`. Raises ValueError for a name that no setting may have."""
     for name in values:
         if name in _OWNED:
             raise ValueError(f"chat_template_kwargs must not set {name!r}, which servers set")
@@ -26,7 +26,7 @@ def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def values_json(values: Mapping[str, JsonValue]) -> str:
-    """Returns `values` as they travel, "" for none; ConfigError if they cannot."""
+    """Returns `values` as they travel, "" for none. Raises ConfigError if they cannot."""
     if not values:
         return ""
     try:
@@ -41,7 +41,7 @@ def values_json(values: Mapping[str, JsonValue]) -> str:
 
 
 def read_values(text: str) -> dict[str, JsonValue]:
-    """Returns the values that have travelled; ValueError for a text that holds none."""
+    """Returns the values that have travelled. Raises ValueError for a text that holds none."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -17,7 +17,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def tools_json(tools: object) -> str:
-    """Returns `tools` as they travel; ValueError names the first value that breaks a rule."""
+    """Returns `tools` as they travel.
+
+    Raises ValueError, which names the first value that breaks a rule.
+    """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise ValueError(f"tools must be a list of function schemas, got {_show(tools)}")
     if len(tools) > MAX_TOOLS:
@@ -33,7 +36,7 @@ def tools_json(tools: object) -> str:
 
 
 def read_tools(text: str) -> list[dict[str, JsonValue]]:
-    """Returns the tools that have travelled; ValueError as `tools_json` raises it."""
+    """Returns the tools that have travelled. Raises ValueError as `tools_json` raises it."""
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -77,7 +77,7 @@ class Command(AgentEnvironment[Row]):
 
         The limits hold for the program with all that it starts; 0 of `memory_gib` and
         `max_processes`: no limit. With `sandbox` both programs run in sandlock, and may read
-        `readable` too. ConfigError names what cannot work.
+        `readable` too. Raises ConfigError for arguments that cannot work.
         """
         if score_command is not None and score_file is not None:
             raise ConfigError("give score_command or score_file, not both")
@@ -204,7 +204,10 @@ class Command(AgentEnvironment[Row]):
 
 
 def _sandbox_limits(limits: ProgramLimits) -> Limits:
-    """Returns the limits of the sandbox for those of a program; ConfigError if there is none."""
+    """Returns the limits of the sandbox for those of a program.
+
+    Raises ConfigError if there is none.
+    """
     if not (limits.memory_bytes > 0 and limits.processes > 0):
         raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
     if reason := why_not("sandlock"):

@@ -20,7 +20,7 @@ REPLY_ROLE = "assistant"
 
 
 class Reply(NamedTuple):
-    """What the model reads, and the reply to it."""
+    """A prompt and the reply to it."""
 
     messages: tuple[Message, ...]
     reply: str
@@ -50,7 +50,7 @@ class Demonstrations(Environment[Conversation]):
     ) -> None:
         """`messages` names a column, or `prompt` and `reply` name two; `system` comes first.
 
-        ConfigError names what cannot work, with the row.
+        Raises ConfigError, which names what cannot work, with the row.
         """
         if (prompt is None) != (reply is None):
             raise ConfigError(

@@ -30,7 +30,7 @@ class Echo(Environment[Pair]):
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
     ) -> None:
-        """ValueError names the argument that cannot work."""
+        """Raises ValueError, which names the argument that cannot work."""
         if not 3 <= num_symbols <= len(string.ascii_lowercase):
             raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
         if reply_length < 2:

@@ -153,7 +153,7 @@ class Functions(Environment[Exam]):
         Tests are a list of Python texts, or one text; one that defines `check` is called with the
         function. Without `function` all names are examined that tests use and do not define.
         `limit_s` is the limit of one call; `max_running` that of replies that are examined at one
-        time, 0: as many as there are cores. ConfigError names what cannot work.
+        time, 0: as many as there are cores. Raises ConfigError for arguments that cannot work.
         """
         if reward not in REWARDS:
             raise ConfigError(f"reward must be one of {', '.join(REWARDS)}, got {reward!r}")
@@ -230,7 +230,9 @@ class Functions(Environment[Exam]):
 
 
 def _missing(finished: Finished, num_tests: int) -> list[str]:
-    """Returns outcomes of tests that the examiner did not come to; ValueError if that is a fault.
+    """Returns outcomes of tests that the examiner did not come to.
+
+    Raises ValueError if that is a fault.
 
     A limit is no fault: values of the code under test can make a test too long or too large.
     """

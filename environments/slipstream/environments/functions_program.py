@@ -36,7 +36,7 @@ class EndedError(BaseException):
 
 
 def encode(value: Value) -> Value:
-    """Returns a value of Python's own types as a value of JSON; TypeError for any other."""
+    """Returns a value of Python's own types as a value of JSON. Raises TypeError for any other."""
     match value:
         case None | bool() | str():
             return value

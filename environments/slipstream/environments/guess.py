@@ -16,7 +16,7 @@ class GuessNumber(Environment[int]):
     """
 
     def __init__(self, high: int = 20, max_guesses: int = 5, seed: int = 0) -> None:
-        """ValueError names the argument that cannot work."""
+        """Raises ValueError, which names the argument that cannot work."""
         if high < 2:
             raise ValueError(f"high must be at least 2, got {high}")
         if max_guesses < 1:

@@ -44,7 +44,7 @@ def read_hub_rows(
     """Returns the rows of a split; what the hub was asked for once is read from its cache.
 
     `read_file` reads one file. `by_datasets`: whether the package of that name is used, None: if
-    it is installed. ConfigError says in one line what cannot be read.
+    it is installed. Raises ConfigError, which says in one line what cannot be read.
     """
     if by_datasets is None:
         by_datasets = _is_installed("datasets")

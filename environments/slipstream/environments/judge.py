@@ -84,7 +84,7 @@ class Judge:
 
         With `answer` "number" the score is the one number on the last line of the judge's reply
         that is not empty; "7/10" are two. With "json" it is the field `score` of the object from
-        the reply's first { to its last }. ConfigError names what cannot work.
+        the reply's first { to its last }. Raises ConfigError for arguments that cannot work.
         """
         check_rules(
             (answer in ANSWERS, f"answer must be one of {', '.join(ANSWERS)}, got {answer!r}"),
@@ -111,7 +111,7 @@ class Judge:
         self._max_tokens = max_tokens
 
     async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
-        """Returns the judge's number; JudgeError names why there is none.
+        """Returns the judge's number. Raises JudgeError, which names why there is none.
 
         With the `endpoint` of an episode the model as the run started judges.
         """
@@ -164,7 +164,7 @@ class JudgeServer:
         timeout_s: float,
         max_retries: int,
     ) -> None:
-        """ConfigError names what cannot work."""
+        """Raises ConfigError for arguments that cannot work."""
         check_rules(
             (max_open >= 1, f"max_open must be at least 1, got {max_open}"),
             (max_retries >= 0, f"max_retries must be at least 0, got {max_retries}"),

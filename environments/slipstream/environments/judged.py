@@ -47,7 +47,8 @@ class Judged(Environment[Row]):
         """`base_url` and `model` name the judge, whose key is in `api_key_file`.
 
         `rubric` is what the judge reads: {reply} stands for the reply and {NAME} for the column
-        NAME. `answer` and what follows it are as in `Judge`. ConfigError names what cannot work.
+        NAME. `answer` and what follows it are as in `Judge`. Raises ConfigError, which names what
+        cannot work.
         """
         if "{reply}" not in rubric:
             raise ConfigError(f"rubric must contain {{reply}}, got {rubric!r}")
@@ -112,7 +113,8 @@ class Rewarded(Environment[Row]):
     ) -> None:
         """`base_url` and `model` name the reward model, whose key is in `api_key_file`.
 
-        `label` and what follows it are as in `RewardModel`. ConfigError names what cannot work.
+        `label` and what follows it are as in `RewardModel`. Raises ConfigError, which names what
+        cannot work.
         """
         _check_instruction(instruction)
         self._model = RewardModel(
@@ -184,7 +186,10 @@ def _check_instruction(instruction: str) -> None:
 
 
 def _questions(path: str, question: str) -> list[Row]:
-    """Returns the rows of a file; ConfigError for one without a text in the column `question`."""
+    """Returns the rows of a file.
+
+    Raises ConfigError for one without a text in the column `question`.
+    """
     rows = list(read_rows(Path(path)))
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get(question), str):
@@ -230,7 +235,7 @@ class RewardModel:
     ) -> None:
         """The score is the output number `label` of the model's head, as a probability or raw.
 
-        ConfigError names what cannot work.
+        Raises ConfigError for arguments that cannot work.
         """
         check_rules((label >= 0, f"label must be at least 0, got {label}"))
         self._server = JudgeServer(
@@ -247,7 +252,10 @@ class RewardModel:
         self._model, self._label, self._as_probability = model, label, as_probability
 
     async def score(self, messages: Sequence[Mapping[str, str]]) -> float:
-        """Returns the model's score of a conversation; JudgeError names why there is none."""
+        """Returns the model's score of a conversation.
+
+        Raises JudgeError, which names why there is none.
+        """
         body = {
             "model": self._model,
             "messages": list(messages),

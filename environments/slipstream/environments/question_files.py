@@ -45,7 +45,8 @@ def read_questions(
 
     `question` and `answer` name columns; a dot leads into a column of objects. A question is a
     text, or a list of messages with role and content. Without `answer` no column is read for it.
-    ConfigError names the row, or the columns that exist, when the file cannot be used.
+    Raises ConfigError, which names the row, or the columns that exist, when the file cannot be
+    used.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
     for number, row in enumerate(read_rows(path), start=1):
@@ -69,7 +70,7 @@ def read_questions(
 def read_rows(path: Path | HubData) -> Iterable[Row]:
     """Returns the rows of a .jsonl or .parquet file, or of a data set on the hub.
 
-    ConfigError names what is wrong in it.
+    Raises ConfigError, which names what is wrong in it.
     """
     if isinstance(path, HubData):
         return read_hub_rows(path, read_rows)
@@ -137,7 +138,10 @@ def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
 
 
 def message_of(cell: Cell, where: str) -> Message:
-    """Returns one of a column's messages; ConfigError for one whose role or content is no text."""
+    """Returns one of a column's messages.
+
+    Raises ConfigError for one whose role or content is no text.
+    """
     if not isinstance(cell, Mapping) or not {"role", "content"} <= set(cell):
         raise ConfigError(f"{where} must hold messages with role and content")
     for name in ("role", "content"):
@@ -149,7 +153,7 @@ def message_of(cell: Cell, where: str) -> Message:
 
 
 def text_of(cell: Cell, where: str) -> str:
-    """Returns a text, or a number as text; ConfigError for a list, an object or bytes."""
+    """Returns a text, or a number as text. Raises ConfigError for a list, an object or bytes."""
     if isinstance(cell, list | Mapping | bytes):
         raise ConfigError(f"{where} must hold a text, got {str(cell)[:60]}")
     return str(cell)

@@ -78,7 +78,7 @@ class Questions(Environment[Question]):
 
         `instruction` is put around a question that is a text. Where the text `answer_after` occurs
         in an answer or a reply, only what follows its last occurrence counts. `limit` takes the
-        first questions of the split, after shuffling. ConfigError names what cannot work.
+        first questions of the split, after shuffling. Raises ConfigError for wrong arguments.
         """
         self._function = JudgeFunction(judge) if ":" in judge else None
         if self._function is None:
@@ -154,7 +154,10 @@ class JudgeFunction:
     """A function that judges replies, with the arguments that it takes."""
 
     def __init__(self, reference: str) -> None:
-        """`reference` is "module:function"; ConfigError names what it takes too much."""
+        """`reference` is "module:function".
+
+        Raises ConfigError, which names what it takes too much.
+        """
         self._reference = reference
         self._call = import_function("judge", reference)
         self._taken = _taken(reference, self._call)
@@ -165,7 +168,7 @@ class JudgeFunction:
         return "answer" in self._taken
 
     async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
-        """Returns what the function says; EnvironmentFailed if that is no verdict."""
+        """Returns what the function says. Raises EnvironmentFailed if that is no verdict."""
         known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):
@@ -182,7 +185,10 @@ class JudgeFunction:
 
 
 def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the arguments by name; ConfigError if the function needs others, or no reply."""
+    """Returns the arguments by name.
+
+    Raises ConfigError if the function needs others, or no reply.
+    """
     taken: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -235,7 +241,7 @@ class MathJudge:
         self._lock = asyncio.Lock()
 
     async def compare(self, answer: str, reply: str) -> MathVerdict:
-        """Whether `reply` gives `answer`; ValueError when `answer` is no mathematics."""
+        """Whether `reply` gives `answer`. Raises ValueError when `answer` is no mathematics."""
         async with self._lock:
             process = await self._started()
             request = {"answer": answer, "reply": reply[-MAX_CHARACTERS:]}

@@ -61,7 +61,10 @@ def check_bounds(message: Message) -> None:
 
 
 def decode(kind: type[M], data: bytes) -> M:
-    """The message of type `kind` in `data`; ProtocolError when it is none, or out of its bounds."""
+    """The message of type `kind` in `data`.
+
+    Raises ProtocolError when it is none, or out of its bounds.
+    """
     largest = max_message_bytes(kind)
     if len(data) > largest:
         raise ProtocolError(

@@ -118,7 +118,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint folder; CheckpointError if it cannot be read."""
+    """Returns the manifest of a checkpoint folder. Raises CheckpointError if it cannot be read."""
     name = _NAME_FORM.fullmatch(path.name)
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_newest(folder: Path) -> None:
-    """CheckpointError when the newest checkpoint has a manifest that cannot be read.
+    """Raises CheckpointError when the newest checkpoint has a manifest that cannot be read.
 
     The same when no folder of checkpoints can be made, for something else is there.
     """

@@ -136,7 +136,7 @@ def pack_tokens(token_ids: TokenArray) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> TokenArray:
-    """Reverses `pack_tokens`; ProtocolError when the length is no multiple of four."""
+    """Reverses `pack_tokens`. Raises ProtocolError when the length is no multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"token ids must be a multiple of 4 bytes, got {len(data)}")
     return np.frombuffer(data, dtype=_TOKENS).astype(np.uint32, copy=False)
@@ -148,7 +148,7 @@ def pack_logprobs(logprobs: LogprobArray) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> LogprobArray:
-    """Reverses `pack_logprobs`; ProtocolError when the length is no multiple of four."""
+    """Reverses `pack_logprobs`. Raises ProtocolError when the length is no multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"log-probabilities must be a multiple of 4 bytes, got {len(data)}")
     return np.frombuffer(data, dtype=_LOGPROBS).astype(np.float32, copy=False)
@@ -193,7 +193,10 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
 
 
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
-    """Returns the trajectory of a wire form; ProtocolError names parts that do not match."""
+    """Returns the trajectory of a wire form.
+
+    Raises ProtocolError, which names parts that do not match.
+    """
     arrays = (
         message.token_ids,
         *(getattr(message, name) for name in SAMPLED_ARRAYS),
@@ -288,7 +291,10 @@ def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs
 
 
 def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
-    """Returns the reference's log-probabilities of a wire form, None without any; ProtocolError."""
+    """Returns the reference's log-probabilities of a wire form, None without any.
+
+    Raises ProtocolError if they do not match.
+    """
     if not message.HasField("reference"):
         return None
     found, arrays = message.reference, _reference_arrays(message.reference)
@@ -308,7 +314,7 @@ def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Returns the bytes that a queue carries; ProtocolError above 32 MiB."""
+    """Returns the bytes that a queue carries. Raises ProtocolError above 32 MiB."""
     data = trajectory_to_pb(trajectory).SerializeToString()
     if len(data) > MAX_TRAJECTORY_BYTES:
         raise ProtocolError(
@@ -319,7 +325,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
-    """Reverses `encode_trajectory`; ProtocolError for any other bytes."""
+    """Reverses `encode_trajectory`. Raises ProtocolError for any other bytes."""
     return trajectory_from_pb(decode(pb.Trajectory, data))
 
 

@@ -48,7 +48,7 @@ async def abort(
 ) -> NoReturn:
     """Ends the call with `code`, one line of text, the reason, and `metadata` on its subject.
 
-    CancelledError when the caller has gone: no one is left to be told.
+    Raises CancelledError when the caller has gone: no one is left to be told.
     """
     info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
     detail = any_pb2.Any()

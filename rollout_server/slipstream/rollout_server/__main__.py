@@ -73,7 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_settings(path: Path, max_episodes: int | None) -> Config:
-    """Returns the settings in `path`, with `max_episodes` if given; ConfigError like `path`'s."""
+    """Returns the settings in `path`, with `max_episodes` if given.
+
+    Raises ConfigError like `path`'s.
+    """
     overrides = [] if max_episodes is None else [f"rollout_server.max_episodes={max_episodes}"]
     return load_config(path, overrides)
 

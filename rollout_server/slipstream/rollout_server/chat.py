@@ -79,7 +79,7 @@ RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 
 class ParsedReply(NamedTuple):
-    """What the run's parsers have read in a reply; `content` is the text without the rest."""
+    """The parts of a reply that the run's parsers found; `content` is the text without the rest."""
 
     content: str
     reasoning: str = ""
@@ -94,7 +94,7 @@ class ParsedReply(NamedTuple):
 
 
 class TemplateInputs(NamedTuple):
-    """What a chat template takes beside the messages, as JSON texts; "": nothing.
+    """A chat template's inputs besides the messages, as JSON texts; "" for none.
 
     `tools` is a list of function schemas, `values` an object of values by name.
     """

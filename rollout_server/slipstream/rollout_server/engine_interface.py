@@ -273,7 +273,7 @@ class Engine(Protocol):
 
         `images` are those of the prompt, whose tokens are there already.
         An engine that records experts returns those of the tokens from `experts_from` on.
-        GenerationFailed when this request cannot be served, EngineDied when no request can.
+        Raises GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
         ...
 

@@ -45,7 +45,7 @@ _NEXT = {
 
 
 def next_phase(phase: Phase, event: PublishEvent) -> Phase:
-    """Returns the phase after `event`; ValueError where the event cannot happen."""
+    """Returns the phase after `event`. Raises ValueError where the event cannot happen."""
     if event is PublishEvent.FAILED:
         return Phase.FAILED
     following = _NEXT.get((phase, event))

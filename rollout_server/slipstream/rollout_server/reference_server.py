@@ -74,7 +74,7 @@ class ReferenceServer:
     ) -> None:
         """Asks for `top_k` likely tokens, whose ids are below `vocab_size`; 0: it is not known.
 
-        Sequences have at most `max_tokens`. ConfigError for a key that has no file.
+        Sequences have at most `max_tokens`. Raises ConfigError for a key that has no file.
         """
         self._client = openai_client(
             settings.base_url,
@@ -98,7 +98,7 @@ class ReferenceServer:
         await self._client.close()
 
     async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:
-        """Returns the log-probabilities of all sampled tokens, in order; ReferenceFailed."""
+        """Returns the log-probabilities of all sampled tokens, in order; raises ReferenceFailed."""
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._one(sequence)) for sequence in sequences]
@@ -163,7 +163,10 @@ class ReferenceServer:
 
 
 async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
-    """Returns if the server can answer for the reference; ConfigError says what is missing."""
+    """Returns if the server can answer for the reference.
+
+    Raises ConfigError, which says what is missing.
+    """
     quick = settings.model_copy(update={"max_retries": 1})
     assert config.reference is not None
     top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
@@ -205,7 +208,7 @@ async def _check_tokenizer(
     settings: ReferenceServerSection,
     tokenizer: Any,  # noqa: ANN401 - transformers has no type for it
 ) -> None:
-    """Compares the text of every token; ConfigError where one differs."""
+    """Compares the text of every token. Raises ConfigError where one differs."""
     # These calls of vLLM's are beside /v1, not below it.
     root = settings.base_url.rstrip("/").removesuffix("/v1")
     for start in range(0, len(tokenizer), _BLOCK):

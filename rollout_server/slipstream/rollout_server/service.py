@@ -82,7 +82,7 @@ class RolloutServer:
         *,
         waits: SessionWaits = SESSION_WAITS,
     ) -> None:
-        """Loads the secrets; ConfigError when they cannot work."""
+        """Loads the secrets. Raises ConfigError when they cannot work."""
         self._config = config
         self._address = address
         self._server_id, self._process = server_id, secrets.randbits(63)
@@ -100,7 +100,7 @@ class RolloutServer:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller says so, then drains.
 
-        ConfigError when the address and the secrets do not fit or the controller refuses the
+        Raises ConfigError when the address and the secrets do not fit or the controller refuses the
         server, RunFailed when no controller answers for `controller.fleet_timeout_s`.
         """
         async with AsyncExitStack() as stack:
@@ -225,9 +225,9 @@ class RolloutServer:
         )
 
     def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
-        """Returns the connection to the reference's server, which `stack` closes; None: no server.
+        """Returns the connection to the reference's server, which `stack` closes, or None.
 
-        ConfigError when its key cannot be read.
+        Raises ConfigError when its key cannot be read.
         """
         section = self._config.reference
         if section is None or section.server is None:
@@ -246,7 +246,7 @@ class RolloutServer:
 
 
 async def wait_for_controller(address: str, limit_s: float) -> None:
-    """Returns when something listens at `address`; ConfigError when nothing does in time."""
+    """Returns when something listens at `address`. Raises ConfigError when nothing does in time."""
     host, port = address_parts(address)
     cause = "no answer"
     deadline_s = time.monotonic() + limit_s

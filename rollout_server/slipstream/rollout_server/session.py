@@ -100,9 +100,9 @@ class SessionServices:
     environments: Environments
     waits: SessionWaits
     agents: Agents
-    # Answers for the reference model; None: no server does.
+    # Answers for the reference model; None if no server does.
     reference: ReferenceServer | None = None
-    # What the server fetched from storage; None: it takes weights from the trainer.
+    # What the server fetched from storage; None if it takes weights from the trainer.
     stored: StoredWeights | None = None
 
 

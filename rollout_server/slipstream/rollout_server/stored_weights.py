@@ -49,7 +49,7 @@ _DIGEST_BYTES = 32
 class Fetched:
     """A version that lies in the file at `path`, and what fetching it took.
 
-    `delta`: the file has only what the version changes of its base; None: it has all.
+    `delta`: the file has only what the version changes of its base; None if it has all.
     """
 
     layout: weights_pb2.WeightLayout
@@ -69,7 +69,7 @@ class StoredWeights:
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
-        """Keeps the file in `folder`; ConfigError when fsspec cannot open the storage."""
+        """Keeps the file in `folder`. Raises ConfigError when fsspec cannot open the storage."""
         assert weights.storage_url is not None
         self._storage = Storage(weights.storage_url)
         self._limit_s = weights.storage_deadline_s
@@ -184,7 +184,7 @@ class _Buckets:
     """The file of all buckets, mapped into memory inside a `with`."""
 
     def __init__(self, path: Path, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """`anew`: the file is made; else it must be there."""
+        """`anew`: the file is created; else it must exist."""
         self.buckets = tuple(buckets)
         self._path, self._anew = path, anew
         self._starts = [0, *accumulate(bucket.num_bytes for bucket in buckets)]
@@ -252,7 +252,7 @@ class JoinedChanges:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
-        # None: the bucket came whole.
+        # None if the bucket came whole.
         self._places: list[list[npt.NDArray[np.uint32]] | None] = [[] for _ in buckets]
 
     def add(self, place: int, places: Places | None) -> None:
@@ -268,8 +268,8 @@ class JoinedChanges:
     ) -> weights_pb2.Delta | None:
         """Writes all buckets to `path` as they travel, one after the other, and describes them.
 
-        Returns None, and writes nothing, where every bucket would travel whole. OSError when the
-        disk does not take it.
+        Returns None, and writes nothing, where every bucket would travel whole. Raises OSError when
+        the disk does not take it.
         """
         joined = [self._joined(place) for place in range(len(self._buckets))]
         # A number with which the bucket travels whole.

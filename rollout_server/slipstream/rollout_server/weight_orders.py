@@ -189,7 +189,7 @@ class WeightOrders:
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
         """Prepares the engine while old weights serve: waiting for other members costs no pause.
 
-        WeightSyncError when preparing fails or the publish is aborted meanwhile.
+        Raises WeightSyncError when preparing fails or the publish is aborted meanwhile.
         """
         if order.order.publish_id in self._aborted:
             raise WeightSyncError("the publish was abandoned")
@@ -321,7 +321,7 @@ class PauseClock:
     """Seconds of all pauses, by `time.monotonic`; a pause that has begun counts up to now."""
 
     def __init__(self) -> None:
-        # The time at which the present pause began; None: there is none.
+        # The time at which the present pause began; None if there is none.
         self.begun_s: float | None = None
         self._ended_s = 0.0
 

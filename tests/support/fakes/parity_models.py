@@ -361,7 +361,7 @@ def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:
     """A mixture of experts of sizes that vLLM's kernels take, with the tokenizer of tests."""
     # A script of this folder may not have `deploy` on its path.
     sys.path.append(str(Path(__file__).parents[3] / "deploy"))
-    from make_tiny_model import make_tokenizer
+    from slipstream.learner.trainer.tiny_model import make_tokenizer
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     make_tokenizer(folder)

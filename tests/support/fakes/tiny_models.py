@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from make_tiny_model import make_model, make_tokenizer
+from slipstream.learner.trainer.tiny_model import make_model, make_tokenizer
 
 # The quickstart's.
 SIZES = {

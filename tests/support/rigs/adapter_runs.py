@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from make_tiny_model import SPECIAL_TOKENS, WORDS
+from slipstream.learner.trainer.tiny_model import SPECIAL_TOKENS, WORDS
 
 from support.rigs.run_processes import rows_of, summary_of
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from make_tiny_model import make_tokenizer
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Generation, Sampling

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make_tiny_model import make_tokenizer
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,

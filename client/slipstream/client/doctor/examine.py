@@ -21,7 +21,10 @@ REDIS_REMEDY = "install redis and hiredis"
 
 
 async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Prints all findings; returns 1 if one of them is a problem. ConfigError for a wrong file."""
+    """Prints all findings; returns 1 if one of them is a problem.
+
+    Raises ConfigError for a wrong file.
+    """
     config = load_config(path, overrides) if path is not None else None
     findings = await examine(config)
     if as_json:

@@ -35,6 +35,7 @@ from slipstream.client.run_folder import (
     check_unwritten,
     hold_folder,
     hold_run_folder,
+    make_folder,
     make_run_folder,
     settings_of,
     version_to_export,
@@ -53,6 +54,7 @@ from slipstream.protocol.queue.redis_rights import ROLES
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
+TINY_MODEL = "slipstream.learner.trainer.tiny_model"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 
 
@@ -81,6 +83,19 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
         for number in range(servers):
             processes.keep_rollout_server(number)
         return await processes.wait()
+
+
+async def run_quickstart(overrides: Sequence[str]) -> int:
+    """`slipstream quickstart`: makes its tiny model unless it is there, and runs its settings."""
+    path = Path(__file__).parents[1] / "quickstart.toml"
+    model = load_config(path, overrides).model.path
+    if not any(model.glob("*.safetensors")):
+        log = make_folder(model.parent) / f"{model.name}.log"
+        child = await _run_program("tiny model", TINY_MODEL, [str(model)], log)
+        if child.process.returncode:
+            raise RunFailed(child.describe_end())
+        log.unlink()
+    return await run_all(path, overrides, dry_run=False)
 
 
 async def run_learner(

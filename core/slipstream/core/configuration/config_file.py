@@ -45,7 +45,7 @@ LONGEST_VALUE = 80
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Returns the checked settings of `path` with `overrides` on top; None: of these alone.
+    """Returns the checked settings of `path` with `overrides` on top, only these if None.
 
     What both leave out the run chooses where it can (`automatic`).
 
@@ -95,7 +95,10 @@ def dump_config(config: Config) -> str:
 
 
 def check_model(config: Config) -> None:
-    """Checks the model folder and settings that depend on it, without loading; ConfigError."""
+    """Checks the model folder and settings that depend on it, without loading.
+
+    Raises ConfigError for the first problem.
+    """
     missing = check_sizes(config)
     if missing:
         raise ConfigError(missing[0])
@@ -112,7 +115,7 @@ def check_model(config: Config) -> None:
 
 
 def check_sizes(config: Config) -> list[str]:
-    """Checks all settings that depend on the model's config.json; ConfigError.
+    """Checks all settings that depend on the model's config.json; raises ConfigError.
 
     Returns one clause for each thing that the folder lacks to be loaded.
     """

@@ -181,7 +181,10 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
 
 
 def _row_tokens(folder: Path) -> dict[str, object]:
-    """Returns the tokens at the ends of rows of an image; ConfigError for files without any."""
+    """Returns the tokens at the ends of rows of an image.
+
+    Raises ConfigError for files without any.
+    """
     path = folder / "tokenizer.json"
     try:
         return dict(row_tokens(_read_table(folder / "processor_config.json"), _read_table(path)))
@@ -206,7 +209,7 @@ def _processor(folder: Path) -> dict[str, object]:
 
 
 def _read_table(path: Path) -> dict[str, object]:
-    """Returns the table in a JSON file, {} without one; ConfigError if it cannot be read."""
+    """Returns the table in a JSON file, {} without one. Raises ConfigError if it cannot be read."""
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:

@@ -24,7 +24,7 @@ def with_first_line(text: str) -> bytes:
 
 
 def check_whole(path: Path, data: bytes) -> None:
-    """ConfigError when the settings below the first line are not those that it tells of.
+    """Raises ConfigError when the settings below the first line are not those that it tells of.
 
     Files without such a line are those of users, and pass unless they are empty.
     """

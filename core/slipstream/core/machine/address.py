@@ -11,7 +11,10 @@ _FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 
 
 def address_parts(address: str) -> tuple[str, int]:
-    """Returns host and port of "host:port"; ConfigError for another form or a port above 65535."""
+    """Returns host and port of "host:port".
+
+    Raises ConfigError for another form or a port above 65535.
+    """
     match = _FORM.fullmatch(address)
     if match is None or int(match["port"]) > 65535 or not is_host(match["host"]):
         raise ConfigError(f"an address is host:port with a port up to 65535, got {address!r}")
@@ -30,7 +33,9 @@ def is_host(text: str) -> bool:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens on the first address of `host` only; OSError if it cannot.
+    """Returns a socket that listens on the first address of `host` only.
+
+    Raises OSError if it cannot.
 
     Port 0 means any free port.
     """
@@ -39,6 +44,6 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def check_address_form(address: str) -> str:
-    """Returns `address` unchanged; ConfigError like `address_parts`."""
+    """Returns `address` unchanged. Raises ConfigError like `address_parts`."""
     address_parts(address)
     return address

@@ -17,7 +17,7 @@ from slipstream.core.errors import ConfigError
 
 # A config.json, or a table within it.
 Table: TypeAlias = Mapping[str, Any]
-# The values that a field may have; None: it may be left out.
+# The values that a field may have, None among them if it may be left out.
 Values: TypeAlias = tuple[Any, ...]
 Shape: TypeAlias = tuple[int, ...]
 
@@ -171,7 +171,7 @@ class Family:
     nested: Nested | None = None
     # Name and shape of each tensor, where layers are not of one form.
     tensors: Callable[[Table, bool], dict[str, Shape]] | None = None
-    # Number of layers that have a cache of keys and values; None: all.
+    # Number of layers that have a cache of keys and values; None if all have.
     cached_layers: Callable[[Table], int] | None = None
 
     engine: Engine = Engine()

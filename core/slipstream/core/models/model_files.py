@@ -114,7 +114,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _bytes_needed(path: Path, size: int) -> int:
-    """Returns the size of a file by its own header; ValueError without a header."""
+    """Returns the size of a file by its own header. Raises ValueError without a header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:

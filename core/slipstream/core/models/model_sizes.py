@@ -203,12 +203,12 @@ def _deep_layers(values: Mapping[str, Any]) -> int:
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
-    """Returns the sizes of a Hugging Face folder; ConfigError like `read_model_table`."""
+    """Returns the sizes of a Hugging Face folder. Raises ConfigError like `read_model_table`."""
     return ModelSizes.of(read_model_table(folder))
 
 
 def read_model_table(folder: Path) -> dict[str, Any]:
-    """Returns the config.json of a Hugging Face folder; ConfigError if it cannot be read."""
+    """Returns the config.json of a Hugging Face folder. Raises ConfigError if it cannot be read."""
     path = folder / "config.json"
     if folder.is_file():
         raise ConfigError(
@@ -254,7 +254,7 @@ def _check_ties(values: Mapping[str, Any]) -> None:
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config.json with the fields of its decoder, which models with vision nest.
 
-    ConfigError for a decoder of `NESTED` that is not known, and a tower beside a text class.
+    Raises ConfigError for a decoder of `NESTED` that is not known, and a tower beside a text class.
     """
     architecture = architecture_of(values)
     if architecture in NESTED:

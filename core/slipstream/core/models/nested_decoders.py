@@ -23,7 +23,7 @@ _NEW_FORM = "model.language_model."
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config.json of one of `NESTED` as that of its decoder, with `vision_config`.
 
-    ConfigError for a decoder that is not known.
+    Raises ConfigError for a decoder that is not known.
     """
     outer, decoder = architecture_of(values), values.get("text_config")
     kinds = NESTED[outer]

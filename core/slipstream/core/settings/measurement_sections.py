@@ -32,10 +32,9 @@ class PlayedSection(Section):
     # rollout_server.chat_template_kwargs.
     chat_template_kwargs: TemplateValues = {}
     # Interpreter of the workers, such as that of an environment of `python -m venv` with other
-    # versions of packages. None: the rollout server's own.
+    # versions of packages. By default the rollout server's own.
     python: Path | None = None
-    # The one of lora.adapters that samples its episodes and learns from them. None: the run has no
-    # lora.adapters.
+    # The one of lora.adapters that samples its episodes and learns from them, if the run has any.
     adapter: str | None = None
 
 
@@ -58,9 +57,9 @@ class EvaluationSection(PlayedSection):
     every_steps: int = Field(0, ge=0)
     # Sampling temperature, 0.01 or more; 0: always the most probable token.
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
-    # Like sampling.top_p; None: the value of sampling.top_p.
+    # Like sampling.top_p, which is the default.
     top_p: float | None = Field(None, gt=0, le=1)
-    # Most sampled tokens of one reply. None: sampling.max_reply_tokens.
+    # Most sampled tokens of one reply; by default sampling.max_reply_tokens.
     max_reply_tokens: Positive | None = None
 
     @model_validator(mode="after")
@@ -99,7 +98,7 @@ class TrackingSection(Section):
 class ProfileSection(Section):
     """A window of steps under torch's profiler: a Chrome trace of each rank in `RUN/profile`."""
 
-    # First step of the window, counted from 1 as on the screen; None: nothing is profiled.
+    # First step of the window, counted from 1 as on the screen. Without it nothing is profiled.
     start_step: int | None = Field(None, ge=1)
     # Steps of the window. A trace has some hundred thousand lines for each step.
     num_steps: Positive = 1
@@ -121,15 +120,15 @@ class DebugSection(Section):
     # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take. If
     # they need more, the backward pass computes them a second time, in chunks.
     kept_logits_share: float = Field(0.08, ge=0, le=1)
-    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; None: the known value for
+    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; else the known value for
     # A100, H100, H200 and B200.
     peak_tflops: float | None = Field(None, gt=0)
     # Steps for which new prompts may wait for each other, so that most steps only continue replies
     # and are one CUDA graph. They wait until there is one for every 32 replies under way. 0: no
-    # prompt waits. None: 32 on GPUs with CUDA graphs, 0 elsewhere.
+    # prompt waits. By default 32 on GPUs with CUDA graphs, 0 elsewhere.
     prompt_wait_steps: int | None = Field(None, ge=0)
     # Largest gap of a probe, in nats: the typical error of a logit, estimated from
-    # log-probabilities. None: 1e-3 with model.dtype float32, 0.16 with bfloat16, where rounding
+    # log-probabilities. Default: 1e-3 with model.dtype float32, 0.16 with bfloat16, where rounding
     # alone gives 0.06, 0.02 with float16; 0.5 with engines in FP8.
     probe_tolerance: float | None = Field(None, gt=0)
     # Continue after the end-of-text token, up to the limits: for benchmarks.

@@ -34,7 +34,7 @@ class QueueSection(Section):
 
     # grpc: in the memory of the rollout servers; redis: on the disk of a Redis or Valkey server.
     kind: Literal["grpc", "redis"] = "grpc"
-    # redis://, rediss:// or unix:// ; None: `slipstream run` starts a server.
+    # redis://, rediss:// or unix:// ; without it `slipstream run` starts a server.
     redis_url: str | None = None
     # File with the password, which is then left out of `redis_url`.
     redis_password_file: Path | None = None

@@ -28,7 +28,7 @@ class ReferenceServerSection(Section):
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/[^\s]*)?/v1/?$")]
     # The name of the model there.
     model: str
-    # A file with the server's key; None: it asks for none.
+    # A file with the server's key, if the server asks for one.
     api_key_file: Path | None = None
     # Calls that one rollout server has open at one time.
     max_open: Positive = 16
@@ -47,15 +47,15 @@ class ReferenceSection(Section):
     `algorithm.router_replay`.
     """
 
-    # A Hugging Face folder; None: model.path.
+    # A Hugging Face folder; by default model.path.
     path: Path | None = None
-    # Element type of its parameters; None: model.dtype.
+    # Element type of its parameters; by default model.dtype.
     dtype: ElementType | None = None
     # Take the policy's weights after every n-th step; 0: never.
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.
     parallel: ParallelSection | None = None
-    # Like learner.transformer; None: the same settings.
+    # Like learner.transformer, whose settings it has by default.
     transformer: dict[str, JsonValue] | None = None
     # Most likely tokens of each position, for `kl.estimator` forward_top_k and reverse_top_k; 0:
     # the sampled tokens alone. A server gives at most its own --max-logprobs, 20 by default.
@@ -82,7 +82,7 @@ class CriticSection(Section):
     Without a table `parallel` it has the policy's layout.
     """
 
-    # A Hugging Face folder for its body; None: model.path.
+    # A Hugging Face folder for its body; by default model.path.
     path: Path | None = None
     # Learning rate of the critic, constant.
     learning_rate: float = Field(gt=0)
@@ -96,11 +96,11 @@ class CriticSection(Section):
     grad_clip: float = Field(1.0, ge=0)
     # A table of its own, below.
     parallel: ParallelSection | None = None
-    # Like learner.ddp; None: the same settings.
+    # Like learner.ddp, whose settings it has by default.
     ddp: dict[str, JsonValue] | None = None
-    # Like learner.optimizer; None: the same settings.
+    # Like learner.optimizer, whose settings it has by default.
     optimizer: dict[str, JsonValue] | None = None
-    # Like learner.transformer; None: the same settings.
+    # Like learner.transformer, whose settings it has by default.
     transformer: dict[str, JsonValue] | None = None
 
 

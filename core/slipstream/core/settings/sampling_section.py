@@ -35,8 +35,8 @@ class SamplingSection(Section):
     max_total_tokens: int = Field(0, ge=0)
     # Most branches of an episode, the conversations that an agent has with the model.
     max_branches: int = Field(16, ge=1, le=256)
-    # Most tokens of a task before the first reply; None: the limit leaves room for one token of the
-    # reply. Prompts are never cut.
+    # Most tokens of a task before the first reply; by default one less than max_episode_tokens.
+    # Prompts are never cut.
     max_prompt_tokens: Positive | None = None
     # Treatment of a task with a longer prompt. skip: the task is set aside and counted, and another
     # task takes its place; refuse: the run fails and names the task.

@@ -53,7 +53,7 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     # Start from these weights: a folder of Megatron's distributed checkpoint files (torch_dist) in
     # any layout, from a run's checkpoint or a conversion. `model.path` still gives shape and
-    # tokenizer. None: start from the weights of `model.path`.
+    # tokenizer. Without it, start from the weights of `model.path`.
     load: Path | None = None
     # Keep the recorded batches that a checkpoint covers: `slipstream replay` needs all of them.
     keep_batches: bool = True
@@ -158,7 +158,7 @@ class ParallelSection(Section):
     cp: Positive = 1
     # Expert parallel: ranks over which the experts are spread, independent of tp and cp.
     ep: Positive = 1
-    # Tensor parallel of experts: ranks that share each expert's matrices; None: tp.
+    # Tensor parallel of experts: ranks that share each expert's matrices; by default tp.
     etp: Positive | None = None
     # Virtual pipeline stages of each pipeline rank.
     vpp: Positive | None = None
@@ -187,7 +187,7 @@ class LearnerSection(Section):
 
     # Number of ranks over all nodes.
     world_size: Positive = 1
-    # Number of ranks on each node; None: all of them.
+    # Number of ranks on each node; by default all of them.
     ranks_per_node: Positive | None = None
     # Address at which the ranks meet: host of node 0 and a free port there (0: any, on one node).
     master: Address = "127.0.0.1:0"
@@ -196,10 +196,10 @@ class LearnerSection(Section):
     # Shortest beginning, in tokens, that is computed once for all sequences of a micro batch that
     # have it, such as the prompt of a group; 0: each sequence computes its own.
     shared_prefix_tokens: int = Field(32, ge=0)
-    # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; None: the
+    # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; else the
     # first GPUs.
     devices: tuple[int | str, ...] | None = None
-    # Largest share of its GPU's memory that torch may hold in a rank; None: no limit.
+    # Largest share of its GPU's memory that torch may hold in a rank.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
     # Layers that compute their activations again in the backward pass. off: what
     # `learner.transformer` says, none unless it does; auto: as many as the memory of the GPUs
@@ -252,12 +252,12 @@ class RolloutServerSection(Section):
     # Most episodes that run at the same time on a server.
     max_episodes: Positive = 64
     # The same for a server on a GPU that the learner uses too. It samples more slowly, so that each
-    # of fewer episodes ends before its version is too old. None: max_episodes.
+    # of fewer episodes ends before its version is too old. By default max_episodes.
     shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
     # GPUs of the servers on one machine, `tensor_parallel_size` for each, by number or UUID as in
-    # CUDA_VISIBLE_DEVICES; None: the GPUs after the learner's, or the only GPU.
+    # CUDA_VISIBLE_DEVICES; else the GPUs after the learner's, or the only GPU.
     devices: tuple[int | str, ...] | None = None
     # Share of a GPU's memory for the engine; on a CPU `kv_cache_gib` counts. If left out on a GPU
     # that the learner uses too: 0.4, divided by the number of servers there.
@@ -266,7 +266,7 @@ class RolloutServerSection(Section):
     kv_cache_gib: Positive = 1
     # CPU threads of the engine; 0: all.
     threads: int = Field(1, ge=0)
-    # Use neither torch.compile nor CUDA graphs. None: false on GPUs, and true on CPUs, where the
+    # Use neither torch.compile nor CUDA graphs. Default: false on GPUs and true on CPUs, where the
     # engine then starts sooner. False on CPUs needs a C++ compiler.
     enforce_eager: bool | None = None
     # Draft replies and sample several tokens of a reply in one step; replies are distributed as
@@ -285,7 +285,7 @@ class RolloutServerSection(Section):
     # Agents that use tools and environments that name tools need it.
     tool_parser: str | None = None
     # vLLM's name of the reader of the model's reasoning, which agents and other environments get
-    # apart from the reply: qwen3, deepseek_r1 and so on. None: reasoning is part of the reply.
+    # apart from the reply: qwen3, deepseek_r1 and so on. Without it reasoning is part of the reply.
     reasoning_parser: str | None = None
     # File of a chat template in place of the tokenizer's, for agents and other environments.
     chat_template: Path | None = None
@@ -308,7 +308,7 @@ class RolloutServerSection(Section):
     # Limit of the engine's start.
     start_timeout_s: Silence = 600.0
     # Memory of an environment worker with all processes that it has started; a worker that takes
-    # more is ended. None: half of the machine's or the container's memory.
+    # more is ended. By default half of the machine's or the container's memory.
     environment_memory_gib: float | None = Field(None, gt=0)
     # Most processes of an environment worker and all that it has started; a worker with more is
     # ended.
@@ -336,7 +336,7 @@ class SecuritySection(Section):
     tls_certificate: Path | None = None
     # PEM file of the certificate's key.
     tls_key: Path | None = None
-    # PEM file of the authority by which callers verify the controller; None: its certificate.
+    # PEM file of the authority by which callers verify the controller; else its certificate.
     tls_ca: Path | None = None
     # File with a secret of at least 32 characters that every caller sends.
     token_file: Path | None = None

@@ -103,7 +103,7 @@ class Tables(Section):
 
     @property
     def algorithms(self) -> EnvironmentAlgorithms:
-        """The algorithm of each environment; made anew by each call."""
+        """The algorithm of each environment; made again by each call."""
         tables = [(each.name, each.algorithm) for each in self.environments]
         return EnvironmentAlgorithms.of(self.algorithm, tables)
 

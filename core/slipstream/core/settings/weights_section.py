@@ -48,7 +48,7 @@ class WeightsSection(Section):
     delta: DeltaSetting = "off"
     # Folder, or URL of fsspec such as s3://bucket/prefix, into which the trainer writes versions
     # for servers with rollout_server.weights_from = "storage". A server may have its own name for
-    # it. None: no server takes weights from storage.
+    # it. Without it no server takes weights from storage.
     storage_url: StorageUrl | None = None
     # Limit of writing a version to storage, and of fetching a version from there.
     storage_deadline_s: Silence = 600.0

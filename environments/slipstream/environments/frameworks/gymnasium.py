@@ -63,7 +63,7 @@ class Gymnasium(Environment[int]):
 
         `observe` is "module:function" of observation and info, and returns a text. `act` is one of
         reply and action space; it returns an action, or raises ValueError with what the model
-        should write. ConfigError names what cannot work.
+        should write. Raises ConfigError for arguments that cannot work.
         """
         check_at_least("max_illegal", max_illegal, 1)
         self._library = import_package("gymnasium", install="gymnasium")
@@ -147,7 +147,10 @@ class ActionReader:
     def __init__(
         self, space: Space, names: Sequence[str], function: Callable[..., Any] | None
     ) -> None:
-        """With `function` it alone decides; ConfigError when the space has no actions as text."""
+        """With `function` it alone decides.
+
+        Raises ConfigError when the space has no actions as text.
+        """
         self._space = space
         self._function = function
         self._names = list(names)
@@ -165,7 +168,10 @@ class ActionReader:
         self.rule = "" if function is not None else self._rule(kind)
 
     def read(self, reply: str) -> Value:
-        """Returns the action of a reply; ValueError when it has none that the space contains."""
+        """Returns the action of a reply.
+
+        Raises ValueError when it has none that the space contains.
+        """
         if self._function is not None:
             return self._function(reply, self._space)
         action = self._parse(reply)
@@ -221,7 +227,7 @@ class ActionReader:
 
 
 def text_of(space: Space, value: Value) -> str:
-    """Returns an observation as text; ConfigError when its space has none."""
+    """Returns an observation as text. Raises ConfigError when its space has none."""
     match _kind(space):
         case "Discrete":
             return str(int(value))

@@ -68,7 +68,7 @@ class Inspect(AgentEnvironment[Span]):
 
         The first `samples` of the task are evaluated. `inspect` is the path of the command, which
         may be that of another virtual environment. Logs go to `log_dir`, or are removed with the
-        episode. ConfigError names what cannot work.
+        episode. Raises ConfigError for arguments that cannot work.
         """
         program = shutil.which(inspect)
         if program is None:
@@ -132,7 +132,10 @@ class Inspect(AgentEnvironment[Span]):
 
 
 def _read_log(logs: Path, ended: ProgramEnd) -> Log:
-    """Returns the log of an evaluation that has succeeded; RuntimeError says why it has not."""
+    """Returns the log of an evaluation that has succeeded.
+
+    Raises RuntimeError, which says why it has not.
+    """
     found = sorted(logs.glob("*.json")) if logs.is_dir() else []
     said = ended.limit or f"{ended.cause or 'exit status 0'}: {ended.last_line}"
     if not found:

@@ -80,7 +80,7 @@ class OpenEnv(Environment[Start]):
         the observation, or "module:function" of the observation; by default it is read as JSON.
         `tasks`: that many seeds from `first_seed` on, or what each reset is given. `metrics`:
         numbers of the last observation or its metadata that are kept. A server without a free
-        session is asked again for `full_timeout_s`. ConfigError names what cannot work.
+        session is asked again for `full_timeout_s`. Raises ConfigError for wrong arguments.
         """
         needs("websockets", "websockets", "pip install websockets")
         if [base_url, command, image].count(None) != 2:
@@ -198,7 +198,10 @@ class OpenEnv(Environment[Start]):
         raise RuntimeError(f"the OpenEnv server refuses {kind}: {message} ({code})")
 
     def _chosen(self, seen: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics that were asked for; RuntimeError for one that is no number."""
+        """Returns the metrics that were asked for.
+
+        Raises RuntimeError for one that is no number.
+        """
         observation = seen["observation"]
         fields = {**(observation.get("metadata") or {}), **observation}
         chosen = {}
@@ -256,7 +259,7 @@ def _said(error: BaseException) -> str:
 def action_maker(rule: str | Mapping[str, Any]) -> Callable[[str], Action]:
     """Returns the function of a reply that `rule` stands for; it raises NoAction.
 
-    ConfigError when `rule` is none.
+    Raises ConfigError when `rule` is none.
     """
     if rule == "json":
         return _json_action
@@ -283,7 +286,10 @@ class NoAction(Exception):
 
 
 def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
-    """Returns the function of an observation that `rule` stands for; ConfigError if it is none."""
+    """Returns the function of an observation that `rule` stands for.
+
+    Raises ConfigError if it is none.
+    """
     if rule is None:
         return _as_json
     if REFERENCE.fullmatch(rule):

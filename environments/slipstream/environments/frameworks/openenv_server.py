@@ -43,7 +43,7 @@ class ServerProcess:
     """
 
     def __init__(self, command: Sequence[str], *, is_container: bool = False) -> None:
-        """ConfigError when `command` is no program with `{port}` in an argument.
+        """Raises ConfigError when `command` is no program with `{port}` in an argument.
 
         A container's port takes connections before its server does, so its health is asked.
         """
@@ -59,7 +59,7 @@ class ServerProcess:
         self._port = 0
 
     async def base_url(self) -> str:
-        """Returns the address of the server, which answers; RuntimeError when it has ended.
+        """Returns the address of the server, which answers. Raises RuntimeError when it has ended.
 
         The episode's own limit bounds the wait.
         """
@@ -134,7 +134,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def container_command(image: str, options: Sequence[str]) -> list[str]:
     """Returns the command that runs `image` and serves it on loopback at `{port}`.
 
-    `options` are those of `docker run`. ConfigError when Docker or the image is missing.
+    `options` are those of `docker run`. Raises ConfigError when Docker or the image is missing.
     """
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise ConfigError(f"image_options must be a list of texts, got {options!r}")

@@ -17,7 +17,10 @@ Foreign: TypeAlias = Any
 
 
 def import_package(module: str, *, install: str) -> ModuleType:
-    """Imports a framework; ConfigError names what is missing and the command that installs it."""
+    """Imports a framework.
+
+    Raises ConfigError, which names what is missing and the command that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -38,7 +41,10 @@ def needs(module: str, package: str, advice: str) -> None:
 
 
 def import_function(argument: str, reference: str) -> Callable[..., Any]:
-    """Imports the function that `argument` names as "module:function"; ConfigError otherwise."""
+    """Imports the function that `argument` names as "module:function".
+
+    Raises ConfigError otherwise.
+    """
     module, _, name = reference.partition(":")
     if not (module and name):
         raise ConfigError(f"{argument} must be module:function, got {reference!r}")

@@ -68,10 +68,10 @@ class ReasoningGym(Environment[Entry]):
     ) -> None:
         """`dataset` is a name, with options in `config`, or a list of `{name, weight, config}`.
 
-        `num_tasks`: different questions; None: without end. `system` is a text, or the name of one
+        `num_tasks`: different questions, None for no end. `system` is a text, or the name of one
         of the package's prompts: "default" where answers stand in tags, otherwise none.
-        `evaluate_replies` allows scorers that run a reply as Python. ConfigError names what cannot
-        work.
+        `evaluate_replies` allows scorers that run a reply as Python. Raises ConfigError, which
+        names what cannot work.
         """
         self._split = Split(split, heldout_one_in)
         check_at_least("num_tasks", num_tasks, 1)
@@ -126,7 +126,10 @@ class ReasoningGym(Environment[Entry]):
         return StepResult(score, metrics={name[:MAX_NAME]: score} | metrics)
 
     def _make(self, seed: int) -> Generator:
-        """Makes a data set of the package; ConfigError says which of its rules is broken."""
+        """Makes a data set of the package.
+
+        Raises ConfigError, which says which of its rules is broken.
+        """
         try:
             if len(self._specs) == 1:
                 (spec,) = self._specs

@@ -95,7 +95,7 @@ class RandomSeat:
         self._options = ""
 
     async def move(self, text: str, game: TextArenaGame) -> str:
-        """Returns a legal move; ValueError when the game lists none."""
+        """Returns a legal move. Raises ValueError when the game lists none."""
         for options in (text, self._options):
             for move in game.legal_moves(options, self._chance):
                 self._options = options
@@ -119,8 +119,8 @@ Opponent: TypeAlias = Callable[[int, int], Player]
 def make_opponent(name: str, args: Mapping[str, Any], *, is_whole: bool) -> Opponent | None:
     """Returns what plays against the model; None if the model does that itself.
 
-    `args` are for an agent's class, or `model` and `key_file` of an API. ConfigError names what
-    cannot work.
+    `args` are for an agent's class, or `model` and `key_file` of an API. Raises ConfigError, which
+    names what cannot work.
     """
     if name in (SELF, RANDOM):
         if args:

@@ -69,7 +69,7 @@ class TextArena(AgentEnvironment[Match]):
 
         `prompts`: with "new" a player's conversation goes on, and each message is what the player
         has not seen; with "whole" each turn is a conversation of its own, with what the wrappers
-        of `id` show. ConfigError names what cannot work.
+        of `id` show. Raises ConfigError for arguments that cannot work.
         """
         check_choice("train", train, ("one", "both", "all"))
         check_choice("prompts", prompts, ("new", "whole"))

@@ -33,7 +33,7 @@ class TextArenaGame:
     ) -> None:
         """`is_whole`: observations are what the wrappers of `id` show, not only what is new.
 
-        ConfigError names what keeps the game from beginning.
+        Raises ConfigError, which names what keeps the game from beginning.
         """
         import textarena
 

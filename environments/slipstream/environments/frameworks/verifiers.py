@@ -58,7 +58,7 @@ class Verifiers(AgentEnvironment[Any]):
         A `taskset` that is a text is its `id`: an installed package, or a module. An agent without
         `runtime` runs on this machine, and one without `harness` in this process, unless the
         taskset brings a harness of its own. `metrics` names those that are kept, by default all.
-        ConfigError names what cannot work.
+        Raises ConfigError for arguments that cannot work.
         """
         needs("verifiers.v1", "verifiers", INSTALL)
         from pydantic import ValidationError
@@ -193,9 +193,9 @@ def _client(endpoint: Endpoint, variable: str) -> Foreign:
 
 
 def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
-    """Returns the result of an episode with these traces; `keep` names its metrics, None: all.
+    """Returns the result of an episode with these traces; `keep` names its metrics, None all.
 
-    RuntimeError when the environment trains none of its agents.
+    Raises RuntimeError when the environment trains none of its agents.
     """
     trained = [trace for trace in traces if trace.agent.trainable]
     if not trained:

@@ -1,4 +1,4 @@
-"""What a program in a sandbox may use."""
+"""Limits and paths of a program in a sandbox."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launcher is told. At `cause_fd` it names the limit that ended the program.
+    """A launcher's instructions. At `cause_fd` it names the limit that ended the program.
 
     The program may write below `folder`, begins in `cwd`, the folder unless named, and may connect
     to `port` of 127.0.0.1, which sandlock alone can allow; 0 is no port.

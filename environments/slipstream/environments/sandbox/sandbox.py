@@ -73,7 +73,10 @@ class Sandbox:
         readable: Sequence[str] = (),
         backend: Backend | None = None,
     ) -> None:
-        """Without `backend` the first of `BACKENDS` that works here; ConfigError if none does."""
+        """Without `backend` the first of `BACKENDS` that works here.
+
+        Raises ConfigError if none does.
+        """
         self.limits = limits or Limits()
         if wrong := self.limits.wrong():
             raise ConfigError(wrong)
@@ -243,7 +246,10 @@ class _Output:
 
 
 def first_backend() -> Backend:
-    """Returns the first of `BACKENDS` that works here; ConfigError says why none does."""
+    """Returns the first of `BACKENDS` that works here.
+
+    Raises ConfigError, which says why none does.
+    """
     reasons = []
     for backend in BACKENDS:
         reason = why_not(backend)

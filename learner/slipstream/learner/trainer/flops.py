@@ -37,8 +37,8 @@ class ArithmeticSizes:
 def model_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
     """Returns the sizes of a decoder with gated MLPs, dense or with experts, or of a Nemotron-H.
 
-    `config` is the model's config.json; KeyError names a missing field. Layers with attention
-    windows are counted like the others.
+    `config` is the model's config.json. Raises KeyError, which names a missing field. Layers with
+    attention windows are counted like the others.
     """
     if family_of(config).tensors is not None:
         return _hybrid_sizes(config)

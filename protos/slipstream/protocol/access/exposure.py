@@ -77,7 +77,10 @@ def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequen
 
 
 def local_address(host: str, port: int = 1) -> str:
-    """Returns this machine's address from which `host` is reached; OSError without a route."""
+    """Returns this machine's address from which `host` is reached.
+
+    Raises OSError without a route.
+    """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

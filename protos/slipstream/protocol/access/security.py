@@ -129,7 +129,7 @@ def create_server(credentials: Credentials, *, unix_token: str | None = None) ->
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int:
-    """Binds `address` and returns the port; ConfigError when it is taken or not allowed."""
+    """Binds `address` and returns the port. Raises ConfigError when it is taken or not allowed."""
     check_address(address, credentials, what="the address")
     try:
         if credentials.has_tls and not address.startswith("unix:"):

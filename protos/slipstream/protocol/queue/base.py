@@ -50,7 +50,9 @@ class TrajectorySender(Protocol):
         ...
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """Stores one trajectory; TrajectoryQueueFull when there is no room within `timeout_s`.
+        """Stores one trajectory.
+
+        Raises TrajectoryQueueFull when there is no room within `timeout_s`.
 
         Raises QueueError when the trajectory can never fit, or the queue is lost.
         """

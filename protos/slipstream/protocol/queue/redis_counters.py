@@ -39,7 +39,10 @@ class Counters:
 
     @classmethod
     def of(cls, found: Counted) -> Counters:
-        """Returns the counters from Redis's values; QueueError without a mark or a number."""
+        """Returns the counters from Redis's values.
+
+        Raises QueueError without a mark or a number.
+        """
         mark, added, removed, *own = found
         if mark is None:
             raise QueueError("it came back empty; was it restarted without its append-only file?")

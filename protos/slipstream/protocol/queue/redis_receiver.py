@@ -205,7 +205,10 @@ class RedisReceiver:
             return await self._audit()
 
     async def _audit(self) -> Entries:
-        """Returns new entries; QueueError unless all known entries match Redis's counters."""
+        """Returns new entries.
+
+        Raises QueueError unless all known entries match Redis's counters.
+        """
         connection = self._connection
         earlier = connection.counters
         async with connection.client.pipeline(transaction=True) as pipeline:

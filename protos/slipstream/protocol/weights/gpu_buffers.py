@@ -27,7 +27,10 @@ class GpuBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int, gpu: int) -> GpuBuffers:
-        """Makes buffers with arbitrary content on CUDA device `gpu`; ConfigError without room."""
+        """Makes buffers with arbitrary content on CUDA device `gpu`.
+
+        Raises ConfigError without room.
+        """
         # A new thread's current device is 0.
         runtime.setDevice(gpu)
         pointers = []

@@ -62,7 +62,7 @@ class _Peer:
             raise WeightSyncError(f"{self.what} is gone: {error}") from error
 
     def wait(self, number: int, deadline_s: float) -> None:
-        """Waits until `number` has arrived; WeightSyncError after `deadline_s`."""
+        """Waits until `number` has arrived. Raises WeightSyncError after `deadline_s`."""
         until_s = time.monotonic() + deadline_s
         self._take(b"")
         while self.done <= number:
@@ -103,7 +103,7 @@ class HandoverSender:
     def __init__(
         self, host: str, communicator_id: str, *, hello_limit_s: float = HELLO_LIMIT_S
     ) -> None:
-        """Listens on a free port of `host`; ConfigError if `host` is not this machine's.
+        """Listens on a free port of `host`. Raises ConfigError if `host` is not this machine's.
 
         A receiver has `hello_limit_s` to say which one it is, and to take the offer.
         """
@@ -159,7 +159,7 @@ class HandoverSender:
             peer.tell(number)
 
     def wait_read(self, number: int, deadline_s: float) -> None:
-        """Waits until all receivers have read bucket `number`; WeightSyncError when late."""
+        """Waits until all receivers have read bucket `number`. Raises WeightSyncError when late."""
         self._wait(number + _FIRST, time.monotonic() + deadline_s)
 
     def close(self) -> None:
@@ -211,7 +211,10 @@ class HandoverReceiver:
     def __init__(
         self, address: tuple[str, int], communicator_id: str, rank: int, deadline_s: float
     ) -> None:
-        """Joins; WeightSyncError when the sender refuses or does not answer in `deadline_s`."""
+        """Joins.
+
+        Raises WeightSyncError when the sender refuses or does not answer in `deadline_s`.
+        """
         until_s = time.monotonic() + deadline_s
         what = f"the sender of {communicator_id}"
         connection: socket.socket | None = None
@@ -241,7 +244,7 @@ class HandoverReceiver:
         self._peer.tell(_OPENED)
 
     def wait_filled(self, number: int, deadline_s: float) -> None:
-        """Waits until bucket `number` may be read; WeightSyncError after `deadline_s`."""
+        """Waits until bucket `number` may be read. Raises WeightSyncError after `deadline_s`."""
         self._peer.wait(number, deadline_s)
 
     def read(self, number: int) -> None:

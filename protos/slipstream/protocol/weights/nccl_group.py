@@ -38,7 +38,7 @@ class Communicator(Protocol):
     """The methods of cupy's NcclCommunicator in use; the calling thread has `use`d the device."""
 
     def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """Enqueues a broadcast; WeightSyncError when NCCL refuses."""
+        """Enqueues a broadcast. Raises WeightSyncError when NCCL refuses."""
         ...
 
     def abort(self) -> None:
@@ -62,7 +62,7 @@ class NcclBackend(Protocol):
     """One device and the library."""
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> Communicator:
-        """Waits for all members without a limit; WeightSyncError when NCCL fails."""
+        """Waits for all members without a limit. Raises WeightSyncError when NCCL fails."""
         ...
 
     def warm_up_room(self) -> Room:
@@ -145,7 +145,7 @@ class NcclGroup:
         deadline_s: float,
         abandoned: threading.Event | None = None,
     ) -> NcclGroup:
-        """Waits for all members; WeightSyncError after the deadline or once `abandoned`.
+        """Waits for all members. Raises WeightSyncError after the deadline or once `abandoned`.
 
         NCCL's constructor cannot be interrupted: when it is late its thread is left behind, and
         aborts the communicator if it is made after all. The group exists before the first
@@ -212,7 +212,7 @@ class NcclGroup:
             pending.end = self._backend.mark(stream)
 
     def wait(self) -> None:
-        """Waits until every broadcast so far is done; WeightSyncError when one is late."""
+        """Waits until every broadcast so far is done. Raises WeightSyncError when one is late."""
         while True:
             with self._lock:
                 self._check()

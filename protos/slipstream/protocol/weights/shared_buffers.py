@@ -44,7 +44,7 @@ class HostBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int) -> HostBuffers:
-        """Makes buffers filled with zeros; ConfigError when there is no room."""
+        """Makes buffers filled with zeros. Raises ConfigError when there is no room."""
         handles: list[str] = []
         maps: list[mmap.mmap] = []
         try:
@@ -69,7 +69,7 @@ class HostBuffers:
 
     @classmethod
     def open(cls, handles: Sequence[str], num_bytes: int) -> HostBuffers:
-        """Opens buffers of another process; WeightSyncError when they do not exist."""
+        """Opens buffers of another process. Raises WeightSyncError when they do not exist."""
         maps = []
         for name in handles:
             if not name.startswith(_PREFIX) or "/" in name:
@@ -97,7 +97,10 @@ class HostBuffers:
 
 
 def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Makes buffers on CUDA device `gpu`, or in main memory if None; ConfigError without room."""
+    """Makes buffers on CUDA device `gpu`, or in main memory if None.
+
+    Raises ConfigError without room.
+    """
     if gpu is None:
         return HostBuffers.make(count, num_bytes)
     from slipstream.protocol.weights.gpu_buffers import GpuBuffers
@@ -106,7 +109,7 @@ def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
 
 
 def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Opens another process's buffers for use on `gpu`; WeightSyncError when that fails."""
+    """Opens another process's buffers for use on `gpu`. Raises WeightSyncError when that fails."""
     if gpu is None:
         return HostBuffers.open(handles, num_bytes)
     from slipstream.protocol.weights.gpu_buffers import GpuBuffers

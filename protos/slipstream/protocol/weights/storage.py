@@ -66,7 +66,7 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
-        """Opens nothing yet; ConfigError for a kind of storage that is not installed."""
+        """Opens nothing yet. Raises ConfigError for a kind of storage that is not installed."""
         import fsspec
 
         self.url = url.rstrip("/")

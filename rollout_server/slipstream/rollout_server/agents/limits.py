@@ -39,13 +39,13 @@ class Refusal:
     status: int
     code: str
     message: str
-    # The field of the request that is at fault; None: no single field is.
+    # The field of the request that is at fault; None if no single field is.
     param: str | None = None
 
 
 @dataclass(frozen=True)
 class ReplyRoom:
-    """What a call may use: `new_tokens` of its reply. `reserved_tokens` count until it ends."""
+    """The tokens of a call: `new_tokens` of its reply; `reserved_tokens` count until it ends."""
 
     new_tokens: int
     reserved_tokens: int
@@ -53,7 +53,7 @@ class ReplyRoom:
 
 @dataclass(frozen=True)
 class Use:
-    """What an episode has used, and what its open calls may still use."""
+    """The tokens and calls that an episode has used, and that its open calls may still use."""
 
     tokens: int = 0
     reserved_tokens: int = 0
@@ -139,9 +139,9 @@ class ServedCall:
     keys: Sequence[MessageKey] = ()
     # The turn that its messages continue, if any.
     found: Found | None = None
-    # The turn that the request names as the previous one; None: it names none.
+    # The turn that the request names as the previous one, or None.
     previous: AgentTurn | None = None
-    # The input of a request whose response is stored; None: it is not.
+    # The input of a request whose response is stored, else None.
     stored_items: list[Any] | None = None
     call: AgentCall | None = None
     room: ReplyRoom | None = None

@@ -362,7 +362,8 @@ async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:
 def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa: ANN401 - JSON
     """Returns the reply in the form of its API; None where the answer was cut off or has none.
 
-    ValueError for a call of a tool whose arguments are no JSON, where the API has them as JSON.
+    Raises ValueError for a call of a tool whose arguments are no JSON, where the API has them as
+    JSON.
     """
     events = list(_events(body)) if is_stream else [json.loads(body)]
     match path, is_stream:

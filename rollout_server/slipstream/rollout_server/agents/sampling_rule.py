@@ -158,7 +158,7 @@ class _Stored:
 
 
 class StoredResponses:
-    """What OpenAI's API keeps of responses, for as long as the episode lasts.
+    """Responses that OpenAI's API keeps, for as long as the episode lasts.
 
     A request with PREVIOUS becomes the one that a client without a store would send: all items of
     the earlier response, then its own.

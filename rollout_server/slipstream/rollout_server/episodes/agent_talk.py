@@ -50,7 +50,10 @@ class AgentTalk:
         self._last_call = 0
 
     async def run(self) -> AgentEnd:
-        """Answers calls until the agent returns its result; EnvironmentFailed where it does not."""
+        """Answers calls until the agent returns its result.
+
+        Raises EnvironmentFailed where it does not.
+        """
         waiting = asyncio.ensure_future(self._session.next_call())
         try:
             while True:

@@ -31,8 +31,8 @@ Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentF
 class Judgement:
     """An environment's answer to a reply; `messages` follow unless the episode is `done`.
 
-    `tools` are those from now on, see `TemplateInputs`; None: the same as before. `given_reply` is
-    the next reply; "": the model replies.
+    `tools` are those from now on (`TemplateInputs`), None for the same as before. `given_reply` is
+    the next reply, "" if the model replies.
     """
 
     reward: float
@@ -80,7 +80,7 @@ class EnvironmentSession(Protocol):
     ) -> Judgement:
         """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
 
-        `parsed` None: no parser has read it.
+        `parsed` is None if no parser has read it.
         """
         ...
 
@@ -308,7 +308,7 @@ class CallTable:
     async def call(
         self, command: environment_pb2.WorkerCommand, *, timeout_s: float
     ) -> environment_pb2.WorkerMessage:
-        """Sends `command` and waits for its answer; EnvironmentFailed when there is none."""
+        """Sends `command` and waits for its answer. Raises EnvironmentFailed when there is none."""
         number = self.notify(command)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()

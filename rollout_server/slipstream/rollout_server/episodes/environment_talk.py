@@ -79,7 +79,7 @@ class EnvironmentTalk:
         self._ask = ask
         self._generate = generate
         self._give = give
-        # Reads replies; None: there is nothing to read in them.
+        # Reads replies; None if there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
     async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
@@ -133,7 +133,7 @@ class EnvironmentTalk:
             if tools == history.inputs.tools and history.can_continue:
                 context = history.continuation(recording.token_ids[-1])
                 continue
-            # The template would write the beginning otherwise: the model reads all of it anew.
+            # The template would write the beginning otherwise: the model reads all of it again.
             history.inputs = history.inputs._replace(tools=tools)
             await self._offer(history.inputs)
             context = history.prompt()
@@ -154,7 +154,7 @@ class EnvironmentTalk:
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Opens the reader of replies to `inputs`.
 
-        EnvironmentFailed for tools that this run cannot offer.
+        Raises EnvironmentFailed for tools that this run cannot offer.
         """
         check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._ask(self._agents.reader(inputs))
@@ -216,7 +216,7 @@ class EnvironmentTalk:
 
 
 class History:
-    """What was said in one episode.
+    """The conversation of one episode.
 
     history = History(renderer, opening.messages, inputs)
     tokens = history.prompt()                   # before the first reply
@@ -238,7 +238,10 @@ class History:
         self.images: list[PlacedImage] = []
 
     def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
-        """Adds a reply and what follows it; EnvironmentFailed for the result of an unknown call."""
+        """Adds a reply and what follows it.
+
+        Raises EnvironmentFailed for the result of an unknown call.
+        """
         self._call_ids |= {call.id for call in reply.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:

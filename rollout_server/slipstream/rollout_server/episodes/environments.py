@@ -88,7 +88,9 @@ class HostedEnvironment:
     async def open(
         self, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> EnvironmentSession:
-        """Opens a session on the worker with the fewest; EnvironmentFailed when no worker starts.
+        """Opens a session on the worker with the fewest.
+
+        Raises EnvironmentFailed when no worker starts.
 
         A task that may end its worker gets a worker of its own. The start of workers does not count
         against `timeout_s`: the episode waits for as long as they are started.
@@ -258,7 +260,7 @@ class Environments:
     async def open(
         self, environment: str, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> EnvironmentSession:
-        """Opens a session for one episode; EnvironmentFailed when there is none."""
+        """Opens a session for one episode. Raises EnvironmentFailed when there is none."""
         hosted = self._hosted.get(environment)
         if hosted is None:
             return self._clients.open(environment, episode_key, timeout_s)
@@ -286,7 +288,10 @@ class LoneWorkers:
                 group.create_task(self._keep(index))
 
     async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
-        """Waits for a worker without other episodes; EnvironmentFailed when it cannot load."""
+        """Waits for a worker without other episodes.
+
+        Raises EnvironmentFailed when it cannot load.
+        """
         worker = asyncio.get_running_loop().create_future()
         turn = LoneTurn((-attempt, next(self._numbers)), worker)
         self._turns.put_nowait(turn)

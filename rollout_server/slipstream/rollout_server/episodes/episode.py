@@ -59,7 +59,7 @@ class EpisodeServices:
     renderer: Renderer
     ledger: EpochCounters
     agents: Agents
-    # The server of the reference model; None: the run has none.
+    # The server of the reference model; None if the run has none.
     reference: ReferenceServer | None = None
     retry_s: float = RETRY_S
 

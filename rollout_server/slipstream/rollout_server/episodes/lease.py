@@ -53,7 +53,7 @@ class Lease:
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
         """The lease of a message; `defaults` apply if the message has no sampling settings.
 
-        ProtocolError for an unknown purpose, or values that no chat template takes.
+        Raises ProtocolError for an unknown purpose, or values that no chat template takes.
         """
         if message.purpose not in _PURPOSES:
             raise ProtocolError(

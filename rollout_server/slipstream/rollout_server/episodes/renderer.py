@@ -66,10 +66,10 @@ class Renderer:
         values: Mapping[str, JsonValue] = MappingProxyType({}),
         images: ImageTokens | None = None,
     ) -> None:
-        """Loads the tokenizer; ConfigError when it has no chat template that works.
+        """Loads the tokenizer. Raises ConfigError when it has no chat template that works.
 
         `template` is a file in place of the tokenizer's own; `values` are passed to it by name.
-        `images` None: the model sees none.
+        `images` is None if the model sees none.
         """
         from transformers import AutoTokenizer
 
@@ -103,7 +103,10 @@ class Renderer:
     def prompt(
         self, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
     ) -> list[int]:
-        """Returns the tokens before the first reply; RenderingFailed if the template refuses."""
+        """Returns the tokens before the first reply.
+
+        Raises RenderingFailed if the template refuses.
+        """
         return list(self._prompt(tuple(messages), inputs))
 
     def continuation(
@@ -166,7 +169,7 @@ class Renderer:
     ) -> tuple[list[int], list[PlacedImage]]:
         """Returns tokens of `messages` with those of their images, and where these begin.
 
-        RenderingFailed for a model without vision, or for bytes that are no image.
+        Raises RenderingFailed for a model without vision, or for bytes that are no image.
         """
         images = [image for message in messages for image in message.images]
         if self._images is None:
@@ -183,7 +186,10 @@ class Renderer:
 
     @property
     def writes_tools(self) -> bool:
-        """Whether a prompt says which tools are offered; RenderingFailed if it has no place."""
+        """Whether a prompt says which tools are offered.
+
+        Raises RenderingFailed if it has no place.
+        """
         asked = (ChatMessage("user", "a"),)
         return self._text(asked, TemplateInputs(TOOLS)) != self._text(asked, NO_INPUTS)
 

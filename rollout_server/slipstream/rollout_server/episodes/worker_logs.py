@@ -46,7 +46,7 @@ class BoundedLog:
         self._note_bytes = 0
 
     def write(self, output: bytes) -> None:
-        """Appends `output`; OSError when the file cannot be written."""
+        """Appends `output`. Raises OSError when the file cannot be written."""
         while output:
             room = max(0, self._max_bytes // 2 - self._size)
             part = output

@@ -75,7 +75,7 @@ class WorkerProcess:
     async def start(
         cls, command: Sequence[str], *, limits: WorkerLimits, token: str, log: int
     ) -> Self:
-        """Starts `command` with `--record`; OSError when no process can be started."""
+        """Starts `command` with `--record`. Raises OSError when no process can be started."""
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
         WorkerProcess._num_starting += 1

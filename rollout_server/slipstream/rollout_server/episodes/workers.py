@@ -164,7 +164,7 @@ class EnvironmentWorker:
             session.close()
 
     async def _see_first_call(self, session: StreamSession) -> None:
-        """Waits for the first call of an agent, which is not answered; EnvironmentFailed."""
+        """Waits for the first call of an agent, which is not answered; raises EnvironmentFailed."""
         limit_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(limit_s):

@@ -1,1 +1,1 @@
-"""What inference needs beside vLLM itself: drafts, prompts, memory, usage."""
+"""Parts of inference outside vLLM: drafts, prompts, memory, usage."""

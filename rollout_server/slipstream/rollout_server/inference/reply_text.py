@@ -46,7 +46,7 @@ class ReplyText:
     def read(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
         """Returns the text that is new with the reply's next tokens.
 
-        `finish_reason` is vLLM's; None: more tokens come.
+        `finish_reason` is vLLM's; None if more tokens come.
         """
         self._ids += token_ids
         if finish_reason == "stop" and not self._options.with_stop:

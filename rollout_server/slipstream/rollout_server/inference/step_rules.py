@@ -81,7 +81,7 @@ def graph_values(
 ) -> dict[str, object]:
     """Returns vLLM's arguments for graphs and prompt waits.
 
-    Prompts wait `wait_steps` steps; None: the default of the device. Graph sizes are left out if
+    Prompts wait `wait_steps` steps, if None the device's default. Graph sizes are left out if
     `passed`, the user's own arguments of vLLM, names any.
     """
     has_graphs = section.has_graphs(on_cpu=on_cpu)

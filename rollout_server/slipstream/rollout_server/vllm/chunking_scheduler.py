@@ -76,7 +76,7 @@ class Chunk:
     client_index: int
     limit: int
     with_logprobs: bool
-    # None: vLLM handles every step of this request.
+    # None if vLLM handles every step of this request.
     steady: SteadyRequest | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -347,6 +347,9 @@ class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
-    """Returns the class for vLLM's `scheduler_cls`; ConfigError if it does not fit this vLLM."""
+    """Returns the class for vLLM's `scheduler_cls`.
+
+    Raises ConfigError if it does not fit this vLLM.
+    """
     check_outputs(EngineCoreOutput.__struct_fields__)
     return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

@@ -100,7 +100,10 @@ class DraftingWorker(Worker):  # type: ignore[misc]
     """vLLM's worker for GPUs, whose drafts come from the texts of all requests."""
 
     def _make_model_runner(self) -> Any:  # noqa: ANN401 - vLLM's
-        """See vLLM; RuntimeError where it chose its older runner, which takes no such drafts."""
+        """See vLLM.
+
+        Raises RuntimeError where it chose its older runner, which takes no such drafts.
+        """
         if not self.use_v2_model_runner:
             raise RuntimeError(
                 'rollout_server.drafts is "shared", and vLLM runs this model by its older runner, '

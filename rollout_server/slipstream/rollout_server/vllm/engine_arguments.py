@@ -29,7 +29,10 @@ _WORKER_EXTENSION = "slipstream.rollout_server.vllm.weights.worker_extension.Wor
 
 
 def engine_config(config: Config, seed: int) -> VllmConfig:
-    """Builds vLLM's whole configuration, before a model is loaded; ConfigError if vLLM refuses."""
+    """Builds vLLM's whole configuration, before a model is loaded.
+
+    Raises ConfigError if vLLM refuses.
+    """
     passed = passed_through(config.rollout_server.engine)
     on_cpu = current_platform.is_cpu()
     if on_cpu:
@@ -77,7 +80,10 @@ def check_precision(quantization: str) -> None:
 
 
 def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
-    """Returns the values of `rollout_server.engine`; ConfigError for one that vLLM refuses."""
+    """Returns the values of `rollout_server.engine`.
+
+    Raises ConfigError for one that vLLM refuses.
+    """
     for problem in table_problems(table):
         raise ConfigError(problem)
     return dict(table)

@@ -60,7 +60,7 @@ class EnginePause:
 
     @property
     def salt(self) -> str | None:
-        """The `cache_salt` of vLLM for new requests; None: they may use any cached prefix.
+        """The `cache_salt` of vLLM for new requests; None if they may use any cached prefix.
 
         A request uses only prefixes that were cached under its own salt.
         """
@@ -85,7 +85,7 @@ class EnginePause:
         self._let_all_in()
 
     async def pause_for_update(self, update_limit_s: float, mark: str = "") -> None:
-        """Pauses all requests; forgets their context if the new weights are to compute it anew.
+        """Pauses all requests; forgets their context if the new weights are to compute it again.
 
         `update_limit_s`: the limit of an update that is ordered at the same time, since the engine
         may carry that out first. The workers tell `mark` when the pause is complete; the engine may

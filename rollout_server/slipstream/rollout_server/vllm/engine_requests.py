@@ -164,7 +164,7 @@ class Prompts:
         images: Sequence[PlacedImage],
         pauses: EnginePause,
     ) -> TokensInput | MultiModalInput:
-        """Returns vLLM's input; ValueError for an image that cannot be read.
+        """Returns vLLM's input. Raises ValueError for an image that cannot be read.
 
         vLLM keeps features of images by name: new weights make other features, so names have the
         version.

@@ -49,12 +49,12 @@ from vllm.model_executor.models import (  # noqa: E402
 
 
 class ImagesAlone:
-    """What vLLM asks about a model's images before it starts."""
+    """Answers vLLM's questions about a model's images before it starts."""
 
     ctx: Any
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns the kinds of inputs beside text; None: any number of them."""
+        """Returns the kinds of inputs besides text; None for any number of them."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(
@@ -120,7 +120,7 @@ class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen35Images:
-    """What vLLM asks about a Qwen3.5's images, without its classes of `delta_models`."""
+    """Answers for a Qwen3.5's images, without its classes of `delta_models`."""
 
 
 @functools.cache

@@ -45,7 +45,7 @@ class VllmParts:
 def parameters(
     sampling: Sampling, max_tokens: int, *, experts_from: int, options: TextOptions | None = None
 ) -> SamplingParams:
-    """Returns vLLM's parameters of one request; `options` None: its text is not read."""
+    """Returns vLLM's parameters of one request; `options` is None if its text is not read."""
     text = options or TextOptions(skip_special_tokens=False)
     stop = [*sampling.stop, *text.stop]
     is_streamed = text.is_streamed
@@ -109,7 +109,10 @@ class ReplyRecord:
         )
 
     def generation(self, last: RequestOutput) -> Generation:
-        """Returns the whole reply after its last output; GenerationFailed if parts are missing."""
+        """Returns the whole reply after its last output.
+
+        Raises GenerationFailed if parts are missing.
+        """
         (completion,) = last.outputs
         spans = []
         for span in completion.weight_versions or ():

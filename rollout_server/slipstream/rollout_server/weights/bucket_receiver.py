@@ -55,8 +55,8 @@ class BucketReceiver(Protocol):
         """Yields each bucket in order, in a uint8 tensor of its size, valid on the current stream.
 
         Work that the caller puts on the current stream before it asks for the next bucket is done
-        before the memory is written again. WeightSyncError when a bucket misses its deadline; a
-        transport with a stream of its own may notice that only in `digests`.
+        before the memory is written again. Raises WeightSyncError when a bucket misses its
+        deadline; a transport with a stream of its own may notice that only in `digests`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a model's own loader does with a checkpoint, recorded once as copies and replayed.
+"""The work of a model's own loader, recorded once as copies and replayed.
 
 `record` runs `load_weights` over buckets without changing anything and notes every copy from a
 bucket into a parameter: fused and sharded ones are slices. A plan is good only if its copies write

@@ -133,7 +133,7 @@ class DirectLine:
             return await found
 
     async def call(self, method: str) -> list[Any]:
-        """Returns all workers' answers to a call on the line; EngineDied when the line ends.
+        """Returns all workers' answers to a call on the line. Raises EngineDied when the line ends.
 
         Call it only on a line that `is_up`, one call after another.
         """

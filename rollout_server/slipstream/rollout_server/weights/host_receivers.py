@@ -65,7 +65,7 @@ class HostReceiver:
         """Begins an update."""
 
     def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
-        """Fills `buffer` with the next bucket; WeightSyncError after `deadline_s`."""
+        """Fills `buffer` with the next bucket. Raises WeightSyncError after `deadline_s`."""
         raise NotImplementedError
 
 
@@ -73,7 +73,7 @@ class GlooReceiver(HostReceiver):
     """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins the communicator; WeightSyncError when a member misses the deadline."""
+        """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         super().__init__()
         communicator = membership.communicator
         timeout = timedelta(seconds=membership.join_deadline_s)
@@ -135,7 +135,7 @@ class StorageReceiver(HostReceiver):
     """See `BucketReceiver`: every worker of the engine reads the same file."""
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Opens the file that the order names; WeightSyncError when it is not there."""
+        """Opens the file that the order names. Raises WeightSyncError when it is not there."""
         super().__init__()
         path = membership.communicator.path
         if not path:

@@ -28,7 +28,10 @@ class IpcReceiver:
     enqueues = False
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins and opens the buffers; WeightSyncError when that fails or misses the deadline."""
+        """Joins and opens the buffers.
+
+        Raises WeightSyncError when that fails or misses the deadline.
+        """
         where = membership.communicator
         self._device = device
         if device.type == "cuda":
@@ -132,7 +135,7 @@ class IpcReceiver:
         return self._memory[place % len(self._memory)][: bucket.num_bytes]
 
     def _wait_done(self, deadline_s: float) -> None:
-        """Waits for the current stream's work; WeightSyncError after the deadline.
+        """Waits for the current stream's work. Raises WeightSyncError after the deadline.
 
         The work takes a fraction of a millisecond: sleeping would take longer.
         """

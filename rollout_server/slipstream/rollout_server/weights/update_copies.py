@@ -68,7 +68,7 @@ class Staging:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether all buckets have arrived; WeightSyncError when they never will."""
+        """Whether all buckets have arrived. Raises WeightSyncError when they never will."""
         assert self._thread is not None
         if self._thread.is_alive():
             return False
@@ -147,7 +147,7 @@ class Copying:
         *,
         device: torch.device,
     ) -> None:
-        """`staging`: holds all buckets already; None: they come from `receiver`."""
+        """`staging`: holds all buckets already; None if they come from `receiver`."""
         self._device = device
         self._take, self._receiver, self._incoming = take, receiver, incoming
         self._staging = staging
@@ -158,12 +158,18 @@ class Copying:
         self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """Makes copies that wait for nothing; WeightSyncError as in `BucketReceiver.receive`."""
+        """Makes copies that wait for nothing.
+
+        Raises WeightSyncError as in `BucketReceiver.receive`.
+        """
         if self._staging is not None or self._receiver.enqueues:
             self._copy()
 
     def finish(self) -> list[bytes]:
-        """Returns the digests when all has arrived; WeightSyncError after a missed deadline."""
+        """Returns the digests when all has arrived.
+
+        Raises WeightSyncError after a missed deadline.
+        """
         if self._started_s is None:
             self._copy()
         if self._staging is not None:

@@ -93,13 +93,13 @@ class WeightUpdate:
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan
         # in all workers.
         self._all_have_plan = False
-        # Whether all workers have room to stage; None: unknown. Once used, they keep it.
+        # Whether all workers have room to stage; None if unknown. Once used, they keep it.
         self._has_room: bool | None = None
         # What the log said of it last.
         self._told_room: bool | None = None
         self._announced: _Announced | None = None
         # The terms of the last update, if all workers copied it by plan: they still have its
-        # membership, memory and views. None: the next `prepare` tells them everything anew.
+        # membership, memory and views. None if the next `prepare` tells them everything.
         self._ready_for: tuple[str, float] | None = None
         # The layout of the last update, which hardly ever changes, its buckets, tensors and bytes.
         self._layout, self._num_buckets, self._num_tensors, self._num_bytes = b"", 0, 0, 0
@@ -231,7 +231,10 @@ class WeightUpdate:
         return is_busy and bool(self._has_room)
 
     def _digests_of(self, results: Sequence[Any]) -> list[bytes]:
-        """Returns the digests of all buckets; WeightSyncError when workers got different bytes."""
+        """Returns the digests of all buckets.
+
+        Raises WeightSyncError when workers got different bytes.
+        """
         shares = [result["shares"] for result in results]
         whole = whole_digests(shares) if all(shares) else []
         if any(result["digests"] != results[0]["digests"] for result in results):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from make_tiny_model import make_tokenizer
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
     ChatMessage,

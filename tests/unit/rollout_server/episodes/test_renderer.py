@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from make_tiny_model import make_tokenizer
 from slipstream.core.errors import ConfigError
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer

@@ -7,7 +7,7 @@ import binascii
 
 
 def data_of_url(url: str) -> bytes:
-    """Returns the bytes of `data:image/...;base64,...`; ValueError for any other URL."""
+    """Returns the bytes of `data:image/...;base64,...`. Raises ValueError for any other URL."""
     head, found, text = url.partition(",")
     if not (found and head.startswith("data:image/") and head.endswith(";base64")):
         raise ValueError(

@@ -53,7 +53,8 @@ class ImageProcessor:
     def tokens(self, token_id: int, data: bytes) -> list[int]:
         """Returns the tokens that stand for an image in a prompt, by its header alone.
 
-        `token_id` takes features. ValueError for bytes that are no image, or too many pixels.
+        `token_id` takes features. Raises ValueError for bytes that are no image, or too many
+        pixels.
         """
         with opened(data) as image:
             width, height = image.size
@@ -65,7 +66,7 @@ class ImageProcessor:
         return np.ones(height * width, dtype=np.bool_)
 
     def pixels(self, data: bytes) -> Pixels:
-        """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
+        """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
         found = self.inner(images=[decoded(data)], return_tensors="np")
         grid = found["image_grid_thw"][0]
         values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
@@ -73,14 +74,17 @@ class ImageProcessor:
 
 
 def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-    """Returns an image of red, green and blue; ValueError for one whose pixels cannot be read."""
+    """Returns an image of red, green and blue.
+
+    Raises ValueError for one whose pixels cannot be read.
+    """
     with opened(data) as image:
         return image.convert("RGB")
 
 
 @contextmanager
 def opened(data: bytes) -> Iterator[Any]:
-    """Gives an image whose header is read; ValueError for one that cannot be read."""
+    """Gives an image whose header is read. Raises ValueError for one that cannot be read."""
     from PIL import Image
 
     try:

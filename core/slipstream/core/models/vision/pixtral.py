@@ -57,7 +57,7 @@ class PixtralProcessor(ImageProcessor):
         return np.tile(np.arange(width + 1) < width, height)
 
     def pixels(self, data: bytes) -> Pixels:
-        """Returns the pixels of a PNG, JPEG, WebP or GIF; ValueError for other bytes."""
+        """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
         image, size = self.image(data), self.patch_size
         height, width = (side // size for side in image.shape[1:])
         patches = image.reshape(-1, height, size, width, size).transpose(1, 3, 0, 2, 4)
@@ -94,7 +94,9 @@ class PixtralProcessor(ImageProcessor):
 
 
 def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
-    """Returns the processor of a folder, whose config.json is `table`; ConfigError like its files.
+    """Returns the processor of a folder, whose config.json is `table`.
+
+    Raises ConfigError like its files.
 
     OSError, TypeError, KeyError and ValueError for files that cannot be read.
     """

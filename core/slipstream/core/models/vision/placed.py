@@ -40,7 +40,8 @@ class ImageTokens:
     ) -> tuple[list[int], list[PlacedImage]]:
         """Returns `token_ids` with as many tokens as each image has, and the images' places.
 
-        ValueError when the number of images is not that of their tokens, as text may name them.
+        Raises ValueError when the number of images is not that of their tokens, as text may name
+        them.
         """
         found: list[int] = []
         placed: list[PlacedImage] = []
@@ -73,7 +74,7 @@ def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
 
 
 async def check_pixels(images: Sequence[PlacedImage]) -> None:
-    """Reads images in threads, one after the other; ValueError for one that cannot be read.
+    """Reads images in threads, one after the other. Raises ValueError for one that cannot be read.
 
     A header alone gives the number of its tokens, and a given reply passes no engine.
     """

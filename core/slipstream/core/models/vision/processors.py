@@ -13,7 +13,7 @@ from slipstream.core.models.vision.pixtral import load_pixtral
 
 
 def load_processor(folder: str | Path) -> ImageProcessor:
-    """Returns the processor of a folder; ConfigError for one that cannot be read."""
+    """Returns the processor of a folder. Raises ConfigError for one that cannot be read."""
     return _load(str(folder))
 
 

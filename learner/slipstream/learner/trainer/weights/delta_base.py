@@ -258,7 +258,7 @@ class DeltaBase:
     def encode(self, place: int, data: Tensor) -> None:
         """Takes bucket `place` as the new base, and replaces `data` by the payload of the change.
 
-        RunFailed unless as many elements differ as the last pass counted.
+        Raises RunFailed unless as many elements differ as the last pass counted.
         """
         changed = self._changed[place]
         self._clear_gaps(place, data)

@@ -77,8 +77,8 @@ class RankObjects:
     ) -> weights_pb2.StoredLink:
         """Writes what was taken last; `digests` are those of all buckets of the version.
 
-        Returns the rank's objects and the numbers of changed elements; WeightSyncError when the
-        storage does not take them in time.
+        Returns the rank's objects and the numbers of changed elements. Raises WeightSyncError when
+        the storage does not take them in time.
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
         wires = self._buckets

@@ -54,7 +54,7 @@ class PromptRenderer:
         *,
         template: str | None = None,
     ) -> None:
-        """`images` None: the model sees none. `template` None: it is the tokenizer's own."""
+        """`images` is None without vision, `template` is None for the tokenizer's own."""
         self._inner = renderer
         self._images = images
         # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
@@ -66,7 +66,7 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._image_text = "" if images is None else text_of_an_image(tokenizer, template)
         self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
-        # Whether results of tools can follow a reply; None: no result has come yet.
+        # Whether results of tools can follow a reply; None before the first result.
         self._has_place: bool | None = None
         self._short = lru_cache(_CACHED_TEXTS)(self._encode)
 
@@ -134,7 +134,7 @@ class PromptRenderer:
     def _render_now(
         self, messages: list[Message], params: ChatParams, found: Found | None, most: int
     ) -> list[int] | None:
-        """Returns the tokens behind `found`; None: the template cannot continue it."""
+        """Returns the tokens behind `found`; None if the template cannot continue it."""
         if found is None:
             return self._tokens(self._text(messages, params), most)
         known = found.num_messages
@@ -196,8 +196,8 @@ def without_images(
 ) -> tuple[list[Mapping[str, Any]], list[list[bytes]]]:
     """Returns the messages with a mark in the place of each image, and the images of each message.
 
-    ValueError for a part that is neither text nor an image in a data URL, or for an image unless
-    the model `sees_images`.
+    Raises ValueError for a part that is neither text nor an image in a data URL, or for an image
+    unless the model `sees_images`.
     """
     marked: list[Mapping[str, Any]] = []
     images: list[list[bytes]] = []

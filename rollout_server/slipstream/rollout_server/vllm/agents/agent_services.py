@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentApi:
-    """What agents' episodes need of vLLM."""
+    """vLLM's services for agents' episodes."""
 
     answering: Answering
     as_messages: AsMessages
@@ -43,7 +43,7 @@ class Agents:
         return self._settings.tool_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
-        """Returns the reader of replies to these inputs; None: there is nothing to read in them.
+        """Returns the reader of replies to these inputs; None if there is nothing to read in them.
 
         The first call opens it, in a thread. ConfigError: it does not start.
         """

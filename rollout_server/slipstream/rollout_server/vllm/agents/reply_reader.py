@@ -65,7 +65,10 @@ class ReplyReader:
     def read(
         self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
     ) -> ParsedReply:
-        """Returns what a sampled reply to `prompt` holds; GenerationFailed if the parser breaks."""
+        """Returns what a sampled reply to `prompt` holds.
+
+        Raises GenerationFailed if the parser breaks.
+        """
         request = self._request(inputs)
         # A special token at the end has ended the reply, and is no part of its text.
         tokens = list(token_ids)

@@ -49,7 +49,7 @@ class AdapterRequests:
     def request(self, name: str, *, by_start: bool = False) -> LoRARequest | None:
         """Returns vLLM's name of an adapter; None for the model as the run started.
 
-        GenerationFailed when the run has no such adapter.
+        Raises GenerationFailed when the run has no such adapter.
         """
         if by_start:
             return None
@@ -131,8 +131,8 @@ def _put_on(
 ) -> None:
     """Activates the adapter made of `tensors`, which have PEFT's names and are changed.
 
-    WeightSyncError when the engine has no room for adapters, or when the tensors do not belong to
-    exactly the layers that it computes with an adapter.
+    Raises WeightSyncError when the engine has no room for adapters, or when the tensors do not
+    belong to exactly the layers that it computes with an adapter.
     """
     manager: LoRAModelManager | None = vars(model).get("lora_manager")
     if manager is None:

@@ -149,7 +149,7 @@ class Fp8Replay(Replay):
 
 
 class Fp8Check(PlanCheck):
-    """Proves the plan's quantised matrices too: quantised anew, they equal the loader's bits."""
+    """Proves the plan's quantised matrices too: quantised again, they equal the loader's bits."""
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)

@@ -117,7 +117,7 @@ class LoaderUpdate:
         # Parameters that layers compute from others after loading, such as scales, are never sent.
         awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
         self._missing = set(map(vllm_layers.loaded_name, awaited))
-        # Notes what the loader does with each bucket; None: there is no plan to compare it with.
+        # Notes what the loader does with each bucket; None without a plan to compare it with.
         self.check: Fp8Check | None = None
         self._digests: list[bytes] = []
         self._receive_s = self._wire_s = 0.0

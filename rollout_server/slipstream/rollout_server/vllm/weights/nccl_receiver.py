@@ -28,7 +28,7 @@ class NcclReceiver:
     enqueues = True
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
-        """Joins the communicator; WeightSyncError when a member misses the deadline."""
+        """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         # vLLM takes seconds to import, and code that only names the transports does not need it.
         from vllm.utils.nccl import unpinned_nccl_env
 

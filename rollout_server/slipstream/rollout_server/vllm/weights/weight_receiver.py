@@ -68,7 +68,10 @@ class Joining:
         self._thread.start()
 
     def result(self) -> BucketReceiver | None:
-        """Returns the receiver, or None while it joins; WeightSyncError when it could not join."""
+        """Returns the receiver, or None while it joins.
+
+        Raises WeightSyncError when it could not join.
+        """
         with self._lock:
             if self._error is not None:
                 raise WeightSyncError(str(self._error)) from self._error
@@ -208,7 +211,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._staging.clear()
 
     def is_ready(self) -> bool:
-        """Whether an update can be received now; WeightSyncError when it never will."""
+        """Whether an update can be received now. Raises WeightSyncError when it never will."""
         if self._joining is None or self._incoming is None:
             raise WeightSyncError("no update was announced")
         if self._receiver is None:

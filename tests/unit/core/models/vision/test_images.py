@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_tiny_model import make_model as make_text_model
-from make_tiny_model import make_tokenizer as make_text_tokenizer
 from make_tiny_vision_model import make_model, make_tokenizer
 from PIL import Image
 from slipstream.core.configuration.config_file import check_model, parse_config
@@ -20,6 +18,8 @@ from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.environments.colours import COLOURS, SIDE, square_png
+from slipstream.learner.trainer.tiny_model import make_model as make_text_model
+from slipstream.learner.trainer.tiny_model import make_tokenizer as make_text_tokenizer
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from support.fakes.fake_trajectories import make_trajectory
 
