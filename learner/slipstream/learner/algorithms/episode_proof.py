@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from slipstream.learner.algorithms.episodes import (
-    FloatArray,
-    RewardedEpisode,
-    ScoredEpisode,
-    TokenAdvantages,
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.algorithm_functions import FunctionKind
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.episodes import FloatArray, RewardedEpisode, ScoredEpisode
+from slipstream.learner.algorithms.functions import (
+    filtered,
+    function_of,
+    rewarded,
+    token_advantages,
 )
 from slipstream.learner.algorithms.proof import faults, reseed
 from slipstream.learner.algorithms.proof_scenes import Disproved
@@ -36,12 +39,10 @@ Groups: TypeAlias = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ProvedEpisodes:
-    """A function of episodes with its arguments, as it is proved."""
+    """The advantage, reward or filter of an algorithm, as it is proved."""
 
-    kind: Literal["advantage", "reward", "filter"]
-    # The word or reference of the configuration.
-    name: str
-    call: Callable[[Sequence[Any]], object]
+    algorithm: AlgorithmSection
+    kind: FunctionKind
     has_values: bool = False
 
 
@@ -49,14 +50,14 @@ def episode_faults(proved: ProvedEpisodes) -> list[str]:
     """Returns one line for each property that an advantage, a reward or a filter lacks."""
     properties: dict[str, Callable[[ProvedEpisodes], None]] = {
         "result": _check_result,
-        "inputs": _check_inputs,
         "state": _check_state,
+        "inputs": _check_inputs,
         "order of episodes": _check_order,
         "finite": _check_finite,
     }
     if proved.kind == "advantage":
         properties["names of groups"] = _check_names
-    return faults(f"{proved.kind} {proved.name}", proved, properties)
+    return faults(str(function_of(proved.algorithm, proved.kind)), proved, properties)
 
 
 class AnyMetrics(Mapping[str, float]):
@@ -98,62 +99,43 @@ def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
     return found
 
 
-def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any]) -> list[FloatArray]:
+def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) -> list[FloatArray]:
     """Returns the result as one array for each episode; only one for a filter."""
-    result: Any = proved.call(episodes)
+    where = _shown(groups)
     if proved.kind == "filter":
-        if not isinstance(result, (bool, np.bool_)):
-            raise Disproved(f"it is a {type(result).__name__}, not a bool")
-        return [np.array(float(result))]
-    if len(result) != len(episodes):
-        raise Disproved(f"{len(result)} numbers for {len(episodes)} episodes")
-    found = []
-    for episode, one in zip(episodes, result, strict=True):
-        parts = [one.advantages, one.returns] if isinstance(one, TokenAdvantages) else [one]
-        arrays = [np.asarray(part) for part in parts if part is not None]
-        for array in arrays:
-            allowed = [()] if proved.kind == "reward" else [(), episode_shape(episode)]
-            if array.shape not in allowed:
-                raise Disproved(f"shape {array.shape} for an episode of {episode_shape(episode)}")
-            if not np.issubdtype(array.dtype, np.number):
-                raise Disproved(f"dtype {array.dtype} is no number")
-        found.append(np.stack(arrays).astype(np.float64))
-    return found
-
-
-def episode_shape(episode: ScoredEpisode | RewardedEpisode) -> tuple[int, ...]:
-    """Returns the shape of an episode's tokens."""
-    if isinstance(episode, ScoredEpisode):
-        return np.shape(episode.token_costs)
-    return (sum(episode.reply_tokens),)
+        return [np.array(float(filtered(proved.algorithm, episodes, where=where)))]
+    if proved.kind == "reward":
+        return [np.array(e.reward) for e in rewarded(proved.algorithm, episodes, where=where)]
+    found = token_advantages(proved.algorithm, episodes, where=where)
+    return [
+        np.stack([each.advantages, *([] if each.returns is None else [each.returns])])
+        for each in found
+    ]
 
 
 def _check_result(proved: ProvedEpisodes) -> None:
     for groups in _scenes(proved):
-        _numbers(proved, _episodes(proved, groups))
+        _numbers(proved, _episodes(proved, groups), groups)
 
 
 def _check_inputs(proved: ProvedEpisodes) -> None:
     for groups in _scenes(proved):
-        episodes = _episodes(proved, groups)
-        before = copy.deepcopy(episodes)
-        proved.call(episodes)
-        if len(episodes) != len(before):
-            raise Disproved(f"the list of episodes is changed: {_shown(groups)}")
-        for one, other in zip(episodes, before, strict=True):
-            for field in dataclasses.fields(one):
-                mine, theirs = getattr(one, field.name), getattr(other, field.name)
-                if field.name != "metrics" and not np.array_equal(mine, theirs):
-                    raise Disproved(f"{field.name} of an episode is changed: {_shown(groups)}")
+        episodes, untouched = _episodes(proved, groups), _episodes(proved, groups)
+        _numbers(proved, episodes, groups)
+        for one, other in zip(episodes, untouched, strict=True):
+            for name, value in vars(other).items():
+                if name != "metrics" and not np.array_equal(getattr(one, name), value):
+                    raise Disproved(f"{name} of an episode is changed: {_shown(groups)}")
 
 
 def _check_state(proved: ProvedEpisodes) -> None:
+    other = PLAIN[1]
     for groups in _scenes(proved):
         results = []
         for seed in range(3):
             reseed(seed)
-            results.append(_numbers(proved, _episodes(proved, groups)))
-            _numbers(proved, _episodes(proved, PLAIN[1]))
+            results.append(_numbers(proved, _episodes(proved, groups), groups))
+            _numbers(proved, _episodes(proved, other), other)
         for again in results[1:]:
             if any(map(_differ, results[0], again)):
                 raise Disproved(
@@ -169,10 +151,10 @@ def _differ(one: FloatArray, other: FloatArray) -> bool:
 def _check_order(proved: ProvedEpisodes) -> None:
     for groups in _scenes(proved):
         episodes = _episodes(proved, groups)
-        before = _numbers(proved, episodes)
+        before = _numbers(proved, episodes, groups)
         size = len(episodes)
         for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
-            after = _numbers(proved, [episodes[place] for place in order])
+            after = _numbers(proved, [episodes[place] for place in order], groups)
             expected = before if proved.kind == "filter" else [before[place] for place in order]
             if not _close(expected, after):
                 raise Disproved(
@@ -187,7 +169,7 @@ def _check_names(proved: ProvedEpisodes) -> None:
         others = [
             dataclasses.replace(e, group_id=f"{9 - int(e.group_id[1:])}-other") for e in episodes
         ]
-        before, after = _numbers(proved, episodes), _numbers(proved, others)
+        before, after = _numbers(proved, episodes, groups), _numbers(proved, others, groups)
         if not _close(before, after):
             raise Disproved(
                 f"{_listed(after)} for other group_ids, not {_listed(before)}: {_shown(groups)}"
@@ -196,7 +178,7 @@ def _check_names(proved: ProvedEpisodes) -> None:
 
 def _check_finite(proved: ProvedEpisodes) -> None:
     for groups in _scenes(proved, EQUAL, LARGE):
-        found = _numbers(proved, _episodes(proved, groups))
+        found = _numbers(proved, _episodes(proved, groups), groups)
         if not all(np.isfinite(one).all() for one in found):
             raise Disproved(f"{_listed(found)}: {_shown(groups)}")
 
@@ -208,9 +190,9 @@ def _scenes(
     for groups in (*plain, *wide):
         for scene in [groups] if proved.kind == "advantage" else [(group,) for group in groups]:
             try:
-                proved.call(_episodes(proved, scene))
-            except ValueError:
-                if groups in plain:
+                _numbers(proved, _episodes(proved, scene), scene)
+            except RunFailed as fault:
+                if groups in plain or not isinstance(fault.__cause__, ValueError):
                     raise
             else:
                 yield scene

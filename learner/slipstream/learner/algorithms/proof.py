@@ -22,19 +22,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
+from slipstream.core.errors import RunFailed
+from slipstream.learner.algorithms.functions import Function
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.proof_scenes import (
     Compute,
     Disproved,
+    Inputs,
     Layout,
     Scene,
     inputs_of,
     values_of,
 )
+from slipstream.learner.algorithms.token_functions import token_terms, token_weights
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -59,23 +63,18 @@ COST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Proved:
-    """A function of tokens with its arguments, as it is proved."""
+    """A loss or a weight, as it is proved."""
 
-    kind: Literal["loss", "weight"]
-    # The word or reference of the configuration.
-    name: str
-    call: Callable[[LossInputs], TokenTerms | TokenWeights | Tensor]
+    function: Function
     has_reference: bool = False
 
-    @functools.cached_property
+    @property
     def constants(self) -> tuple[float, ...]:
         """The numbers in code and arguments, at which the function may change its rule."""
-        call: Any = self.call
-        given: dict[str, object] = {}
-        if isinstance(call, functools.partial):
-            call, given = call.func, call.keywords
-        defaults = (call.__kwdefaults__ or {}) | given
-        found = dict.fromkeys(_numbers([*defaults.values(), call.__code__]))
+        call = self.function.call
+        assert isinstance(call, functools.partial)
+        arguments = (call.func.__kwdefaults__ or {}) | call.keywords
+        found = dict.fromkeys(_numbers([*arguments.values(), call.func.__code__]))
         return tuple(one for one in found if abs(one) < 1e3)[:MAX_CONSTANTS]
 
 
@@ -92,16 +91,15 @@ def token_faults(proved: Proved) -> list[str]:
     """Returns one line for each property that a loss or weight lacks."""
     properties: dict[str, Callable[[Proved], None]] = {
         "result": _check_result,
-        "inputs": _check_inputs,
         "state": _check_state,
         "masked tokens": _check_masked,
         "layout": _check_layouts,
         "empty mask": _check_empty,
         "finite": _check_finite,
     }
-    if proved.kind == "loss":
+    if proved.function.kind == "loss":
         properties["gradient"] = _check_gradient
-    return faults(f"{proved.kind} {proved.name}", proved, properties)
+    return faults(str(proved.function), proved, properties)
 
 
 def faults(
@@ -109,7 +107,7 @@ def faults(
 ) -> list[str]:
     """Returns one line for each of `properties` that `subject` lacks.
 
-    The first three are the condition of the others. What is drawn at random changes nothing here.
+    The first two are the condition of the others. What is drawn at random changes nothing here.
     """
     found = []
     state, numpy_state = random.getstate(), np.random.get_state()
@@ -117,9 +115,9 @@ def faults(
         for place, (title, check) in enumerate(properties.items()):
             fault = _fault(check, subject)
             if fault:
-                found.append(f"{name}: {title}: {fault}")
-                # Without these three the others say nothing.
-                if place < 3:
+                found.append(f"{name}: {title}: {fault.removeprefix(f'{name} at ')}")
+                # Without these two the others say nothing.
+                if place < 2:
                     break
     random.setstate(state)
     np.random.set_state(numpy_state)
@@ -129,10 +127,8 @@ def faults(
 def _fault(check: Callable[[Subject], None], subject: Subject) -> str:
     try:
         check(subject)
-    except Disproved as fault:
+    except RunFailed as fault:
         return str(fault)
-    except Exception as error:  # noqa: BLE001 - any error of the function is its fault
-        return f"raises {type(error).__name__}: {' '.join(str(error).split())}"
     return ""
 
 
@@ -150,18 +146,20 @@ def _scenes(
         yield Scene(sequences, proved.has_reference, dtype=dtype, is_on_policy=is_on_policy)
 
 
-def result_of(result: TokenTerms | TokenWeights | Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Returns the tensor and the reports of a result."""
-    if isinstance(result, TokenTerms):
-        return result.losses, result.reports
-    if isinstance(result, TokenWeights):
-        return result.weights, result.reports
-    return result, {}
+def _result(
+    proved: Proved, tokens: LossInputs, scene: Scene
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Returns the losses or weights, and the reports."""
+    if proved.function.kind == "loss":
+        terms = token_terms(proved.function, tokens, str(scene))
+        return terms.losses, terms.reports
+    weights = token_weights(proved.function, tokens, str(scene))
+    return weights.weights, weights.reports
 
 
-def _sum(proved: Proved, tokens: LossInputs, shares: Tensor) -> Tensor:
-    values, _ = result_of(proved.call(tokens))
-    return torch.where(tokens.mask, values * shares, 0.0).sum()
+def _sum(proved: Proved, scene: Scene, inputs: Inputs) -> Tensor:
+    values, _ = _result(proved, inputs.tokens, scene)
+    return torch.where(inputs.tokens.mask, values * inputs.shares, 0.0).sum()
 
 
 def _gradient(total: Tensor, leaf: Tensor) -> Tensor:
@@ -171,15 +169,13 @@ def _gradient(total: Tensor, leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if some is None else some
 
 
-def _computed(
-    proved: Proved, tokens: LossInputs, leaf: Tensor, shares: Tensor
-) -> dict[str, Tensor]:
+def _computed(proved: Proved, scene: Scene, inputs: Inputs) -> dict[str, Tensor]:
     """Returns values, gradient and reports of the tokens, in float64."""
-    values, reports = result_of(proved.call(tokens))
-    found = {str(proved.kind): values.detach().double()}
-    total = torch.where(tokens.mask, values * shares, 0.0).sum()
-    found["gradient"] = _gradient(total, leaf).double()
-    return found | {f"report {n}": one.detach().double() for n, one in reports.items()}
+    values, reports = _result(proved, inputs.tokens, scene)
+    total = torch.where(inputs.tokens.mask, values * inputs.shares, 0.0).sum()
+    found = {str(proved.function.kind): values, "gradient": _gradient(total, inputs.leaf)}
+    found |= {f"report {name}": one for name, one in reports.items()}
+    return {name: one.detach().double() for name, one in found.items()}
 
 
 def _difference(
@@ -200,42 +196,17 @@ def _difference(
 
 def _check_result(proved: Proved) -> None:
     for scene in _scenes(proved, dtype=torch.float32):
-        tokens = inputs_of(scene).tokens
-        result = proved.call(tokens)
-        expected = TokenTerms if proved.kind == "loss" else TokenWeights
-        if not isinstance(result, (expected, Tensor)):
-            raise Disproved(f"it is a {type(result).__name__}, not a tensor or {expected.__name__}")
-        values, reports = result_of(result)
-        for name, one in {str(proved.kind): values, **reports}.items():
-            if not isinstance(one, Tensor):
-                raise Disproved(f"{name} is a {type(one).__name__}, not a tensor")
-            if one.shape != tokens.mask.shape:
-                shape = list(one.shape)
-                raise Disproved(f"{name} has shape {shape} for {len(tokens.mask)} tokens: {scene}")
-        if values.dtype != torch.float32:
-            raise Disproved(f"{proved.kind} has dtype {values.dtype}, the inputs have float32")
-        if proved.kind == "weight" and values.requires_grad:
-            raise Disproved("a weight has no gradient: detach tokens.logprobs")
-
-
-def _check_inputs(proved: Proved) -> None:
-    for scene in _scenes(proved):
-        given = vars(inputs := inputs_of(scene).tokens).items()
-        before = {name: one._version for name, one in given if isinstance(one, Tensor)}
-        proved.call(inputs)
-        for name, version in before.items():
-            if getattr(inputs, name)._version != version:
-                raise Disproved(f"tokens.{name} is changed in place: {scene}")
+        _result(proved, inputs_of(scene).tokens, scene)
 
 
 def _check_state(proved: Proved) -> None:
-    other = inputs_of(Scene(SCENES[2], proved.has_reference, seed=1))
+    other = Scene(SCENES[2], proved.has_reference, seed=1)
     for scene in _scenes(proved):
         results = []
         for seed in range(3):
             reseed(seed)
-            results.append(_computed(proved, *inputs_of(scene)))
-            _computed(proved, *other)
+            results.append(_computed(proved, scene, inputs_of(scene)))
+            _computed(proved, other, inputs_of(other))
         for again in results[1:]:
             if difference := _difference(results[0], again, scene.mask, exactly=True):
                 raise Disproved(
@@ -255,8 +226,8 @@ def _check_masked(proved: Proved) -> None:
             changed[name] = torch.where(
                 mask, scene.fields[name], other.to(scene.fields[name].dtype)
             )
-        before = _computed(proved, *inputs_of(scene))
-        after = _computed(proved, *inputs_of(scene, changed=changed))
+        before = _computed(proved, scene, inputs_of(scene))
+        after = _computed(proved, scene, inputs_of(scene, changed=changed))
         if difference := _difference(before, after, mask, exactly=True):
             raise Disproved(f"{difference}, with other values at masked tokens: {scene}")
         for place in torch.nonzero((after["gradient"] != 0) & ~mask)[:1, 0].tolist():
@@ -266,8 +237,8 @@ def _check_masked(proved: Proved) -> None:
 
 def _check_layouts(proved: Proved) -> None:
     found: dict[str, str] = {}
-    compute = functools.partial(_computed, proved)
     for scene in _scenes(proved):
+        compute = functools.partial(_computed, proved, scene)
         (_, first), *others = scene.layouts().items()
         check = functools.partial(_check_layout, scene, compute, values_of(scene, first, compute))
         for title, layout in others:
@@ -290,7 +261,7 @@ def _check_layout(
 def _check_empty(proved: Proved) -> None:
     for sequences in ((".",), ("..", "...")):
         scene = Scene(sequences, proved.has_reference, dtype=torch.float32)
-        if not _computed(proved, *inputs_of(scene))["gradient"].isfinite().all():
+        if not _computed(proved, scene, inputs_of(scene))["gradient"].isfinite().all():
             raise Disproved(f"the gradient is not finite: {len(scene.mask)} tokens, none trained")
 
 
@@ -319,7 +290,7 @@ def _check_cases(proved: Proved, cases: Sequence[tuple[float, float, float]]) ->
         "reference_logprobs": logprobs - to_behavior,
         "advantages": advantages,
     }
-    for name, values in _computed(proved, *inputs_of(scene, changed=changed)).items():
+    for name, values in _computed(proved, scene, inputs_of(scene, changed=changed)).items():
         for place in torch.nonzero(~values.isfinite())[:1, 0].tolist():
             first, second, advantage = cases[place]
             raise Disproved(
@@ -396,7 +367,7 @@ def held_constant(proved: Proved) -> list[str]:
     found: dict[str, None] = {}
     for scene in _scenes(proved):
         with _HeldConstant() as held:
-            proved.call(inputs_of(scene).tokens)
+            _result(proved, inputs_of(scene).tokens, scene)
         found |= held.lines
     return list(found)
 
@@ -408,7 +379,7 @@ def _check_gradient(proved: Proved) -> None:
     for scene in [*_scenes(proved), *_scenes(proved, is_on_policy=True)]:
         inputs = inputs_of(scene)
         with _HeldConstant() as held:
-            total = _sum(proved, inputs.tokens, inputs.shares)
+            total = _sum(proved, scene, inputs)
         gradient = _gradient(total, inputs.leaf).tolist()
         moved = functools.partial(_moved, proved, scene)
         middle = float(total.detach())
@@ -448,9 +419,9 @@ def _moved(
     logprobs[place] += step
     inputs = inputs_of(scene, changed={"logprobs": logprobs})
     if recorded is None:
-        return float(_sum(proved, inputs.tokens, inputs.shares).detach())
+        return float(_sum(proved, scene, inputs).detach())
     with _HeldConstant(recorded):
-        found = _sum(proved, inputs.tokens, inputs.shares)
+        found = _sum(proved, scene, inputs)
     return float(found.detach())
 
 
@@ -463,7 +434,7 @@ def cost_ns(proved: Proved) -> float:
     for _ in range(COST_ROUNDS):
         inputs = inputs_of(scene)
         started = time.thread_time()
-        _computed(proved, *inputs)
+        _computed(proved, scene, inputs)
         times.append(time.thread_time() - started)
     torch.set_num_threads(threads)
     return min(times) / COST_TOKENS * 1e9

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from slipstream.core.errors import RunFailed
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from torch import Tensor
 
@@ -24,7 +25,7 @@ FILLER = -1
 Layout = list[list[list[int]]]
 
 
-class Disproved(Exception):
+class Disproved(RunFailed):
     """A property does not hold; the text is the example."""
 
 
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
     shares: Tensor
 
 
-Compute = Callable[[LossInputs, Tensor, Tensor], dict[str, Tensor]]
+Compute = Callable[[Inputs], dict[str, Tensor]]
 NOTHING: Mapping[str, Tensor] = {}
 
 
@@ -54,7 +55,8 @@ class Scene:
     is_on_policy: bool = False
 
     def __str__(self) -> str:
-        return f"sequences {' '.join(self.sequences)}, x is a trained token"
+        shown, more = self.sequences[:6], " ..." if len(self.sequences) > 6 else ""
+        return f"sequences {' '.join(shown)}{more} (x is a trained token)"
 
     @functools.cached_property
     def mask(self) -> Tensor:
@@ -185,7 +187,7 @@ def _of_rank(
     try:
         sums = _SharedSums(*_sums_arguments(scene, shares[rank]))
         sums.exchange = functools.partial(exchange.add, rank)
-        return compute(*inputs_of(scene, shares[rank], sums=sums))
+        return compute(inputs_of(scene, shares[rank], sums=sums))
     finally:
         exchange.leave()
 
