@@ -278,7 +278,8 @@ def _settings(config: Config, folder: Path, layout: _Layout) -> Config:
         },
     }
     if config.needs_reference:
-        table["reference"] = {"path": str(folder / "reference"), "top_k": 5}
+        top_k = 0 if config.reference is None else min(5, config.reference.top_k)
+        table["reference"] = {"path": str(folder / "reference"), "top_k": top_k}
     if config.critic is not None:
         table["critic"] = {"path": str(folder / "policy"), "learning_rate": 0.05}
     return parse_config(table, source="check")
