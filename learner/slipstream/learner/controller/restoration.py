@@ -13,12 +13,7 @@ from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.records.history import (
-    FORMAT,
-    REMEDY,
-    RunHistory,
-    read_history,
-)
+from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.reporting.metrics import RunRecorder

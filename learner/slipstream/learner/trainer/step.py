@@ -18,10 +18,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.sequences import (
-    training_sequences,
-    weighted,
-)
+from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
@@ -90,9 +87,7 @@ class TrainingStep:
     """
 
     def __init__(self, policy: Policy, config: Config, roles: Roles = NO_ROLES) -> None:
-        self._policy = policy
-        self._roles = roles
-        self._config = config
+        self._policy, self._roles, self._config = policy, roles, config
         self._max_tokens = config.learner.micro_batch_tokens
         self._algorithms = config.algorithms.distinct
         self._reports = report_names(self._algorithms, has_reference=config.needs_reference)
