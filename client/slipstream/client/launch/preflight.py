@@ -59,6 +59,8 @@ ALGORITHMS_CHECK = "slipstream.learner.trainer.check_algorithms"
 RETRY_S = 0.2
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
+# Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
+PROOF_LIMIT_S = 600.0
 # Seconds beyond an environment's own limit in which its worker starts and says what hangs.
 WORKER_GRACE_S = 30.0
 # Environments that are loaded side by side: one for each processor, few for the sake of memory.
@@ -247,13 +249,13 @@ async def prove_algorithms(config: Config, *arguments: str) -> Ended:
     with _told_when_slow("the algorithm's functions are proved, which takes a minute"):
         checked = await run_module(
             [ALGORITHMS_CHECK, *arguments],
-            limit_s=SETTINGS_LIMIT_S,
+            limit_s=PROOF_LIMIT_S,
             given=dump_config(config).encode(),
             # The tiny models would only wait for a GPU that others use.
             environ=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )
     if checked.code is None:
-        raise ConfigError(f"the functions were not proved within {SETTINGS_LIMIT_S:g} s")
+        raise ConfigError(f"the functions were not proved within {PROOF_LIMIT_S:g} s")
     return checked
 
 

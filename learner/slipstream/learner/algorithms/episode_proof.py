@@ -92,7 +92,7 @@ def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
                 continue
             values = chance.normal(0, 0.5, size) if proved.has_values else None
             branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
-            costs, lags = np.zeros(size), chance.integers(0, 3, size)
+            costs, lags = np.zeros(size), chance.integers(0, 3, size, dtype=np.int32)
             if groups in WIDE:
                 costs = chance.uniform(0, 0.1, size)
             found.append(ScoredEpisode(f"g{group}", reward, costs, values, branches, metrics, lags))

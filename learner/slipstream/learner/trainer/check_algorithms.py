@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "slipstream.learner.trainer.check_algorithms"
 VOCAB, LENGTH, PROMPT, LONGEST_REPLY = 32, 40, 12, 8
-SIZES = {"num_layers": 2, "hidden_size": 32}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
 GROUPS, STEPS = 4, 2
 # Sums in another order differ by rounding, of which a loss that clips makes more.
 TOLERANCE = 1e-3
@@ -182,7 +180,15 @@ def train_alike(config: Config) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for seed, model in enumerate(("policy", "reference")):
-            make_model(folder / model, **SIZES, **HEADS, seed=seed)
+            make_model(
+                folder / model,
+                num_layers=2,
+                hidden_size=32,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                tie_word_embeddings=False,
+                seed=seed,
+            )
         (folder / "config.toml").write_text(dump_config(config))
         command = [sys.executable, "-m", PROGRAM, "--second", name, *ports]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL) as second:
