@@ -27,6 +27,7 @@ from slipstream.client.launch.preflight import (
     check_controller,
     check_engine,
     check_environments,
+    check_functions,
     check_installed,
     check_megatron,
     check_own_certificate,
@@ -318,6 +319,7 @@ CHECKS = (
     ),
     Check("engine", Stage.SETTINGS, SERVER, _engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
+    Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
     Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
     Check(
         *("weights", Stage.PLACE, CONTROLLER),

@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import completed
+from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.whole_settings import check_whole
@@ -47,7 +48,8 @@ LONGEST_VALUE = 80
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Returns the checked settings of `path` with `overrides` on top, only these if None.
 
-    What both leave out the run chooses where it can (`automatic`).
+    What both leave out the run chooses where it can (`automatic`). A file without digests of the
+    user's own functions, as users write it, gets those of the sources that are here.
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
     with one line that names the value and the rule; for an unknown key it has the nearest known
@@ -73,12 +75,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply_override(table, override)
     try:
-        return Config.model_validate(completed(table))
+        config = Config.model_validate(completed(table))
     except ValidationError as error:
         worst, line = _worst(error)
         in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]
         source = "command line" if path is None else _source(path, worst, overrides, in_file)
         raise ConfigError(f"{source}: {line}") from None
+    if "functions" not in table and config.algorithms.has_own:
+        config = config.model_copy(update={"functions": source_digests(config.algorithms)})
+    return config
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
