@@ -57,10 +57,13 @@ def check_functions(config: Config, journal: Path) -> None:
     here = source_digests(config.algorithms)
     used = used_functions(config.model_copy(update={"functions": here}))
     for record in read_records(journal):
-        if record["kind"] == "start" and (had := record.get("functions", {})) != used:
-            other = ", ".join(sorted(key for key, _ in had.items() ^ used.items()))
+        had = record.get("functions") or {}
+        if record["kind"] == "start" and had != used:
+            assert isinstance(had, dict)
+            others = {name for name in had | used if had.get(name) != used.get(name)}
             raise ConfigError(
-                f"the run cannot be replayed: source or arguments are others than recorded: {other}"
+                "the run cannot be replayed: source or arguments of these functions are others "
+                f"than recorded: {', '.join(sorted(others))}"
             )
 
 
